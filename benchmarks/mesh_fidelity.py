@@ -37,6 +37,11 @@ from workers.process.profiler import Profiler
 
 CONFIGS = ("examples/gpt2-124m.yaml", "examples/llama-3.2-1b.yaml", "examples/qwen3-30b-a3b.yaml")
 TIMEOUT_SECONDS = 300.0
+COMPONENT_FIELDS = {
+    *("device_seconds", "forward_device_seconds", "host_seconds", "stalled_seconds"),
+    *("saved_bytes", "forward_peak_bytes", "backward_peak_bytes"),
+}
+"""What a row tells of each component."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -141,8 +146,7 @@ def measure(request: ExplorationRequest, report: DeviceReport, profiler: DeviceP
         "reason": measurement.reason,
         "conditions": None if measurement.contamination is None else measurement.contamination,
         "components": [
-            {"key": each.component.key, "device_seconds": each.device_seconds, "host_seconds": each.host_seconds}
-            for each in space.measured.values()
+            {"key": each.component.key, **each.model_dump(include=COMPONENT_FIELDS)} for each in space.measured.values()
         ],
         **compared(space, found, checks, mesh_run),
     }
@@ -154,6 +158,7 @@ def compared(space: PlanSpace, found: MeshCandidate, checks: MeshChecks, run: Me
     figures: dict[str, Any] = {
         "mesh_run": run.model_dump(mode="json"),
         "composed_step_seconds": step.seconds,
+        "composed_optimizer_seconds": step.optimizer_seconds,
         "composed_peak_bytes": step.memory.total,
         "bubble_share": step.bubble_share,
         "exchange_share": step.exchange_share,
@@ -164,6 +169,7 @@ def compared(space: PlanSpace, found: MeshCandidate, checks: MeshChecks, run: Me
     whole = check.measurement
     return figures | {
         "whole_step_seconds": whole.mesh_step_seconds,
+        "whole_optimizer_seconds": whole.optimizer_seconds,
         "whole_peak_bytes": whole.peak_bytes,
         "step_error": check.step_error,
         "peak_error": check.peak_error,

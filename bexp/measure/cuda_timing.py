@@ -38,6 +38,7 @@ A layer alone takes the host about 1.5 times as long as one of 16 in a row, and 
 longer. One of 16 agrees with what a further layer adds to a model (benchmarks/LOG.md).
 """
 HOST_REPEATS = 5
+LEAD_REPEATS = 9
 HOST_MATTERS = 0.6
 """If a module alone takes the host less than this share of the device's time, no row is timed.
 
@@ -108,6 +109,13 @@ class CudaTimer:
             return self._time(passes)
         finally:
             self._poll = _look_away
+
+    def time_forward_in_lead(self, passes: Passes) -> float:
+        """Let the device sleep while the host issues what it can; the median of a few forwards."""
+        with collector_paused():
+            sleep = SLEEP_MARGIN * self._run_once(passes, sleep_seconds=0.0).host + 1e-3
+            samples = [self._run(passes, repeats=1, sleep_seconds=sleep)[0] for _ in range(LEAD_REPEATS)]
+        return statistics.median(sample.forward for sample in samples)
 
     def _time(self, passes: Passes) -> Timing:
         with collector_paused():

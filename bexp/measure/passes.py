@@ -54,6 +54,12 @@ class MeteredPasses(Protocol):
     def without_recomputation(self) -> AbstractContextManager[None]:
         """Within the context, the module is not recomputed as a whole. Recomputation inside it is not changed."""
 
+    def waiting(self) -> AbstractContextManager[None] | None:
+        """The context in which the host waits for the device in forward, as in training.
+
+        Outside of it, the host knows already what it would wait for. It is null if the host never waits.
+        """
+
     def metered_forward(self) -> list[Tensor]:
         """Run the forward and return its tensors; in training only those that a backward can start from."""
 
@@ -119,6 +125,10 @@ class ModulePasses:
     def without_recomputation(self) -> AbstractContextManager[None]:
         """Does nothing, because this class does not know how its module recomputes."""
         return nullcontext()
+
+    def waiting(self) -> AbstractContextManager[None] | None:
+        """Null, because this class knows of no wait."""
+        return None
 
     def prepare_forward(self) -> None:
         """Write the hidden states once more, as the previous layer would just have done."""

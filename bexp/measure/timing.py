@@ -98,6 +98,9 @@ class BlockTimer(Protocol):
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         """Repeat the passes and time them. `poll` is called when it cannot disturb the timing."""
 
+    def time_forward_in_lead(self, passes: Passes) -> float:
+        """Return the device's seconds of a forward that the host begins to issue long before the device is ready."""
+
 
 def standard_error(samples: list[float]) -> float:
     """The standard error of the median, from the median absolute deviation: a few disturbed repeats do not move it.
@@ -171,6 +174,10 @@ class HostTimer:
                 samples.append(_time_once(passes))
                 poll()
         return summarize(samples)
+
+    def time_forward_in_lead(self, passes: Passes) -> float:
+        """The device is the host, so that nothing leads: the median of a few forwards."""
+        return statistics.median(_time_once(passes).forward for _ in range(self.BUDGET.min_repeats))
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)

@@ -142,6 +142,7 @@ class SpaceTable:
         gathered = [gathered_bytes(self.model, request) for request in requests]
         self._gathered_head_C = np.array([found.at_head for found in gathered])[self._level_C]
         self._gathered_layer_C = np.array([found.at_layer for found in gathered])[self._level_C]
+        self._after_layer_C = np.array([found.after_layer for found in gathered])[self._level_C]
 
     def static_parts(self, row: int) -> MemoryParts:
         """Return the training state of a candidate."""
@@ -291,7 +292,9 @@ class SpaceTable:
             backward = self._output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
             below = embedded + (self._below_CGG[:, g] * held_CG).sum(axis=1)
             below += (self._beside_CGG[:, g] * inside_CG).sum(axis=1)
-            at_layer = below + np.maximum(forward, backward) + self._gathered_layer_C
+            # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
+            running = np.maximum(forward, backward) - self._after_layer_C
+            at_layer = below + np.maximum(running, self._output_C) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
         over = peak - saved
         step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]

@@ -132,7 +132,7 @@ class Component(Frozen):
     be chosen. For the optimizer it is `none` or `zero1`, because higher levels leave it the same share.
 
     In a plan a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
-    experts, with one of `overlap_degree` chunks of its rows, and beside copies of the `shadowed_experts`: see
+    experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
     `explorer.cost_model.shards`.
 
     `num_query_groups` and `capacity_factor` are set where a block depends on them, so that variants of a model share

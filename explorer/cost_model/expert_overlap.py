@@ -1,10 +1,16 @@
-"""What exchanges of an expert-parallel layer add to its computation if the two run beside each other.
+"""What exchanges of an expert-parallel layer add to its computation.
 
 A device has two resources: one computes, the other exchanges, each in the order that `bexp.kernels.expert_parallel`
 gives it. Forward sends all chunks, then broadcasts the shadowed experts' weights, then returns each chunk as soon as it
 is computed; the shadowed experts are computed last. Backward is the reverse, with the gradients' sum in place of the
 broadcast. Whatever is computed beside an exchange is slower, because the exchange takes multiprocessors and memory
 bandwidth.
+
+The computation is measured on one device, which plays the others: each exchange is a copy of as many bytes on the
+device itself. An exchange contains that copy, so that it is taken off the computation.
+
+Before it sends rows, forward exchanges how many there are, and the host waits for these counts. The device then stands
+still until the host has issued the exchanges of the rows and the first of the experts' kernels.
 """
 
 from __future__ import annotations
@@ -15,6 +21,7 @@ from dataclasses import dataclass
 from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from explorer.cost_model.fabric_exchange import Link, Transfer
 
+NOTHING = Transfer(0.0)
 Task = tuple[float, int | None]
 """Seconds, and the place of the other resource's task that must end before; null if there is none."""
 
@@ -23,14 +30,19 @@ Task = tuple[float, int | None]
 class ExpertOverlap:
     """The exchanges of a layer's experts for one micro-batch, one way.
 
-    `moved` is one of `degree` chunks of rows, `copied` the weights of the shadowed experts or the sum of their
-    gradients. The shadowed experts take `home_share` of the computation.
+    `moved` is one of `degree` chunks of rows, and `paired` the routing weights of its pairs of token and expert.
+    `copied` are the weights of the shadowed experts or the sum of their gradients, which pass in `num_copies` calls.
+    The shadowed experts take `home_share` of the computation. `local_bytes` are those that the measured device reads
+    and writes in one direction in place of exchanges of rows.
     """
 
     degree: int
     moved: Transfer
     copied: Transfer
     home_share: float
+    paired: Transfer = NOTHING
+    num_copies: int = 0
+    local_bytes: int = 0
 
     @property
     def link(self) -> Link:
@@ -38,14 +50,32 @@ class ExpertOverlap:
         return self.copied.link if self.copied.seconds > 2 * self.degree * self.moved.seconds else self.moved.link
 
     @property
-    def host_seconds(self) -> float:
-        """Return the seconds in which the host issues the exchanges of one way."""
-        copied = self.copied.host_seconds if self.home_share else 0.0
-        return 2 * self.degree * self.moved.host_seconds + copied
+    def issued_seconds(self) -> tuple[float, float]:
+        """Return the seconds in which the host issues the exchanges of forward, and those of backward.
 
-    def forward_seconds(self, computation: float) -> float:
-        """Return the seconds of forward, whose experts compute for `computation` seconds by themselves."""
-        chunks, home, moved = range(self.degree), self._home(computation), self.moved.seconds
+        Forward exchanges counts, and of each chunk rows, weights and routes, and what returns. Backward exchanges the
+        gradients of rows and weights, and of what returned.
+        """
+        once = self.moved.host_seconds
+        return (1 + 4 * self.degree + self.num_copies) * once, (3 * self.degree + self.num_copies) * once
+
+    def forward_seconds(self, computation: float, stalled: float = 0.0) -> float:
+        """Return the seconds of forward, whose experts compute for `computation` seconds by themselves.
+
+        The device stands still for `stalled` seconds after the host's wait, if exchanges take the host no time. The
+        first chunk arrives meanwhile.
+        """
+        started = (3 * self.degree + self.num_copies) * self.moved.host_seconds
+        hidden = max(0.0, stalled + started - self._moved)
+        return self.paired.seconds + hidden + self._forward_seconds(computation)
+
+    @property
+    def _moved(self) -> float:
+        """Rows with their routing weights, or with their routes, which are as short."""
+        return self.moved.seconds + self.paired.seconds
+
+    def _forward_seconds(self, computation: float) -> float:
+        chunks, home, moved = range(self.degree), self._home(computation), self._moved
         computed: list[Task] = [(self._chunk(computation), chunk) for chunk in chunks]
         moves: list[Task] = [(moved, None) for _ in chunks]
         if home:
@@ -55,8 +85,8 @@ class ExpertOverlap:
         return run_beside(computed, moves)
 
     def backward_seconds(self, computation: float) -> float:
-        """Return the seconds of backward, as for forward."""
-        chunks, home, moved = range(self.degree), self._home(computation), self.moved.seconds
+        """Return the seconds of backward, in which the host waits for nothing."""
+        chunks, home, moved = range(self.degree), self._home(computation), self._moved
         computed: list[Task] = [(self._chunk(computation), chunk) for chunk in chunks]
         moves: list[Task] = [(moved, None) for _ in chunks]
         first = 0

@@ -25,6 +25,8 @@ FORWARD_TENSORS, BACKWARD_TENSORS = 5, 6
 The norm reads one and writes one, and the sum reads two and writes one. In backward the norm reads two and writes one,
 and the sum of two gradients reads two and writes one.
 """
+HOST_FORWARD_SHARE = 0.5
+"""Share of the host's time for a block that forward takes: backward has more kernels, which cost the host less each."""
 LEAST_KEPT = 0.5
 """A block takes at least this share of what it was measured to take."""
 SCORES_BACKWARD = 2.5
@@ -33,7 +35,11 @@ SCORES_BACKWARD = 2.5
 
 @dataclass(frozen=True, slots=True)
 class BlockCost:
-    """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured."""
+    """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured.
+
+    The device stands still for `stalled_seconds` of forward, which `device_seconds` do not have, while the host issues
+    what comes after a wait for the device.
+    """
 
     device_seconds: float
     host_seconds: float
@@ -43,6 +49,7 @@ class BlockCost:
     backward_peak_bytes: int
     relative_error: float
     spared_share: float = 0.0
+    stalled_seconds: float = 0.0
 
 
 Costs = Mapping[Component, BlockCost]
@@ -52,21 +59,31 @@ Costs = Mapping[Component, BlockCost]
 class LayerCost:
     """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`.
 
-    The host needs `host` for both directions. If it needs longer for a stage than the device, it sets the stage's pace.
+    The host needs `host_ahead` for forward and `host_behind` for backward. If it needs longer for a stage than the
+    device, it sets the stage's pace. `waits` says that it waits for the device in each forward.
     """
 
     forward: float
     backward: float
     weights: float
     exchange: float
-    host: float
+    host_ahead: float
+    host_behind: float
+    waits: bool
     saved_bytes: int
     transient_bytes: int
     makeup: Mapping[Component | Link, float]
 
     @property
+    def host(self) -> float:
+        """The host's seconds for both directions."""
+        return self.host_ahead + self.host_behind
+
+    @property
     def seconds(self) -> float:
         """Both directions, by themselves."""
+        if self.waits:
+            return max(self.forward, self.host_ahead) + max(self.backward, self.host_behind)
         return max(self.forward + self.backward, self.host)
 
 
@@ -106,8 +123,12 @@ class DeviceShare:
 
         It is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part of
         them. What they read and write at the device's bandwidth is taken off, which is the least that they can take.
+        Experts that devices share are measured with copies in place of exchanges, which are taken off in the same way.
         """
-        if block.component.kind not in NORMED or block.component.expert_parallel_size > 1:
+        if block.overlap is not None:
+            copied = block.overlap.local_bytes / self.bandwidth
+            return copied, copied
+        if block.component.kind not in NORMED:
             return 0.0, 0.0
         once = (1.0 - 1.0 / tensor) * self.hidden_bytes / self.bandwidth
         again = FORWARD_TENSORS if block.component.recompute is BlockRecompute.FULL else 0
@@ -121,20 +142,21 @@ def compose_layer(
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
     forward = backward = weights = exchanged = 0.0
-    host = 0.0
+    host_ahead = host_behind = 0.0
     held = peak = 0
     makeup: defaultdict[Component | Link, float] = defaultdict(float)
     whole = 1.0 - 1.0 / mesh.tensor
     for block in blocks:
         cost = costs[block.component]
-        first, rest = (block.times * seconds for seconds in _passes(block, cost, share, mesh))
-        host += block.times * cost.host_seconds
-        host += (3 if again else 2) * block.issued_seconds
+        first, rest = _passes(block, cost, share, mesh)
+        issued_ahead, issued_behind = block.issued_seconds
+        host_ahead += HOST_FORWARD_SHARE * cost.host_seconds + issued_ahead
+        host_behind += (1.0 - HOST_FORWARD_SHARE) * cost.host_seconds + issued_behind + again * issued_ahead
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
         weights += max(0.0, passed) * _weights_share(block.component, share.shard)
         makeup[block.component] += first + rest
-        ahead, behind = block.exposed_seconds(first, passed)
+        ahead, behind = block.exposed_seconds(first, passed, cost.stalled_seconds)
         if again:
             behind += ahead
         forward, backward, exchanged = forward + ahead, backward + behind, exchanged + ahead + behind
@@ -143,14 +165,18 @@ def compose_layer(
         if block.overlap is not None:
             makeup[block.overlap.link] += ahead + behind
         kept = round(block.sharded_outputs * whole * hidden)
-        saved = block.times * max(0, cost.saved_bytes - kept) + block.copied_bytes
-        before = held + saved - max(0, cost.saved_bytes - kept) + block.moved_bytes - kept
-        # Backward has the gradients of the copies besides.
-        peak = max(peak, before + cost.forward_peak_bytes, before + cost.backward_peak_bytes + block.copied_bytes)
-        held += saved
+        peak = max(peak, held - kept + max(cost.forward_peak_bytes, cost.backward_peak_bytes))
+        held += max(0, cost.saved_bytes - kept)
     output = round(hidden / mesh.tensor)
     saved = output if again else held
-    return LayerCost(forward, backward, weights, exchanged, host, saved, max(0, peak + output - saved), makeup)
+    transient = max(0, peak + output - saved)
+    waits = any(block.overlap is not None for block in blocks)
+    return LayerCost(
+        *(forward, backward, weights, exchanged, host_ahead, host_behind, waits),
+        saved_bytes=saved,
+        transient_bytes=transient,
+        makeup=makeup,
+    )
 
 
 def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tuple[float, float]:

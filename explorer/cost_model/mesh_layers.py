@@ -16,9 +16,8 @@ from explorer.cost_model.parameters import (
     count_head,
     count_moe_ffn,
 )
-from explorer.cost_model.shards import SHARED_EXPERTS, expert_rows, shared_expert_model, tensor_shard
+from explorer.cost_model.shards import SHARED_EXPERTS, SPREAD_EXPERTS, expert_rows, shared_expert_model, tensor_shard
 from explorer.spec.candidate import Candidate, recomputed_layers
-from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.mesh import Mesh
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -51,11 +50,10 @@ class MeshCandidate:
 class Block:
     """A block of one device, which a micro-batch passes once in each direction.
 
-    `exchanges` pass in forward, and as many in backward; nothing hides them. If `overlap` is given, its exchanges run
-    beside the component instead, which runs `times` times. `expert_parameters` are those that fewer devices hold than
-    the other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves
-    whole when it is measured by itself, and of which sequence parallelism leaves a device a part. `copied_bytes` are
-    weights of other devices that it keeps for backward. `moved_bytes` are buffers of what travels.
+    `exchanges` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
+    instead, whose exchanges run beside the component. `expert_parameters` are those that fewer devices hold than the
+    other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves whole
+    when it is measured by itself, and of which sequence parallelism leaves a device a part.
     """
 
     component: Component
@@ -64,24 +62,25 @@ class Block:
     expert_parameters: int = 0
     sharded_outputs: int = 0
     overlap: ExpertOverlap | None = None
-    times: int = 1
-    copied_bytes: int = 0
-    moved_bytes: int = 0
 
-    def exposed_seconds(self, forward: float, backward: float) -> tuple[float, float]:
-        """Return what exchanges add to so many seconds of computation, in forward and in backward."""
+    def exposed_seconds(self, forward: float, backward: float, stalled: float) -> tuple[float, float]:
+        """Return what exchanges add to so many seconds of computation, in forward and in backward.
+
+        The device stands still for `stalled` seconds of forward, because the host waits for it.
+        """
         if self.overlap is not None:
-            ahead, behind = self.overlap.forward_seconds(forward), self.overlap.backward_seconds(backward)
+            ahead, behind = self.overlap.forward_seconds(forward, stalled), self.overlap.backward_seconds(backward)
             return ahead - forward, behind - backward
         exchanged = sum(transfer.seconds for transfer in self.exchanges)
-        return exchanged, exchanged
+        return exchanged + stalled, exchanged
 
     @property
-    def issued_seconds(self) -> float:
-        """Return the seconds in which the host issues the exchanges of one direction."""
+    def issued_seconds(self) -> tuple[float, float]:
+        """Return the seconds in which the host issues the exchanges of forward, and those of backward."""
         if self.overlap is not None:
-            return self.overlap.host_seconds
-        return sum(transfer.host_seconds for transfer in self.exchanges)
+            return self.overlap.issued_seconds
+        issued = sum(transfer.host_seconds for transfer in self.exchanges)
+        return issued, issued
 
 
 @dataclass(frozen=True)
@@ -109,6 +108,9 @@ class MeshDecomposer:
         self.exchanges = exchanges
         self._known: dict[tuple[object, ...], MeshBlocks] = {}
         self._shards: dict[int, ModelSpec] = {}
+        # A block's output and what its norm returns. Whole models gather the latter once and keep all of it for
+        # backward; Megatron keeps a part and gathers it again (Korthikanti et al., 2022, arXiv:2205.05198, 4.2.2).
+        self._sharded_outputs = 1 if request.is_mesh else 2
 
     def __call__(self, found: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
@@ -184,57 +186,53 @@ class MeshDecomposer:
         def policy(of: ComponentKind) -> BlockRecompute:
             return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
 
+        def spread(whole: Component, parameters: int, *inside: Transfer) -> Block:
+            return Block(whole, (*around, *inside), parameters, sharded_outputs=self._sharded_outputs)
+
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
-        yield Block(
-            component(attention, policy(attention), candidate.attention_backend),
-            (*around, *self._normed(candidate.micro_batch_size, mesh.tensor)),
-            count_attention(shard),
-            sharded_outputs=2,
-        )
+        attending = component(attention, policy(attention), candidate.attention_backend)
+        yield spread(attending, count_attention(shard), *self._normed(candidate.micro_batch_size, mesh.tensor))
         if kind is LayerKind.DENSE:
-            yield Block(component(dense, policy(dense), None), around, count_dense_ffn(shard), sharded_outputs=2)
+            yield spread(component(dense, policy(dense), None), count_dense_ffn(shard))
             return
         moe = self._model.moe
         assert moe is not None, "a layer with experts"
         if mesh.expert == 1:
-            found = component(experts, policy(experts), candidate.expert_backend)
-            yield Block(found, around, count_moe_ffn(shard), sharded_outputs=2)
+            yield spread(component(experts, policy(experts), candidate.expert_backend), count_moe_ffn(shard))
             return
         yield self.expert_block(mesh, component(experts, policy(experts), candidate.expert_backend))
         if moe.shared_expert_ffn_hidden_size:
-            shared = count_dense_ffn(shared_expert_model(shard))
-            yield Block(component(dense, policy(dense), None, part=SHARED_EXPERTS), around, shared, sharded_outputs=2)
+            shared = component(dense, policy(dense), None, part=SHARED_EXPERTS)
+            yield spread(shared, count_dense_ffn(shared_expert_model(shard)))
 
     def expert_block(self, mesh: Mesh, block: Component) -> Block:
         """Return the experts of one of the devices that share them, given the component of a device that has all."""
         model, moe = self._model, self._model.moe
         assert moe is not None, "a layer with experts"
         degree, shadowed = mesh.overlap_degree, mesh.shadowed_experts
-        sizes = {"expert_parallel_size": mesh.expert, "overlap_degree": degree, "shadowed_experts": shadowed}
-        component = block.model_copy(update=sizes)
+        component = block.model_copy(update={"part": SPREAD_EXPERTS, **mesh.expert_sizes})
         rows, group, item = expert_rows(component, model, self._request), Group(mesh.expert, 1), model.dtype.itemsize
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
         beside = count_moe_ffn(
             model.model_copy(update={"moe": moe.model_copy(update={"shared_expert_ffn_hidden_size": 0})})
         )
         row_bytes = model.hidden_size * item
-        moved = self.exchanges.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group)
         copied = shadowed * expert * item
-        overlap = None
-        if mesh.expert_mode is not ExpertMode.PLAIN:
+        overlap = ExpertOverlap(
+            degree,
+            moved=self.exchanges.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group),
+            paired=self.exchanges.all_to_all(rows.received / degree * item, group),
             # A broadcast, or a sum at one device, passes all bytes over each link, and a gather (n - 1) / n of them.
-            sent = self.exchanges.gather(copied * mesh.expert / (mesh.expert - 1), group)
-            overlap = ExpertOverlap(degree, moved, sent, rows.home / rows.computed)
+            copied=self.exchanges.gather(copied * mesh.expert / (mesh.expert - 1), group),
+            home_share=rows.home / rows.computed,
+            num_copies=2 * min(mesh.expert, shadowed),
+            local_bytes=2 * (rows.moved_in + rows.moved_out) * row_bytes,
+        )
         return Block(
             component,
-            (moved, moved) if overlap is None else (),
             overlap=overlap,
-            times=degree,
             parameters=beside - moe.num_experts * expert,
             expert_parameters=moe.num_experts // mesh.expert * expert,
-            copied_bytes=copied,
-            # What a device sends and gets back, and what the other devices send it.
-            moved_bytes=(2 * rows.moved_out + rows.moved_in) * row_bytes,
         )
 
 

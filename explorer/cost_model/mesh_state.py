@@ -50,10 +50,6 @@ class HeldParameters:
         is_tied = model.tie_embeddings and mesh.pipeline == 1
         return gathered_of_units(mesh.sharding, head, layer, item, reduced, mesh.data, is_tied=is_tied)
 
-    def reduced_bytes(self, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec) -> int:
-        """Return the buffer from which the largest layer's gradients are reduced, when its backward has ended."""
-        return self.layer * spec.gradient_dtype(model.dtype).itemsize if mesh.sharding.level else 0
-
     @classmethod
     def of_stage(
         cls, sorts: Counter[Sort], blocks: MeshBlocks, mesh: Mesh, stage: int, model: ModelSpec

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_secon
 from explorer.cost_model.pipeline_balance import balance_layers
 from explorer.cost_model.step import GatheredBytes, MemoryParts
 from explorer.records.plan import MeshRun
+from explorer.spec.hardware import HardwareSpec
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -38,6 +39,7 @@ class MeshStep:
     computation. `makeup` has the share of the step that hangs on each component and each link, bubbles included.
     `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the
     pipeline as it was simulated, null if there is none or if it was estimated; `exact` says that nothing was estimated.
+    `host_bound` says that a stage waits for its host.
     """
 
     seconds: float
@@ -55,6 +57,7 @@ class MeshStep:
     makeup: dict[Component | Link, float]
     exact: bool
     run: PipelineRun | None = None
+    host_bound: bool = False
 
 
 class MeshComposer:
@@ -66,11 +69,11 @@ class MeshComposer:
         request: ExplorationRequest,
         decompose: MeshDecomposer,
         optimizer: Component,
-        bandwidth: float,
+        hardware: HardwareSpec,
     ) -> None:
-        """`bandwidth` are the bytes that a device reads and writes a second."""
         self._model = model
-        self._bandwidth = bandwidth
+        self._bandwidth = hardware.memory_bandwidth_bytes_per_second
+        self._workspaces = hardware.workspace_bytes
         self._request = request
         self._decompose = decompose
         self.exchanges = decompose.exchanges
@@ -103,12 +106,7 @@ class MeshComposer:
         # torch's pipelines reduce gradients at the end of a step, when no activations are left.
         is_late = self._request.is_mesh and mesh.pipeline > 1
         spec = self._request.training.optimizer
-        gathered = [
-            (NONE_GATHERED, 0)
-            if is_late
-            else (each.gathered(mesh, self._model, spec), each.reduced_bytes(mesh, self._model, spec))
-            for each in each_stage
-        ]
+        gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
         last_stage = mesh.num_stages - 1
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
         stages = [_stage(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
@@ -148,6 +146,7 @@ class MeshComposer:
             makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
             run=simulated,
+            host_bound=any(stage.host_bound for stage in stages),
         )
 
     def _run(
@@ -251,7 +250,8 @@ class MeshComposer:
                 activations = max(0, run.peak_bytes[rank] - transient)
             spec = self._request.training.optimizer
             activations += received * number * self._num_received(mesh, rank)
-            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, transient))
+            beside = transient + self._workspaces
+            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
         fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
         return found[fullest], fullest
 
@@ -293,19 +293,16 @@ def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
 
 def _stage(
     parts: Sequence[tuple[LayerCost, int]],
-    sharded: tuple[GatheredBytes, int],
+    gathered: GatheredBytes,
     issued: float,
     sent: Transfer,
     layers: LayerCosts,
 ) -> StageCosts:
     """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
 
-    The host runs ahead of the device within a stage, so that the longer of the two in all sets the pace. While a layer
-    runs, the head has freed what it saves of the same micro-batch, and while the embedding runs, all others have. What
-    `sharded` training holds whole is a pair: all of it, and of that the buffer of a layer that has just ended, which
-    has freed what it saves.
+    The longer of host and device sets the pace: see `_paces`. While a layer runs, the head has freed what it saves of
+    the same micro-batch, and while the embedding runs, all others have.
     """
-    gathered, buffer = sharded
     of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
     of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
 
@@ -314,28 +311,39 @@ def _stage(
             return part.transient_bytes - of_layers - of_head
         if part is layers.head:
             return part.transient_bytes + gathered.at_head
-        return max(part.transient_bytes - buffer, -part.saved_bytes) + gathered.at_layer - of_head
+        return max(part.transient_bytes - gathered.after_layer, -part.saved_bytes) + gathered.at_layer - of_head
 
-    device = sum(count * (part.forward + part.backward) for part, count in parts)
-    slower = max(1.0, (issued + sum(count * part.host for part, count in parts)) / device)
+    ahead, behind = _paces(parts, issued, layers)
     return StageCosts(
-        forward=slower * sum(count * part.forward for part, count in parts),
-        backward=slower * sum(count * part.backward for part, count in parts),
-        weights=slower * sum(count * part.weights for part, count in parts),
+        forward=sum(count * part.forward * (behind if part is layers.head else ahead) for part, count in parts),
+        backward=behind * sum(count * part.backward for part, count in parts),
+        weights=behind * sum(count * part.weights for part, count in parts),
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
         transient_bytes=max(0, *(transient(part) for part, _ in parts)),
         hand_over=sent.seconds,
+        host_bound=max(ahead, behind) > 1.0,
     )
+
+
+def _paces(parts: Sequence[tuple[LayerCost, int]], issued: float, layers: LayerCosts) -> tuple[float, float]:
+    """Return how many times slower the host makes the device of a stage, before the head and from there on.
+
+    The host runs ahead of the device, so that the longer of the two over both directions sets the pace. If it waits for
+    the device in each layer's forward, it cannot save time there for later; the head and backward follow the last wait.
+    """
+    passes = [
+        (count * part.forward, count * part.backward, count * part.host_ahead, count * part.host_behind, part)
+        for part, count in parts
+    ]
+    backward, behind = sum(each[1] for each in passes), sum(each[3] for each in passes) + issued / 2
+    forward, ahead = sum(each[0] for each in passes), sum(each[2] for each in passes) + issued / 2
+    if not any(part.waits for part, _ in parts):
+        slower = max(1.0, (ahead + behind) / (forward + backward))
+        return slower, slower
+    of_head = [each for each in passes if each[4] is layers.head]
+    late, issued_late = sum(each[0] for each in of_head), sum(each[2] for each in of_head)
+    return max(1.0, (ahead - issued_late) / (forward - late)), max(1.0, (behind + issued_late) / (backward + late))
 
 
 def _slower(stage: StageCosts, seconds: float) -> StageCosts:
-    if not seconds:
-        return stage
-    return StageCosts(
-        stage.forward,
-        stage.backward + seconds,
-        stage.weights,
-        stage.saved_bytes,
-        stage.transient_bytes,
-        stage.hand_over,
-    )
+    return replace(stage, backward=stage.backward + seconds) if seconds else stage

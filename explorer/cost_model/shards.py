@@ -3,7 +3,8 @@
 A tensor-parallel device has a part of the heads, of the FFN's hidden width and of the vocabulary (Shoeybi et al., 2019,
 arXiv:1909.08053); what comes in and goes out is as wide as ever. An expert-parallel device has a part of the experts,
 and the rows that routing sends to the busiest such device, each for one of its experts. Fewer rows travel: a token goes
-once to each device that has any of its experts, as `bexp.kernels.expert_parallel` sends it.
+once to each device that has any of its experts, as `bexp.kernels.expert_parallel` sends it. The device that is timed
+has its own tokens and routes them as in training; `expert_chunk` is what formulas take its experts for.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.components import Component
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.routes import draw_routes
@@ -23,6 +24,9 @@ from explorer.spec.routing import RoutingSpec
 
 SHARED_EXPERTS = "shared_experts"
 """The part that a dense FFN stands for if it is that of a layer's shared experts."""
+SPREAD_EXPERTS = "spread_experts"
+"""The part that an expert FFN stands for if several devices share its experts."""
+NO_SHARED_EXPERTS: dict[str, object] = {"shared_expert_ffn_hidden_size": 0, "shared_expert_gate": False}
 DRAWN_TOKENS = 1 << 14
 """Tokens that are drawn to find the busiest device; its share is then known to about a percent."""
 
@@ -47,24 +51,34 @@ class ExpertShare:
 def shard_of(
     component: Component, model: ModelSpec, request: ExplorationRequest
 ) -> tuple[ModelSpec, ExplorationRequest]:
-    """Return the model whose block a component is, and the request that says how its tokens fall on experts."""
-    tensor, expert = component.tensor_parallel_size, component.expert_parallel_size
+    """Return the model whose block a component is, and the request that goes with it.
+
+    Experts that devices share are those of the whole model, for the tokens that sequence parallelism leaves a device.
+    """
+    tensor = component.tensor_parallel_size
     if component.part == SHARED_EXPERTS:
         return shared_expert_model(tensor_shard(model, tensor)), request
-    if tensor == 1 and expert == 1:
-        return model, request
-    if expert == 1:
+    if component.part != SPREAD_EXPERTS:
         return tensor_shard(model, tensor), request
-    assert component.kind is ComponentKind.MOE_FFN and model.moe is not None, "experts are shared in their block alone"
-    shadowed = component.shadowed_experts
+    assert model.moe is not None, "a model with experts"
+    experts = model.moe.model_copy(update=NO_SHARED_EXPERTS)
+    whole = model.model_copy(update={"moe": experts, "seq_length": -(-model.seq_length // tensor)})
+    return whole, request.model_copy(update={"model": whole})
+
+
+def expert_chunk(
+    component: Component, model: ModelSpec, request: ExplorationRequest
+) -> tuple[ModelSpec, ExplorationRequest]:
+    """Return a model whose expert FFN has one chunk of the busiest device's rows, and the request of their routing."""
+    assert component.part == SPREAD_EXPERTS and model.moe is not None, "experts that devices share"
+    expert, shadowed = component.expert_parallel_size, component.shadowed_experts
     busiest = busiest_device(model.moe, request.routing, expert, request.seed, shadowed)
     rows = -(-expert_rows(component, model, request).computed // component.overlap_degree)
     experts = model.moe.model_copy(
         update={
             "num_experts": model.moe.num_experts // expert + shadowed,
             "top_k": 1,
-            "shared_expert_ffn_hidden_size": 0,
-            "shared_expert_gate": False,
+            **NO_SHARED_EXPERTS,
         }
     )
     shard = model.model_copy(update={"moe": experts, "seq_length": -(-rows // component.micro_batch_size)})

@@ -164,10 +164,15 @@ def memory_limit(request: ExplorationRequest, hardware: HardwareSpec) -> int:
 
 @dataclass(frozen=True, slots=True)
 class GatheredBytes:
-    """Bytes that sharded training holds whole for a moment: while the head runs, and while a layer runs."""
+    """Bytes that sharded training holds whole for a moment: while the head runs, and while a layer runs.
+
+    `after_layer` are those of `at_layer` that exist only when the layer has freed what it saves: the buffer from which
+    its gradients are reduced.
+    """
 
     at_head: int
     at_layer: int
+    after_layer: int = 0
 
 
 def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> GatheredBytes:
@@ -203,13 +208,13 @@ def gathered_of_units(
     level = sharding.level
     if level < 1:
         return GatheredBytes(0, 0)
-    head = end.num_gradients * item
+    head, buffer = end.num_gradients * item, layer.num_gradients * buffered
     if level == 1:
-        return GatheredBytes(head if is_tied else 0, layer.num_gradients * buffered)
+        return GatheredBytes(head if is_tied else 0, buffer, buffer)
     largest = max(layer.num_gradients, end.num_gradients)
-    reduced = (layer.num_gradients + largest) * buffered + layer.num_gradients * item
+    reduced = buffer + largest * buffered + layer.num_gradients * item
     if level == 2:
-        return GatheredBytes(head, reduced)
+        return GatheredBytes(head, reduced, buffer)
     whole = layer.num_parameters * item
     gathered = whole + -(-whole // num_devices)
-    return GatheredBytes(head + end.num_parameters * item, reduced + gathered)
+    return GatheredBytes(head + end.num_parameters * item, reduced + gathered, buffer)

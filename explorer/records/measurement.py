@@ -33,6 +33,10 @@ class Outcome(StrEnum):
         return cls.CONTAMINATED if value == "tainted" else None  # the name that earlier versions stored
 
 
+def _is_null(value: object) -> bool:
+    return value is None
+
+
 class ComponentMeasurement(Frozen):
     """The time and the memory of one component, run back to back: forward, then backward, without synchronising.
 
@@ -50,6 +54,9 @@ class ComponentMeasurement(Frozen):
     beside the traffic, in seconds for each second of traffic. `host_seconds` is the host's time for it in each
     micro-step, and `host_once_seconds` the additional time in the first and the last micro-step of a step, for the
     whole model. `slowdown` and `host_once_seconds` are null for other components.
+
+    `stalled_seconds` is what the device stands still in forward, because the host waits for it in the middle of the
+    block and only then issues the rest. The other seconds are without this wait. It is null if the host never waits.
     """
 
     component: Component
@@ -63,6 +70,7 @@ class ComponentMeasurement(Frozen):
     backward_peak_bytes: Bytes
     slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
     host_once_seconds: Seconds | None = None
+    stalled_seconds: Seconds | None = Field(None, exclude_if=_is_null)
     conditions: Conditions | None = None
 
     @property

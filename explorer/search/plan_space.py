@@ -8,16 +8,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.fabric_exchange import Exchanges, Fabric
 from explorer.cost_model.measured_exchange import MeasuredExchanges, exchange_components
 from explorer.cost_model.mesh_costs import BlockCost
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
 from explorer.cost_model.mesh_step import MeshComposer, MeshStep
-from explorer.cost_model.roofline import predict_component_seconds
 from explorer.cost_model.search_space import usable_backends
-from explorer.cost_model.shards import shard_of
+from explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
 from explorer.cost_model.step import memory_limit, required_bytes
 from explorer.records.measurement import ComponentMeasurement
 from explorer.records.plan import MeshAlternative, MeshRun
@@ -136,8 +134,7 @@ class PlanSpace:
     def _compose(self) -> MeshComposer:
         """Return a composer with the exchanges that are described, or measured until now."""
         request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
-        bandwidth = self.hardware.memory_bandwidth_bytes_per_second
-        return MeshComposer(request.model, request, self._decompose(), optimizer, bandwidth)
+        return MeshComposer(request.model, request, self._decompose(), optimizer, self.hardware)
 
     def _decompose(self) -> MeshDecomposer:
         exchanges: Exchanges
@@ -195,9 +192,8 @@ class PlanSpace:
     def predicted(self, component: Component) -> BlockCost:
         """Return what formulas say about a component."""
         if component not in self._predicted:
-            model, request = shard_of(component, self.request.model, self.request)
-            seconds = predict_component_seconds(component, model, request, self.hardware)
-            sizes = predict_component_bytes(component, model, request)
+            seconds = predict_shard_seconds(component, self.request.model, self.request, self.hardware)
+            sizes = predict_shard_bytes(component, self.request.model, self.request)
             self._predicted[component] = BlockCost(
                 device_seconds=seconds.device,
                 host_seconds=seconds.host,
@@ -304,4 +300,5 @@ def _measured_cost(found: ComponentMeasurement) -> BlockCost:
         forward_peak_bytes=found.forward_peak_bytes,
         backward_peak_bytes=found.backward_peak_bytes,
         relative_error=max(LEAST_ERROR, found.standard_error_seconds / device if device else 0.0),
+        stalled_seconds=found.stalled_seconds or 0.0,
     )

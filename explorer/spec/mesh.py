@@ -111,6 +111,15 @@ class Mesh(Frozen):
         return self.model_copy(update={"overlap_degree": 1, "shadowed_experts": 0})
 
     @property
+    def expert_sizes(self) -> dict[str, int]:
+        """What a component of the experts says of the mesh."""
+        return {
+            "expert_parallel_size": self.expert,
+            "overlap_degree": self.overlap_degree,
+            "shadowed_experts": self.shadowed_experts,
+        }
+
+    @property
     def block_key(self) -> tuple[int, ...]:
         """What decides the blocks of a device: pipeline and data parallelism do not."""
         return self.tensor, self.expert, self.overlap_degree, self.shadowed_experts

@@ -1,7 +1,7 @@
 """A profiler process that does what a file tells it to, once: `python -m tests.chaos.faulty_profiler`.
 
-BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, and how often the place is passed before.
-The file is gone when it has struck.
+BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, how many trials are reported before, and
+how often the place is passed after these. The file is gone when it has struck.
 """
 
 from __future__ import annotations
@@ -28,6 +28,10 @@ def strike(place: str, device: str = "cpu") -> None:
     try:
         told = json.loads(path.read_text())
     except (OSError, ValueError):
+        return
+    if told["trials"] > 0:
+        if place == "reply":
+            path.write_text(json.dumps({**told, "trials": told["trials"] - 1}))
         return
     if told["place"] != place:
         return

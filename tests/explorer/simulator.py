@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 
@@ -13,7 +14,8 @@ from explorer.cost_model.collectives import FORWARD_SHARES, Overlap
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.roofline import roofline_seconds
-from explorer.cost_model.shards import shard_of
+from explorer.cost_model.shard_costs import predict_shard_bytes
+from explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, shard_of
 from explorer.cost_model.step import combine_seconds
 from explorer.records.measurement import (
     ComponentMeasurement,
@@ -94,6 +96,9 @@ class SimulatedDevice:
             return component.exchange.num_bytes / LINK_BYTES_PER_SECOND + LINK_SECONDS, LINK_SECONDS
         of, request = self._shard(component, model)
         predicted = roofline_seconds(component, of, request, self.hardware)
+        if component.part == SPREAD_EXPERTS:
+            number = component.overlap_degree
+            predicted = replace(predicted, device=number * predicted.device, host=number * predicted.host)
         speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
         speed *= {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
         batch = (component.bta_tile or component.micro_batch_size) / component.context_parallel_size
@@ -109,13 +114,18 @@ class SimulatedDevice:
         """True bytes."""
         if component.exchange is not None:
             return 0, 0, 0
-        of, request = self._shard(component, model)
-        sizes = predict_component_bytes(component, of, request)
+        if isinstance(model, ModelSpec):
+            sizes = predict_shard_bytes(component, model, self.request)
+        else:
+            sizes = predict_component_bytes(component, model, self.request)
         return tuple(round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak))  # type: ignore[return-value]
 
     def _shard(self, component: Component, model: ExploredModel) -> tuple[ExploredModel, ExplorationRequest]:
         """The block of one device of a plan, as the profiler builds it."""
-        return shard_of(component, model, self.request) if isinstance(model, ModelSpec) else (model, self.request)
+        if not isinstance(model, ModelSpec):
+            return model, self.request
+        shard = expert_chunk if component.part == SPREAD_EXPERTS else shard_of
+        return shard(component, model, self.request)
 
     def __call__(self, plan: TrialPlan) -> Measurement:
         """Measure a plan as the profiler would."""

@@ -92,7 +92,12 @@ class Instruments:
         if self.device.type != "cuda":
             return 0
         torch.cuda.synchronize(self.device)
-        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:  # cuBLAS keeps one for every stream that it was used on
-            clear_workspaces()
+        clear_workspaces()
         return torch.cuda.memory_allocated(self.device)
+
+
+def clear_workspaces() -> None:
+    """Free the memory that cuBLAS keeps for each thread and stream that it was used on."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

@@ -10,12 +10,14 @@ in the same order, and so make their collective calls in the same order in both 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from bexp.kernels.expert_parallel.peers import Peers, Splits
 
 
 class Exchange(ABC):
@@ -25,8 +27,8 @@ class Exchange(ABC):
     the current stream before that stream waits.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
-        self._group = group
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
         self._works: list[dist.Work] = []
         self._buffers: list[Tensor] = []
 
@@ -49,10 +51,10 @@ class Exchange(ABC):
         self._works, self._buffers = [], []
 
     def _add(self, work: dist.Work | None, *buffers: Tensor) -> None:
-        """Note an operation that has begun, with the buffers that it reads and writes."""
-        assert work is not None, "an asynchronous operation of a group that this rank is in"
-        self._works.append(work)
-        self._buffers.extend(buffers)
+        """Note an operation that has begun, with the buffers that it reads and writes; null if its stream is ours."""
+        if work is not None:
+            self._works.append(work)
+            self._buffers.extend(buffers)
 
     def _start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         found: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
@@ -64,26 +66,14 @@ class Exchange(ABC):
         return found
 
 
-class Splits(NamedTuple):
-    """Rows of a tensor, in the order of ranks: `sent[r]` go to rank r of the group and `received[r]` come from it."""
-
-    sent: list[int]
-    received: list[int]
-
-    @property
-    def back(self) -> Splits:
-        """Those of the way back."""
-        return Splits(self.received, self.sent)
-
-
 class RowExchange(Exchange):
     """All-to-all exchanges of tensors that travel together, each with its own splits.
 
     Both `start` and `finish` are called once, in this order, and all ranks of the group do so in the same order.
     """
 
-    def __init__(self, group: dist.ProcessGroup, *splits: Splits) -> None:
-        super().__init__(group)
+    def __init__(self, peers: Peers, *splits: Splits) -> None:
+        super().__init__(peers)
         self._splits = splits
         self._gradients: tuple[Tensor, ...] = ()
 
@@ -111,10 +101,9 @@ class RowExchange(Exchange):
 
     def _launch(self, tensors: tuple[Tensor, ...], splits: tuple[Splits, ...]) -> tuple[Tensor, ...]:
         buffers = []
-        for tensor, (sent, received) in zip(tensors, splits, strict=True):
-            buffers.append(buffer := tensor.new_empty(sum(received), *tensor.shape[1:]))
-            work = dist.all_to_all_single(buffer, tensor, received, sent, group=self._group, async_op=True)
-            self._add(work, tensor, buffer)
+        for tensor, each in zip(tensors, splits, strict=True):
+            buffers.append(buffer := tensor.new_empty(sum(each.received), *tensor.shape[1:]))
+            self._add(self._peers.exchange(buffer, tensor, each), tensor, buffer)
         return tuple(buffers)
 
 

@@ -13,6 +13,7 @@ from torch.autograd.function import once_differentiable
 from bexp.kernels.activations import Activation
 from bexp.kernels.expert_parallel.copies import copy_tokens, sum_copies
 from bexp.kernels.expert_parallel.exchange import RowExchange
+from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.expert_parallel.placement import Placement, routes_of, rows_of
 from bexp.kernels.expert_parallel.shadows import ShadowExchange
 from bexp.kernels.experts.backend import ExpertFFN
@@ -52,22 +53,24 @@ class ExpertParallel:
     high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, one more for
     each of their experts, its own rows while they travel, and S copies with their gradients.
 
+    `group` may also be other `Peers`, such as those of a measurement on one device.
+
     Raises:
         ValueError: the experts cannot be spread like this, or the weights are not those of E / N experts.
     """
 
     def __init__(
         self,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup | Peers,
         num_experts: int,
         experts: ExpertFFN,
         *,
         overlap_degree: int = 1,
         shadowed_experts: tuple[int, ...] = (),
     ) -> None:
-        self._group = group
+        self._peers: Peers = GroupPeers(group) if isinstance(group, dist.ProcessGroup) else group
         self._experts = experts
-        self._placement = Placement(group, num_experts, overlap_degree, shadowed_experts)
+        self._placement = Placement(self._peers, num_experts, overlap_degree, shadowed_experts)
 
     def __call__(
         self,
@@ -83,18 +86,18 @@ class ExpertParallel:
         if w_in.shape[0] != placement.num_local or w_out.shape[0] != placement.num_local:
             counts = f"{w_in.shape[0]} and {w_out.shape[0]}"
             raise ValueError(f"a rank has {placement.num_local} of {placement.num_experts} experts, not {counts}")
-        placed, group = placement.place(routes_TK), self._group
+        placed, peers = placement.place(routes_TK), self._peers
         *x_parts, x_home = copy_tokens(x_TD, placed.copies).split(placed.row_sizes)
         *weights_parts, weights_home = weights_TK.flatten().index_select(0, placed.order).split(placed.pair_sizes)
         *codes_parts, codes_home = placed.codes.split(placed.pair_sizes)
         # The order below is the order in which a device runs the exchanges, and backward's reversed: see `exchange`.
-        outgoing_codes = [RowExchange(group, chunk.pairs) for chunk in placed.chunks]
-        outgoing = [RowExchange(group, chunk.rows, chunk.pairs) for chunk in placed.chunks]
+        outgoing_codes = [RowExchange(peers, chunk.pairs) for chunk in placed.chunks]
+        outgoing = [RowExchange(peers, chunk.rows, chunk.pairs) for chunk in placed.chunks]
         arriving, arriving_codes = [], []
         for i in range(len(placed.chunks)):
             arriving.append(outgoing[i].start(x_parts[i], weights_parts[i]))
             arriving_codes.append(outgoing_codes[i].launch((codes_parts[i],)))
-        shadows = ShadowExchange(group, placement.num_local, placement.shadowed) if placement.shadowed else None
+        shadows = ShadowExchange(peers, placement.num_local, placement.shadowed) if placement.shadowed else None
         copies: tuple[Tensor, ...] = ()
         if shadows is not None:
             (w_in, w_out), copies = shadows.start(w_in, w_out)
@@ -106,7 +109,7 @@ class ExpertParallel:
             pairs = rows_of(codes, x.shape[0]) if codes.shape[0] > x.shape[0] else None
             x = x if pairs is None else copy_tokens(x, pairs)
             y = self._run(x, routes_of(codes), weights, w_in, w_out, activation)
-            back = RowExchange(group, chunk.rows.back)
+            back = RowExchange(peers, chunk.rows.back)
             returning.append((back, back.start(y if pairs is None else sum_copies(y, pairs))))
         at_home = []
         if shadows is not None:

@@ -11,11 +11,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from bexp.kernels.expert_parallel.copies import Copies
-from bexp.kernels.expert_parallel.exchange import Splits
+from bexp.kernels.expert_parallel.peers import Peers, Splits
 
 MOST_KEYS = 1 << 15
 """Chunks times ranks, and home: pairs are sorted by keys of 16 bits, in few passes of a radix sort."""
@@ -62,16 +61,14 @@ class Placement:
         ValueError: the experts cannot be spread like this.
     """
 
-    def __init__(
-        self, group: dist.ProcessGroup, num_experts: int, overlap_degree: int, shadowed_experts: tuple[int, ...]
-    ) -> None:
-        self.group, self.num_experts = group, num_experts
+    def __init__(self, peers: Peers, num_experts: int, overlap_degree: int, shadowed_experts: tuple[int, ...]) -> None:
+        self._peers, self.num_experts = peers, num_experts
         self.num_chunks, self.shadowed = overlap_degree, shadowed_experts
-        reason = refuse_placement(num_experts, group.size(), overlap_degree, shadowed_experts)
+        reason = refuse_placement(num_experts, peers.size, overlap_degree, shadowed_experts)
         if reason is not None:
             raise ValueError(reason)
-        self.num_local = num_experts // group.size()
-        self._home = overlap_degree * group.size()
+        self.num_local = num_experts // peers.size
+        self._home = overlap_degree * peers.size
         rank_E, place_E = torch.arange(num_experts) // self.num_local, torch.arange(num_experts) % self.num_local
         rank_E[list(shadowed_experts)] = self._home
         place_E[list(shadowed_experts)] = torch.arange(len(shadowed_experts))
@@ -100,7 +97,7 @@ class Placement:
             return rank_TK
         num_tokens = rank_TK.shape[0]
         chunk_T = torch.arange(num_tokens, device=rank_TK.device) * self.num_chunks // max(1, num_tokens)
-        return (rank_TK + self.group.size() * chunk_T.unsqueeze(1)).clamp_(max=self._home)
+        return (rank_TK + self._peers.size * chunk_T.unsqueeze(1)).clamp_(max=self._home)
 
     def _counts(self, keys_P: Tensor, rows_P: Tensor) -> Tensor:
         """Return how many rows and pairs each key has, (2, keys); `rows_P` are the rows up to each pair."""
@@ -112,12 +109,11 @@ class Placement:
 
     def _exchange(self, counts: Tensor) -> tuple[list[int], list[int], tuple[ChunkSplits, ...]]:
         """Return how many rows and pairs there are in each chunk and at home, and the splits of the chunks."""
-        size, chunks = self.group.size(), self.num_chunks
+        size, chunks = self._peers.size, self.num_chunks
         sent = counts[:, : self._home].view(2, chunks, size).permute(2, 1, 0).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=self.group)
+        received = self._peers.exchange_counts(sent)
         both = torch.stack((sent, received)).permute(2, 3, 0, 1).flatten()  # by chunk, rows and pairs, both ways, rank
-        on_host = torch.cat((both, counts[0, self._home :])).tolist()
+        on_host = self._peers.read(torch.cat((both, counts[0, self._home :])))
         splits = [
             Splits(on_host[i : i + size], on_host[i + size : i + 2 * size]) for i in range(0, both.numel(), 2 * size)
         ]

@@ -6,17 +6,17 @@ with `RowExchange`, both run beside what is computed between `start` and `finish
 
 from __future__ import annotations
 
-import torch.distributed as dist
 from torch import Tensor
 
 from bexp.kernels.expert_parallel.exchange import Exchange
+from bexp.kernels.expert_parallel.peers import Peers
 
 
 class ShadowExchange(Exchange):
     """The broadcast of the shadowed experts' matrices and the reduction of their gradients, of one forward pass."""
 
-    def __init__(self, group: dist.ProcessGroup, num_local: int, shadowed_experts: tuple[int, ...]) -> None:
-        super().__init__(group)
+    def __init__(self, peers: Peers, num_local: int, shadowed_experts: tuple[int, ...]) -> None:
+        super().__init__(peers)
         self._num_shadowed = len(shadowed_experts)
         self._own: list[tuple[int, int]] = []  # place among the shadowed experts, and place among this rank's own
         self._places: dict[int, slice] = {}  # places of each owner's experts, which are consecutive
@@ -24,7 +24,7 @@ class ShadowExchange(Exchange):
             owner, local = divmod(expert, num_local)
             first = self._places[owner].start if owner in self._places else place
             self._places[owner] = slice(first, place + 1)
-            if owner == group.rank():
+            if owner == peers.rank:
                 self._own.append((place, local))
 
     def start(self, *weights: Tensor) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -60,7 +60,7 @@ class ShadowExchange(Exchange):
             buffer[place].copy_(stored[local])
         for owner, places in self._places.items():
             part = buffer[places]
-            self._add(dist.broadcast(part, group=self._group, group_src=owner, async_op=True), part)
+            self._add(self._peers.broadcast(part, owner), part)
         return buffer.mT if transposed else buffer
 
     def _reduce(self, grad: Tensor) -> Tensor:
@@ -69,7 +69,7 @@ class ShadowExchange(Exchange):
         stored = grad.mT if transposed else grad.contiguous()
         for owner, places in self._places.items():
             part = stored[places]
-            self._add(dist.reduce(part, group=self._group, group_dst=owner, async_op=True), part)
+            self._add(self._peers.reduce(part, owner), part)
         return stored.mT if transposed else stored
 
 

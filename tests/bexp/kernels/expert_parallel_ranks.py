@@ -27,6 +27,7 @@ from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels import references
 from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks
+from workers.targets.reference.local_peers import LocalPeers
 
 NUM_RANKS = 4
 SIZES = (2, 4)
@@ -229,6 +230,32 @@ def travelled(group: dist.ProcessGroup) -> list[int]:
     return moved
 
 
+def played(group: dist.ProcessGroup) -> list[bool]:
+    """Whether experts get the same from ranks with equal tokens as from one rank that plays them, mode by mode."""
+    found = []
+    for degree, shadowed in ((1, ()), (3, ()), (2, (0, 3))):
+        case = Case(group.size(), overlap_degree=degree, shadowed=shadowed, tokens=(9, 0, 0, 0))
+        drawn = problem(case)
+        got: list[list[Tensor]] = []
+        for peers in (group, LocalPeers(group.size(), group.rank())):
+            got.append([])
+
+            def experts(
+                x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, *others: Any, said: Any = got[-1]
+            ) -> Tensor:
+                said += [x_TD.detach(), routes_TK, weights_TK.detach()]
+                return expert_backend("loop").forward(x_TD, routes_TK, weights_TK, *others)
+
+            run = ExpertParallel(peers, NUM_EXPERTS, experts, overlap_degree=degree, shadowed_experts=shadowed)
+            x, weights = references.leaves(drawn.inputs[:2])
+            w_in, w_out = references.leaves([local_experts(w, group) for w in drawn.inputs[2:]])
+            for _ in range(2):  # the second knows its counts
+                run(x, drawn.routes, weights, w_in, w_out, "silu").sum().backward()
+            assert all(bool(leaf.grad.isfinite().all()) for leaf in (x, weights, w_in, w_out) if leaf.grad is not None)
+        found.append(len(got[0]) == len(got[1]) and all(map(torch.equal, *got)))
+    return found
+
+
 def refusals(group: dist.ProcessGroup) -> dict[str, str]:
     """What is said to what is not served; every rank refuses before it sends anything."""
     forward = expert_backend("loop").forward
@@ -251,6 +278,7 @@ def run(folder: Path, rank: int) -> None:
     found: dict[str, Any] = {case.name: errors(case, groups[case.size]) for case in cases()}
     found["order"] = order(groups[2])
     found["travelled"] = travelled(groups[2])
+    found["played"] = [played(groups[size]) for size in SIZES]
     found["refusals"] = refusals(groups[2])
     dist.barrier()
     if rank == 0:

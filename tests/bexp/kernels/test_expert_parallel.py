@@ -6,6 +6,8 @@ import pytest
 
 from tests.bexp.kernels import expert_parallel_ranks as ranks
 
+pytestmark = pytest.mark.slow(together=True)
+
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 Found = list[dict[str, Any]]
 
@@ -50,6 +52,11 @@ def test_exchanges_run_beside_computation_in_both_passes(found: Found) -> None:
 def test_a_token_goes_once_to_each_rank_and_comes_back_once(found: Found) -> None:
     for rank in found:
         assert rank["travelled"] == [2 * 5, 2 * 5]
+
+
+def test_experts_get_from_one_rank_that_plays_all_what_ranks_with_equal_tokens_send(found: Found) -> None:
+    for rank in found:
+        assert rank["played"] == [[True] * 3] * 2
 
 
 def test_refusals_give_the_reason(found: Found) -> None:

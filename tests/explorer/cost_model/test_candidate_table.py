@@ -131,11 +131,35 @@ def test_what_is_gathered_counts_where_it_is_gathered(sharding: str, tied: bool)
     table, plain = (SpaceTable([candidate()], req.model, r) for r in (req, request(model=model)))
     head = (count_head(req.model) + (count_embedding(req.model) if tied else 0)) * 2
     assert gathered.at_head == {"zero1": head if tied else 0, "zero2": head, "zero3": 2 * head}[sharding]
-    for kind, found in ((ComponentKind.HEAD, gathered.at_head), (ComponentKind.MOE_FFN, gathered.at_layer)):
+    running = gathered.at_layer - gathered.after_layer
+    for kind, found in ((ComponentKind.HEAD, gathered.at_head), (ComponentKind.MOE_FFN, running)):
         sizes = np.array([1e9 if component.kind is kind else 1.0 for component in table.components])
         saved = np.ones(len(table.components))
         peaks = [np.add(*t.activation_bytes(saved, sizes, sizes))[0] for t in (table, plain)]
         assert peaks[0] - peaks[1] == pytest.approx(found)
+
+
+@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
+def test_a_layer_frees_what_it_saves_before_its_gradients_have_their_buffer(sharding: str) -> None:
+    """The highest moment is either inside the layer, without the buffer, or behind it, with the buffer alone."""
+    req, plain = request(num_devices=5, training={"sharding": sharding}), request()
+    gathered = gathered_bytes(req.model, req)
+    assert gathered.after_layer > 0
+    peaks = {}
+    for inside in (10 * gathered.after_layer, 1):
+        sizes = np.array([float(inside) if c.kind is ComponentKind.MOE_FFN else 1.0 for c in all_of(req).components])
+        sharded, whole = (
+            np.add(*all_of(r).activation_bytes(np.ones(len(sizes)), sizes, sizes))[0] for r in (req, plain)
+        )
+        peaks[inside] = sharded - whole
+    assert peaks == {
+        10 * gathered.after_layer: pytest.approx(gathered.at_layer - gathered.after_layer),
+        1: pytest.approx(gathered.at_layer, abs=2),
+    }
+
+
+def all_of(req: Any) -> SpaceTable:
+    return SpaceTable([candidate()], req.model, req)
 
 
 def test_sharded_gradients_still_exist_whole_for_a_layer() -> None:

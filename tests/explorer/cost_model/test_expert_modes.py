@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import pytest
 
+from explorer.cost_model.activation_memory import predict_component_bytes
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
 from explorer.cost_model.fabric_exchange import Fabric, Link, Transfer
-from explorer.cost_model.mesh_costs import DeviceShare, compose_layer
 from explorer.cost_model.mesh_layers import MeshDecomposer
-from explorer.cost_model.shards import busiest_device, expert_rows, shard_of
+from explorer.cost_model.shard_costs import predict_shard_bytes
+from explorer.cost_model.shards import SPREAD_EXPERTS, busiest_device, expert_chunk, expert_rows
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.mesh import Mesh
-from explorer.spec.model import LayerKind, MoESpec
+from explorer.spec.model import MoESpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import report
@@ -62,6 +62,24 @@ def test_two_resources_run_their_tasks_as_early_as_they_can(
 def test_computation_is_slower_beside_an_exchange_and_only_then() -> None:
     assert run_beside([(10.0, None)], [(3.0, None)], slowdown=0.5) == pytest.approx(3.0 + (10.0 - 2.0))
     assert run_beside([(10.0, None)], [(3.0, 0)], slowdown=0.5) == pytest.approx(13.0)
+
+
+def test_the_first_exchange_passes_while_the_device_waits_for_the_host() -> None:
+    """Between its wait and the experts, the host issues three exchanges for each chunk."""
+    overlap = ExpertOverlap(1, Transfer(2.0, host_seconds=0.5), Transfer(0.0), 0.0)
+    assert overlap.forward_seconds(10.0) == pytest.approx(14.0), "1.5 s of the host pass beside the first exchange"
+    assert overlap.forward_seconds(10.0, stalled=0.4) == pytest.approx(14.0)
+    assert overlap.forward_seconds(10.0, stalled=3.0) == pytest.approx(14.0 + 3.0 + 1.5 - 2.0)
+    assert overlap.backward_seconds(10.0) == pytest.approx(14.0)
+    assert overlap.issued_seconds == (5 * 0.5, 3 * 0.5)
+    copied = ExpertOverlap(2, Transfer(2.0, host_seconds=0.5), Transfer(1.0), 0.5, num_copies=4)
+    assert copied.issued_seconds == (13 * 0.5, 10 * 0.5)
+
+
+def test_routing_weights_travel_with_the_rows_after_the_counts() -> None:
+    overlap = ExpertOverlap(1, Transfer(2.0), Transfer(0.0), 0.0, paired=Transfer(0.25))
+    assert overlap.forward_seconds(10.0) == pytest.approx(10.0 + 2 * 2.25 + 0.25)
+    assert overlap.backward_seconds(10.0) == pytest.approx(10.0 + 2 * 2.25)
 
 
 def test_one_chunk_without_shadows_hides_nothing() -> None:
@@ -127,31 +145,34 @@ def test_tokens_of_shadowed_experts_stay_at_home() -> None:
     assert everything.visited == everything.visiting == 0.0
 
 
+def spread(**changes: Any) -> Component:
+    values = {"kind": ComponentKind.MOE_FFN, "part": SPREAD_EXPERTS, "expert_parallel_size": 4, **changes}
+    return Component.model_validate(values)
+
+
 @pytest.mark.parametrize(("shadowed", "rows"), [(0, 0.6 * 4), (1, 0.2 * 4 + 0.5), (8, 1.0)])
-def test_the_measured_block_has_the_rows_of_the_slowest_device(shadowed: int, rows: float) -> None:
+def test_formulas_take_the_rows_of_the_slowest_device(shadowed: int, rows: float) -> None:
     space = plan("plain")
-    component = Component(
-        kind=ComponentKind.MOE_FFN, micro_batch_size=8, expert_parallel_size=4, shadowed_experts=shadowed
-    )
+    component = spread(micro_batch_size=8, shadowed_experts=shadowed)
     model, request = space.request.model, space.request
     found = expert_rows(component, model, request)
     assert found.computed == pytest.approx(8 * 1024 * rows, rel=0.05)
     assert found.moved_out + found.home == pytest.approx(8 * 1024, abs=1)  # with one expert a token, each pair travels
-    shard, routed = shard_of(component, model, request)
+    shard, routed = expert_chunk(component, model, request)
     assert shard.moe is not None
     assert shard.moe.num_experts == 2 + shadowed
     assert routed.routing.shares is not None
     assert len(routed.routing.shares) == 2 + shadowed
     assert 8 * shard.seq_length == pytest.approx(found.computed, abs=8)
-    chunk, _ = shard_of(component.model_copy(update={"overlap_degree": 4}), model, request)
+    chunk, _ = expert_chunk(component.model_copy(update={"overlap_degree": 4}), model, request)
     assert 8 * chunk.seq_length == pytest.approx(found.computed / 4, abs=8)
 
 
 def test_the_keys_of_components_tell_the_modes_apart() -> None:
-    component = Component(kind=ComponentKind.MOE_FFN, micro_batch_size=1, expert_parallel_size=4)
-    assert component.key == "moe_ffn(m=1,ep=4)"
-    assert component.model_copy(update={"overlap_degree": 2}).key == "moe_ffn(m=1,ep=4,chunks=2)"
-    assert component.model_copy(update={"shadowed_experts": 3}).key == "moe_ffn(m=1,ep=4,shadowed=3)"
+    component = spread(micro_batch_size=1)
+    assert component.key == "moe_ffn(spread_experts,m=1,ep=4)"
+    assert component.model_copy(update={"overlap_degree": 2}).key == "moe_ffn(spread_experts,m=1,ep=4,chunks=2)"
+    assert component.model_copy(update={"shadowed_experts": 3}).key == "moe_ffn(spread_experts,m=1,ep=4,shadowed=3)"
     assert not {"overlap_degree", "shadowed_experts"} & component.model_dump().keys()
 
 
@@ -191,18 +212,30 @@ def test_copies_are_kept_until_backward_which_has_their_gradients_too() -> None:
     component = Component(kind=ComponentKind.MOE_FFN, micro_batch_size=8, backend="grouped_mm")
     assert request.fabric is not None
     block = MeshDecomposer(model, request, Fabric(request.fabric)).expert_block(mesh, component)
-    assert block.copied_bytes == 4 * 3 * 1024 * 1024 * 2
-    rows = expert_rows(block.component, model, request)
-    assert block.moved_bytes == (2 * rows.moved_out + rows.moved_in) * 1024 * 2
     assert block.overlap is not None
-    assert block.overlap.copied.seconds == pytest.approx(block.copied_bytes / 100e9)
-    share = DeviceShare(8 * 1024 * 1024 * 2, model, 4e12)
-    costs = {block.component: space.predicted(block.component)}
-    sort = (LayerKind.MOE, False)
-    whole = compose_layer((block,), costs, share, mesh, sort)
-    less = compose_layer((replace(block, copied_bytes=0),), costs, share, mesh, sort)
-    assert whole.saved_bytes - less.saved_bytes == block.copied_bytes
-    assert 0 < whole.transient_bytes - less.transient_bytes <= block.copied_bytes
+    copied = 4 * 3 * 1024 * 1024 * 2
+    assert block.overlap.copied.seconds == pytest.approx(copied / 100e9)
+    assert block.overlap.num_copies == 2 * 4
+    rows = expert_rows(block.component, model, request)
+    assert block.overlap.local_bytes == 2 * (rows.moved_in + rows.moved_out) * 1024 * 2
+    found = predict_shard_bytes(block.component, model, request)
+    chunk = predict_component_bytes(block.component, *expert_chunk(block.component, model, request))
+    moved = (2 * rows.moved_out + rows.moved_in) * 1024 * 2
+    assert found.saved == chunk.saved + copied
+    assert found.forward_peak == chunk.forward_peak + copied + moved
+    assert found.backward_peak == chunk.backward_peak + 2 * copied + moved
+
+
+def test_every_chunk_is_kept_until_backward() -> None:
+    space = plan("plain")
+    one, four = (
+        predict_shard_bytes(
+            spread(micro_batch_size=8, backend="grouped_mm", overlap_degree=n), space.request.model, space.request
+        )
+        for n in (1, 4)
+    )
+    assert four.saved == pytest.approx(one.saved, rel=0.01)
+    assert four.backward_peak < one.backward_peak
 
 
 def test_a_mesh_says_its_mode() -> None:

@@ -13,7 +13,7 @@ from explorer.cost_model.fabric_exchange import Fabric, Group, Link
 from explorer.cost_model.mesh_costs import DeviceShare
 from explorer.cost_model.mesh_layers import Block, MeshCandidate
 from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.shards import busiest_device, expert_rows, shard_of, tensor_shard
+from explorer.cost_model.shards import SHARED_EXPERTS, busiest_device, expert_chunk, expert_rows, shard_of, tensor_shard
 from explorer.cost_model.step import static_parts
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.fabric import FabricSpec
@@ -101,7 +101,7 @@ def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
     component = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.MOE_FFN)
     rows = expert_rows(component, model, request).computed
     assert rows == pytest.approx(2 * 512 * 2 * 4 * busiest.share, abs=1)
-    shard, changed = shard_of(component, model, request)
+    shard, changed = expert_chunk(component, model, request)
     assert shard.moe is not None
     assert (shard.moe.num_experts, shard.moe.top_k) == (2, 1)
     assert rows <= 2 * shard.seq_length < rows + 2
@@ -115,7 +115,7 @@ def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
 def test_shared_experts_stay_where_they_are() -> None:
     moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
     found = space({"expert": 2}, num_devices=2, experts=True, model={**MOE, "moe": moe})
-    shared = next(c for c in found.composer.components(only(found)) if c.part is not None)
+    shared = next(c for c in found.composer.components(only(found)) if c.part == SHARED_EXPERTS)
     model, _ = shard_of(shared, found.request.model, found.request)
     assert (shared.kind, model.ffn_hidden_size) == (ComponentKind.DENSE_FFN, 256)
     experts = found.request.model.num_layers * 8 * 3 * 512 * 512

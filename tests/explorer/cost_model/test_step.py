@@ -168,12 +168,13 @@ def test_what_is_gathered_follows_the_level() -> None:
     for level in ("zero1", "zero2", "zero3"):
         req = sharded(level, optimizer={"grad_dtype": "float32"})
         found[level] = gathered_bytes(model_of(req), req)
-    reduced = 2 * LAYER * gradient + LAYER * item
+    buffer = LAYER * gradient
+    reduced = 2 * buffer + LAYER * item
     share = -(-LAYER * item // 5)
     assert found == {
-        "zero1": GatheredBytes(0, LAYER * gradient),
-        "zero2": GatheredBytes(HEAD * item, reduced),
-        "zero3": GatheredBytes(2 * HEAD * item, reduced + LAYER * item + share),
+        "zero1": GatheredBytes(0, buffer, buffer),
+        "zero2": GatheredBytes(HEAD * item, reduced, buffer),
+        "zero3": GatheredBytes(2 * HEAD * item, reduced + LAYER * item + share, buffer),
     }
     assert LAYER * item % 5 != 0, "the share is rounded up"
 

@@ -8,6 +8,7 @@ from torch import nn
 
 from bexp.measure.device_monitor import DeviceMonitor
 from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.shards import SPREAD_EXPERTS
 from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.execution import Execution
@@ -224,7 +225,9 @@ def test_the_blocks_of_one_device_of_a_mesh_are_measured(session: Session, sent:
     components = (
         Component(kind=ComponentKind.ATTENTION, backend="flash", micro_batch_size=2),
         Component(kind=ComponentKind.ATTENTION, backend="flash", **shard),
-        Component(kind=ComponentKind.MOE_FFN, backend="grouped_mm", expert_parallel_size=4, **shard),
+        Component(
+            kind=ComponentKind.MOE_FFN, part=SPREAD_EXPERTS, backend="grouped_mm", expert_parallel_size=4, **shard
+        ),
         Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, tensor_parallel_size=2, sharding=Sharding.NONE),
     )
     assert session.answer(RunTrial(plan=plan(candidate(), components)))

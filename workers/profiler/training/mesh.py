@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from itertools import accumulate, pairwise
 from typing import Any
@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.timestamps import Mark, mark_of
+from explorer.cost_model.components import Component
 from explorer.records.plan import MeshRun
 from explorer.spec.candidate import Candidate
 from explorer.spec.mesh import Schedule
@@ -24,10 +26,10 @@ from workers.profiler.instruments import Instruments
 from workers.profiler.training.choice import data_parallel
 from workers.profiler.training.data_parallel import DataParallel, SingleProcess
 from workers.targets.reference.factory import random_tokens
-from workers.targets.reference.moe_block import spread_parameters
+from workers.targets.reference.moe_block import MoEFFN, spread_parameters
 from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from workers.targets.reference.shapes import torch_dtype
-from workers.targets.reference.spread_experts import SpreadExperts
+from workers.targets.reference.spread_experts import build_spread_experts
 from workers.targets.reference.stage import DecoderStage
 from workers.targets.reference.tensor_parallel import TensorParallel
 
@@ -77,6 +79,14 @@ class MeshTrainingRun:
         self._parallel: list[DataParallel] = []
         self.stages: list[DecoderStage] = []
         self._modules: list[nn.Module] = []
+        build_experts: Callable[[Component], MoEFFN] | None = None
+        if spread is not None:
+            peers, device = GroupPeers(spread), instruments.device
+
+            def build_experts(component: Component) -> MoEFFN:
+                sized = component.model_copy(update=mesh.expert_sizes)
+                return build_spread_experts(peers, model, sized, request, device, generator)
+
         cuts = list(pairwise(accumulate(run.layers_per_stage, initial=0)))
         assert len(cuts) == mesh.num_stages, "layers for each stage"
         for first, end in cuts[self.rank :: mesh.pipeline]:
@@ -94,7 +104,7 @@ class MeshTrainingRun:
                 end,
                 generator=generator,
                 ranks=self._tensor,
-                experts=None if spread is None else SpreadExperts(spread, model, mesh),
+                experts=build_experts,
                 take_unit=parallel.take,
             )
             self._parallel.append(parallel)

@@ -36,6 +36,11 @@ def measure_component(
             memory = measure_memory(passes, instruments.device)
         with clock.phase("timed"), instruments.monitor.watch() as watch:
             timing = instruments.timer.time(passes, watch.poll)
+            stalled = None
+            if (waiting := passes.waiting()) is not None:
+                with waiting:
+                    led = instruments.timer.time_forward_in_lead(passes)
+                stalled = max(0.0, led - timing.forward_device_seconds)
     return ComponentMeasurement(
         component=component,
         device_seconds=timing.device_seconds,
@@ -46,5 +51,6 @@ def measure_component(
         saved_bytes=memory.saved,
         forward_peak_bytes=memory.forward_peak,
         backward_peak_bytes=memory.backward_peak,
+        stalled_seconds=stalled,
         conditions=watched_conditions(watch),
     )

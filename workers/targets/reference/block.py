@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import ClassVar, cast
 
 import torch
@@ -34,6 +35,8 @@ class ResidualBlock(nn.Module, ABC):
         self.norm: nn.Module
         self.reduce: nn.Module | None = None
         """Sums the branches of ranks that share the block; null for a whole block."""
+        self.waiting: Callable[[], AbstractContextManager[None]] | None = None
+        """Within its context the host waits for the device in forward, as in training; null if it never does."""
         self._compiled_core: Callable[[Tensor], Tensor] | None = None
         self._compiled_sum: Callable[[Tensor], Tensor] | None = None
         self.train(training)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from bexp.kernels.context_parallel.attention import ContextParallel
 from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.shards import SPREAD_EXPERTS
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.targets.reference.attention_block import AttentionBlock
@@ -19,9 +20,10 @@ from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
 from workers.targets.reference.shapes import torch_dtype
 from workers.targets.reference.shared_norm import norm_over_ranks, total_alone
-from workers.targets.reference.tensor_parallel import lose_alone
+from workers.targets.reference.spread_experts import build_busiest_rank
+from workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
 
-Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
+Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 
 
 def build_block(
@@ -36,7 +38,8 @@ def build_block(
 ) -> Block:
     """The module of `component`, with random weights on `device`, ready to run its micro-batch.
 
-    In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed.
+    In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed. If
+    several devices share its experts, it is that of the busiest one, which runs without the others.
     `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
     spreads over several ranks, and tells an embedding its positions. ValueError for the optimizer, which is no block,
     and for sequences that cannot be spread.
@@ -47,6 +50,8 @@ def build_block(
     if component.kind is ComponentKind.EMBEDDING:
         positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
         block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
+        if request.is_mesh and component.tensor_parallel_size > 1:
+            return VocabularyEmbedding(block, (0, model.vocab_size), None)
     elif component.kind is ComponentKind.ATTENTION:
         assert component.backend is not None, "an attention component names its back end"
         assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
@@ -65,6 +70,9 @@ def build_block(
             block.norm_over_ranks = partial(norm_over_ranks, size=size, total=total_alone)
     elif component.kind is ComponentKind.DENSE_FFN:
         block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
+    elif component.part == SPREAD_EXPERTS:
+        block, peers = build_busiest_rank(model, component, request, device, generator)
+        block.waiting = peers.waiting
     elif component.kind is ComponentKind.MOE_FFN:
         assert component.backend is not None, "an expert component names its back end"
         block = MoEFFN(

@@ -81,8 +81,10 @@ class MoEFFN(ResidualBlock):
         return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
-        """Compile the branch; experts that cannot be traced, or that wait for what they drop, stay eager inside."""
-        if self.w_in.dtype not in self.backend.traceable_dtypes or isinstance(self.run_experts, ExpertsWithCapacity):
+        """Compile the branch; experts that several ranks have, that wait for what they drop or that cannot be traced,
+        stay eager inside."""
+        has_waits = self.is_spread or isinstance(self.run_experts, ExpertsWithCapacity)
+        if has_waits or self.w_in.dtype not in self.backend.traceable_dtypes:
             self.run_experts = left_eager(self.run_experts)
         super().compile_core()
 

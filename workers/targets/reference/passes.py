@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,13 @@ class BlockPasses(ModulePasses):
             chained=0 if isinstance(block, ResidualBlock) else None,
             meet=meet,
         )
+
+    def waiting(self) -> AbstractContextManager[None] | None:
+        """The context in which the host waits as the block says; null if it never does."""
+        block = self.module
+        if not isinstance(block, ResidualBlock) or block.waiting is None:
+            return None
+        return block.waiting()
 
     @contextmanager
     def without_recomputation(self) -> Iterator[None]:

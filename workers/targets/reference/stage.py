@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +24,8 @@ from workers.targets.reference.decoder import (
 from workers.targets.reference.embedding import Embedding
 from workers.targets.reference.factory import build_block
 from workers.targets.reference.head import Head
+from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
-from workers.targets.reference.spread_experts import SpreadExperts
 from workers.targets.reference.tensor_parallel import TensorParallel
 
 
@@ -48,7 +50,7 @@ class DecoderStage(nn.Module):
         *,
         generator: torch.Generator | None = None,
         ranks: TensorParallel | None = None,
-        experts: SpreadExperts | None = None,
+        experts: Callable[[Component], MoEFFN] | None = None,
         take_unit: TakeUnit = leave,
     ) -> None:
         super().__init__()
@@ -78,7 +80,7 @@ class DecoderStage(nn.Module):
         for i in range(first, end):
             block, component = build(attention), ffns[model.layer_kinds[i]]
             spreads = experts if component.kind is ComponentKind.MOE_FFN else None
-            ffn = build(component) if spreads is None else spreads.build(component, request, device, generator)
+            ffn = build(component) if spreads is None else spreads(component)
             assert isinstance(block, ResidualBlock)
             assert isinstance(ffn, ResidualBlock)
             if ranks is not None:
