@@ -166,6 +166,12 @@ class MeshDecomposer:
         once, half = self.exchanges.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
         return (Transfer(half * once.seconds, once.link, half * once.host_seconds),)
 
+    def _normed(self, m: int, size: int) -> tuple[Transfer, ...]:
+        """Return what ranks exchange for norms over all heads: two numbers of each token."""
+        if size == 1 or self._model.qk_norm != "full":
+            return ()
+        return (self.exchanges.gather(2 * FLOAT32_BYTES * m * self._model.seq_length * size, Group(size, 1)),)
+
     def _blocks(
         self,
         sort: Sort,
@@ -180,11 +186,12 @@ class MeshDecomposer:
         def policy(of: ComponentKind) -> BlockRecompute:
             return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
 
-        def spread(whole: Component, parameters: int) -> Block:
-            return Block(whole, around, parameters, sharded_outputs=self._sharded_outputs)
+        def spread(whole: Component, parameters: int, *inside: Transfer) -> Block:
+            return Block(whole, (*around, *inside), parameters, sharded_outputs=self._sharded_outputs)
 
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
-        yield spread(component(attention, policy(attention), candidate.attention_backend), count_attention(shard))
+        attending = component(attention, policy(attention), candidate.attention_backend)
+        yield spread(attending, count_attention(shard), *self._normed(candidate.micro_batch_size, mesh.tensor))
         if kind is LayerKind.DENSE:
             yield spread(component(dense, policy(dense), None), count_dense_ffn(shard))
             return

@@ -26,7 +26,6 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec, Sharding, TrainingSpec
 from tests.forked_ranks import SHARDING, fork_ranks
 from workers.profiler.distributed.process_groups import ProcessGroups
-from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.training.mesh import MeshTrainingRun
@@ -53,6 +52,7 @@ DENSE = ModelSpec(
 )
 EXPERTS = DENSE.model_copy(
     update={
+        "qk_norm": "full",
         "moe": MoESpec(
             num_experts=4,
             top_k=2,
@@ -60,7 +60,7 @@ EXPERTS = DENSE.model_copy(
             first_k_dense=1,
             shared_expert_ffn_hidden_size=8,
             shared_expert_gate=True,
-        )
+        ),
     }
 )
 TIED = DENSE.model_copy(
@@ -84,6 +84,7 @@ TWO = {"pipeline": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
 CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "tensor": (Mesh(tensor=2), (3,), DENSE, Recompute.NONE),
     "tensor of experts, recomputed": (Mesh(tensor=2), (3,), EXPERTS, Recompute.FULL),
+    "tensor of experts, activations recomputed": (Mesh(tensor=2), (3,), EXPERTS, Recompute.ACTIVATIONS),
     "tensor, tied": (Mesh(tensor=2), (3,), TIED, Recompute.SELECTIVE),
     "1f1b": (Mesh(**ONE), (2, 1), EXPERTS, Recompute.NONE),
     "1f1b, tied": (Mesh(**ONE), (1, 2), TIED, Recompute.FULL),
@@ -125,6 +126,8 @@ def shard(name: str, whole: Tensor, mesh: Mesh, rank: int, model: ModelSpec) -> 
         return torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
     if tail == "w_out":
         return whole.chunk(size, 1)[rank]
+    if model.qk_norm == "full" and name.endswith(("q_norm.weight", "k_norm.weight")):
+        return whole.chunk(size)[rank]
     if tail in {"w_tokens", "w_vocab", "b_vocab"}:
         rows = -(-len(whole) // size)
         padded = torch.cat((whole, whole.new_zeros((rows * size - len(whole), *whole.shape[1:]))))
@@ -227,18 +230,6 @@ def cases_of(number: int) -> list[str]:
     return [name for name, (mesh, *_) in CASES.items() if mesh.num_devices <= number]
 
 
-def refused(instruments: Instruments) -> dict[str, tuple[float, float]]:
-    """An entry if a norm over all heads is refused by ranks that share them."""
-    model = DENSE.model_copy(update={"qk_norm": "full"})
-    run = MeshRun(mesh=Mesh(tensor=2, data=2), layers_per_stage=(3,), num_micro_batches=1)
-    candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2)
-    try:
-        MeshTrainingRun(instruments, model, candidate, run, ExplorationRequest(model=model))
-    except UnsupportedTrialError:
-        return {"refused": (0.0, 0.0)}
-    return {}
-
-
 CURRENT: dict[str, ModelSpec] = {}
 
 
@@ -290,7 +281,6 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
         training_run.finish()
     if kind == "cpu":
         said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
-        said |= refused(instruments)
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 

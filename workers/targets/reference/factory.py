@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +19,7 @@ from workers.targets.reference.head import Head
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
 from workers.targets.reference.shapes import torch_dtype
+from workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from workers.targets.reference.spread_experts import build_busiest_rank
 from workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
 
@@ -62,6 +65,9 @@ def build_block(
             generator=generator,
             context_parallel=context_parallel,
         )
+        if model.qk_norm == "full" and request.is_mesh and component.tensor_parallel_size > 1:
+            size = component.tensor_parallel_size
+            block.norm_over_ranks = partial(norm_over_ranks, size=size, total=total_alone)
     elif component.kind is ComponentKind.DENSE_FFN:
         block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
     elif component.part == SPREAD_EXPERTS:

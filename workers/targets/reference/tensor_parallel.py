@@ -20,13 +20,13 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from explorer.spec.model import ModelSpec
-from workers.profiler.failures import UnsupportedTrialError
 from workers.targets.reference.attention_block import AttentionBlock
 from workers.targets.reference.block import ResidualBlock
 from workers.targets.reference.embedding import Embedding
 from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.head import Head
 from workers.targets.reference.mlp import MLP
+from workers.targets.reference.shared_norm import norm_over_ranks
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -71,18 +71,18 @@ class SequenceParallel:
         _scatter(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
         return out_BSD
 
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sum over the ranks, without a graph. A few numbers are gathered sooner than they are reduced."""
+        each = own.new_empty((self.size, *own.shape))
+        _gather(each.view(-1), own.contiguous().view(-1), group=self.group)
+        return each.sum(dim=0)
+
 
 class TensorParallel(SequenceParallel):
     """The ranks that share the blocks of a device mesh's stage, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup, model: ModelSpec) -> None:
-        """`model` is the whole model.
-
-        Raises:
-            UnsupportedTrialError: a norm spans all heads, so that no rank can compute it from its own.
-        """
-        if model.qk_norm == "full":
-            raise UnsupportedTrialError("queries and keys are normalised over all heads, of which a rank has a part")
+        """`model` is the whole model."""
         super().__init__(group)
         self._vocab_size = model.vocab_size
         self._share = -(-model.vocab_size // self.size)
@@ -94,6 +94,8 @@ class TensorParallel(SequenceParallel):
         owner: AttentionBlock | MLP | None = None
         if isinstance(block, AttentionBlock):
             owner = block
+            if block.q_norm is not None and not block.norm_heads:
+                block.norm_over_ranks = partial(norm_over_ranks, size=self.size, total=self.total)
         elif isinstance(block, DenseFFN):
             owner = block.mlp
         bias: nn.Parameter | None = None
@@ -154,9 +156,11 @@ def _vocabulary_loss(
 
 
 def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that every rank has whole."""
+    """Yield the parameters that every rank has whole: those of `WHOLE`, but for norms that span all ranks' heads."""
+    blocks = [each for each in module.modules() if isinstance(each, AttentionBlock) and each.norm_over_ranks]
+    parts = {norm.weight for block in blocks for norm in (block.q_norm, block.k_norm) if norm is not None}
     for name, parameter in module.named_parameters():
-        if name.rsplit(".", 1)[-1] in WHOLE:
+        if name.rsplit(".", 1)[-1] in WHOLE and parameter not in parts:
             yield parameter
 
 
