@@ -142,7 +142,8 @@ def install() -> None:
         setattr(owner, name, wrapped)
 
     if os.environ.get(SHARED_VARIABLE):
-        opening.open_gpu = lambda *_: None
+        alone: Any = opening
+        alone.open_gpu = lambda *_: None
     before(opening, "open_instruments", "open")
     before(session.Session, "_begin", "begin")
     before(session, "measure_component", "component")

@@ -63,7 +63,7 @@ class ForkServer:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.fork_server", *preloaded],
                 env=dict(environment),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
             )

@@ -348,8 +348,8 @@ def run_side_by_side(options: argparse.Namespace) -> None:
     devices, last = options.device, options.device[-1]
     gpu = None if last == "cpu" else open_gpu(last, os.environ)
     free_again = ((gpu and gpu.used_bytes()) or 0) + TOLERATED_BYTES
-    lanes = [(device, options) for device in (devices if options.lanes == 1 else devices[:-1])]
-    lanes += [(last, options, lane, options.lanes) for lane in range(options.lanes)] if options.lanes > 1 else []
+    lanes = [(device, options, 0, 1) for device in devices[:-1]]
+    lanes += [(last, options, lane, options.lanes) for lane in range(options.lanes)]
     processes = [get_context("spawn").Process(target=run, args=lane) for lane in lanes]
     for process in processes:
         process.start()
