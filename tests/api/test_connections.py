@@ -76,6 +76,7 @@ def test_idle_connections_make_room_for_a_new_one(
 
 
 def was_closed(connection: socket.socket) -> bool:
+    connection.settimeout(10)  # much less than the time for a header
     try:
         return connection.recv(1) == b""
     except ConnectionResetError:
