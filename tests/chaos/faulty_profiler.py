@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "BEXP_CHAOS_FAULT"
+SHARED_VARIABLE = "BEXP_CHAOS_SHARED"
+"""If it is set, the process does not look for others on its device, because there are some on purpose."""
+
 LEAKED_BYTES = 1 << 30
 GPU_CYCLES, HOST_SECONDS = 1 << 42, 1e6
 """Longer than any trial may take."""
@@ -138,6 +141,9 @@ def install() -> None:
 
         setattr(owner, name, wrapped)
 
+    if os.environ.get(SHARED_VARIABLE):
+        alone: Any = opening
+        alone.open_gpu = lambda *_: None
     before(opening, "open_instruments", "open")
     before(session.Session, "_begin", "begin")
     before(session, "measure_component", "component")

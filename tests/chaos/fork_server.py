@@ -22,7 +22,14 @@ from importlib import import_module
 from pathlib import Path
 from typing import IO, Protocol
 
-PRELOADED = ("workers.__main__", "api.cli", "api.serve", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on")
+PRELOADED = (
+    "workers.__main__",
+    "workers.replay.profiler",
+    "api.cli",
+    "api.serve",
+    "uvicorn.protocols.http.h11_impl",
+    "uvicorn.lifespan.on",
+)
 POLL_SECONDS = 0.01
 MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 16, 16
 HIGH_DESCRIPTOR = 500
@@ -63,7 +70,7 @@ class ForkServer:
             self._popen = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.fork_server", *preloaded],
                 env=dict(environment),
-                stdin=theirs,
+                stdin=theirs.fileno(),
                 stdout=log,
                 stderr=log,
             )
@@ -154,7 +161,6 @@ def main() -> None:
     """
     for name in sys.argv[1:]:
         import_module(name)
-    sys.modules.pop("workers.__main__", None)  # each process runs it anew
     assert threading.active_count() == 1, "a thread is not there after a fork"
     assert not _open_gpus(), "a process that has used a GPU must not fork"
     gc.collect()

@@ -4,9 +4,12 @@ Each round is a job with one fault. Its trial must end as the fault says, the ne
 failed may be recommended, the job must succeed, and the device's memory must come back. Rounds are appended to FILE as
 lines of JSON, so that a later call goes on; with `--summary` a call only adds up what FILE has.
 
-Each device runs one round at a time, and nothing else, because other work on it would count as another process there.
-Several devices (`--device cuda:0 cuda:1`) run rounds side by side, each with a worker of its own. Profiler processes
-are forks of one that has imported torch; a share of them is started by the interpreter.
+Several devices (`--device cuda:0 cuda:1`) run rounds side by side, each with a worker of its own. A device runs one
+round at a time, and nothing else, because other work on it would count as another process there. With `--lanes 5`, the
+last device has five workers. Their rounds are of the faults that touch no other process, and their profilers do not
+look for other processes. Its memory must stay below what five profilers need, and be free again when they have ended.
+
+Profiler processes are forks of one that has imported torch; a share of them is started by the interpreter.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from storage.queue import Queue
 from storage.queue_settings import QueueSettings
 from storage.schema import upgrade
 from storage.trials import read_all_trials
-from tests.chaos.faulty_profiler import VARIABLE
+from tests.chaos.faulty_profiler import SHARED_VARIABLE, VARIABLE
 from tests.chaos.forked_profilers import Starts, faulty_profilers
 from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
 from tests.chaos.gpu_tenant import HOLDS
@@ -57,10 +60,13 @@ SETTLE_SECONDS = 5.0
 TOLERATED_BYTES = 512 << 20
 """What libraries may keep on the device after a job, beyond what they kept after the first."""
 
+LANE_BYTES = 2 << 30
+"""What a profiler may hold while other lanes run: its context and libraries take 1.4 GiB of an H100."""
+
 TRIAL_SECONDS = {"cpu": 8.0, "cuda": 4.0}
 HANG_SECONDS = {"cpu": 8.0, "cuda": 1.5}
 """What a trial may take in a job that hangs once; each of its healthy trials takes a part of that."""
-SHARED_SECONDS = {"cpu": 30.0, "cuda": 6.0}
+SHARED_SECONDS = {"cpu": 30.0, "cuda": 4.0}
 """How long a job searches while another process comes to the device."""
 ALLOWANCE_SECONDS = {"cpu": 4.0, "cuda": 2.5}
 PHASES = ("start", "open", "begin", "build", "warm_up", "timed", "settle", "reply")
@@ -74,6 +80,9 @@ EXPECTED = {
     **{f"kill_{phase}": Outcome.CRASHED for phase in PHASES if f"kill_{phase}" not in BEFORE_TRIALS},
 }
 ON_A_GPU = ("leak", "lost_device", "foreign_process")
+ALONE = ("foreign_process", "leak", "out_of_memory")
+"""What touches other processes on the device, or depends on them."""
+
 KINDS = (*EXPECTED, *sorted(BEFORE_TRIALS), "leak", *CALM_KINDS)
 
 MODEL = ModelSpec(
@@ -91,7 +100,9 @@ MODEL = ModelSpec(
 class Bench:
     """A queue and a worker on one device, whose profiler processes do what a file tells them to."""
 
-    def __init__(self, device: str, folder: Path, log: Path, rng: Random, cold_share: float) -> None:
+    def __init__(
+        self, device: str, folder: Path, log: Path, rng: Random, cold_share: float, num_lanes: int = 1
+    ) -> None:
         self.device = device
         self.kind = device.partition(":")[0]
         self.rng = rng
@@ -100,10 +111,12 @@ class Bench:
         upgrade(self.database)
         self.queue = Queue(self.database, QueueSettings(retry_pause=timedelta(seconds=0.2)))
         environment = {**os.environ, VARIABLE: str(self.fault_file), "OMP_NUM_THREADS": "1"}
+        environment |= {SHARED_VARIABLE: "1"} if num_lanes > 1 else {}
+        self.num_lanes = num_lanes
         self._log = log.open("ab")
         self.starts = Starts(environment, self._log, cold_share, rng)
         self._gpu = None if device == "cpu" else open_gpu(device, environment)
-        self.baseline_bytes: int | None = None
+        self.limit_bytes: int | None = None
         self.profiler = Profiler(
             device,
             environment=environment,
@@ -112,11 +125,12 @@ class Bench:
         )
 
     def start(self) -> None:
-        """Start the worker, and let a job run without a fault. What memory is used then should be used later."""
+        """Start the worker, and let a job run without a fault. No more memory should be used later than after it."""
         self._start_worker()
         job = self.await_end(self.submit())
         assert job.state is JobState.SUCCEEDED, f"without a fault: {job.state}, {job.error}"
-        self.baseline_bytes = self.used_bytes()
+        if (used := self.used_bytes()) is not None:
+            self.limit_bytes = used + TOLERATED_BYTES if self.num_lanes == 1 else self.num_lanes * LANE_BYTES
 
     def close(self) -> None:
         """End the worker."""
@@ -194,7 +208,7 @@ class Bench:
 
 def run_round(bench: Bench, kind: str) -> Round:
     """Run one job with one fault."""
-    done = Round(kind, read_commit(), bench.device)
+    done = Round(kind, read_commit(), bench.device, lanes=bench.num_lanes)
     started, cold, forked = time.monotonic(), bench.starts.cold, bench.starts.forked
     if kind == "cancel":
         _cancel(bench, done)
@@ -279,7 +293,7 @@ def _share(bench: Bench, done: Round) -> None:
     done.struck = len(trials) > num_before + 1  # else the job was over too soon
     if done.struck and all(trial.measurement.contamination is None for trial in trials):
         done.violations.append("no trial says that the device was shared")
-    after = read_all_trials(bench.database, bench.await_end(bench.submit()).id)
+    after = read_all_trials(bench.database, bench.await_end(bench.submit(budget=bench.budget(max_trials=3))).id)
     if any(trial.measurement.contamination is not None for trial in after):
         done.violations.append("a trial after the other process is said to share the device")
 
@@ -298,45 +312,62 @@ def _tenant(bench: Bench) -> Iterator[None]:
 
 
 def _check_memory(bench: Bench, done: Round) -> None:
-    if bench.baseline_bytes is None:
+    if bench.limit_bytes is None:
         return
-    limit = bench.baseline_bytes + TOLERATED_BYTES
-    done.used_bytes = bench.await_memory(limit)
-    if done.used_bytes is not None and done.used_bytes > limit:
-        done.violations.append(f"{(done.used_bytes - bench.baseline_bytes) >> 20} MiB of the device are not free again")
+    done.used_bytes = bench.await_memory(bench.limit_bytes)
+    if done.used_bytes is not None and done.used_bytes > bench.limit_bytes:
+        done.violations.append(f"{(done.used_bytes - bench.limit_bytes) >> 20} MiB too much of the device are in use")
 
 
-def run(device: str, options: argparse.Namespace) -> None:
+def run(device: str, options: argparse.Namespace, lane: int = 0, num_lanes: int = 1) -> None:
     """Append rounds to the output until there is no next kind or the time is over."""
     ends_at = time.monotonic() + 60 * options.minutes
     kinds = options.kinds or [kind for kind in KINDS if device != "cpu" or kind not in ON_A_GPU]
-    rng = Random(f"{options.seed} {device}")
+    alone = [kind for kind in kinds if kind in ALONE]
+    others = [kind for kind in kinds if kind not in ALONE]
+    others = others[lane * len(others) // num_lanes :] + others[: lane * len(others) // num_lanes]
+    orders = [others] if num_lanes > 1 else [alone, others] if options.lanes > 1 else [kinds]
+    rng = Random(f"{options.seed} {device} {lane}")
     with tempfile.TemporaryDirectory(prefix="bexp-gpu-faults-", ignore_cleanup_errors=True) as name:
-        bench = Bench(device, Path(name), options.output.with_suffix(".log"), rng, options.cold_share)
+        log = options.output.with_suffix(".log")
+        bench = Bench(device, Path(name), log, rng, options.cold_share, num_lanes)
         with faulty_profilers(bench.starts):
             try:
                 bench.start()
                 while time.monotonic() < ends_at:
-                    if (kind := next_kind(kinds, read_rounds(options.output), options.rounds)) is None:
+                    done = read_rounds(options.output)
+                    if (kind := next(filter(None, (next_kind(o, done, options.rounds) for o in orders)), None)) is None:
                         break
                     append_round(options.output, run_round(bench, kind))
             finally:
                 bench.close()
 
 
-def run_side_by_side(devices: Sequence[str], options: argparse.Namespace) -> None:
-    """Run rounds on each device, all at the same time, in a process for each."""
-    lanes = [get_context("spawn").Process(target=run, args=(device, options)) for device in devices]
-    for lane in lanes:
-        lane.start()
-    for lane in lanes:
-        lane.join()
+def run_side_by_side(options: argparse.Namespace) -> None:
+    """Run rounds on each device, all at the same time, and in several lanes on the last one."""
+    devices, last = options.device, options.device[-1]
+    gpu = None if last == "cpu" else open_gpu(last, os.environ)
+    free_again = ((gpu and gpu.used_bytes()) or 0) + TOLERATED_BYTES
+    lanes = [(device, options, 0, 1) for device in devices[:-1]]
+    lanes += [(last, options, lane, options.lanes) for lane in range(options.lanes)]
+    processes = [get_context("spawn").Process(target=run, args=lane) for lane in lanes]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    used = None if gpu is None else gpu.used_bytes()
+    if used is not None and options.lanes > 1:
+        end = Round("end_of_lanes", read_commit(), last, used_bytes=used, lanes=options.lanes)
+        if used > free_again:
+            end.violations.append(f"{(used - free_again) >> 20} MiB of the device are not free again")
+        append_round(options.output, end)
 
 
 def main() -> int:
     """Run rounds, print their sum, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.gpu_faults", description=__doc__)
     parser.add_argument("--device", default=["cuda:0"], nargs="+")
+    parser.add_argument("--lanes", type=int, default=1, help="of the last device")
     parser.add_argument("--rounds", type=int, default=20, help="of each kind")
     parser.add_argument("--minutes", type=float, default=9.0, help="no round begins later")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all that the device can have")
@@ -346,7 +377,7 @@ def main() -> int:
     parser.add_argument("--summary", action="store_true", help="run nothing")
     options = parser.parse_args()
     if not options.summary:
-        run_side_by_side(options.device, options)
+        run_side_by_side(options)
     document = add_up(read_rounds(options.output))
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return 1 if document["violations"] else 0

@@ -15,7 +15,8 @@ from tests.chaos.result import CANCEL_LIMIT_SECONDS, percentile
 class Round:
     """One job with one fault. `used_bytes` is what all processes hold of the device afterwards; null on the CPU.
 
-    Processes on the device were started by the interpreter (`cold_starts`) or are forks.
+    Processes on the device were started by the interpreter (`cold_starts`) or are forks. So many `lanes` ran jobs with
+    faults on the device at the same time.
     """
 
     kind: str
@@ -28,6 +29,7 @@ class Round:
     used_bytes: int | None = None
     cold_starts: int = 0
     forks: int = 0
+    lanes: int = 1
     violations: list[str] = field(default_factory=list)
 
 
@@ -43,6 +45,7 @@ def add_up(rounds: Sequence[Round]) -> dict[str, object]:
         "devices": sorted({done.device for done in rounds}),
         "rounds": dict(sorted(Counter(done.kind for done in rounds).items())),
         "struck": dict(sorted(Counter(done.kind for done in rounds if done.struck).items())),
+        "rounds_by_lanes_of_the_device": dict(sorted(Counter(str(done.lanes) for done in rounds).items())),
         "cold_starts": sum(done.cold_starts for done in rounds),
         "forks": sum(done.forks for done in rounds),
         "seconds": round(sum(done.seconds for done in rounds), 1),

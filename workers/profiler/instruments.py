@@ -62,7 +62,9 @@ class Instruments:
         """Allocate from now on as the job's training will; call it while nothing is cached."""
         if self.device.type == "cuda":
             expandable = allocator == "expandable_segments"
-            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+            # Newer torch warns of the name in torch.cuda.memory, and the warning would stand in each crash's reason.
+            change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+            (change or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{expandable}")
 
     def settle(self, *, release: bool, kept_bytes: int = 0) -> int:
         """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
