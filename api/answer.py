@@ -206,9 +206,14 @@ def _throughput_rows(best: Recommendation) -> Iterable[str]:
 
 def _composed_off(check: WholeModelCheck) -> str:
     """Return how far the composed step and peak are from those of the whole model."""
-    step = f"a step that is {abs(check.step_error):.1%} {'shorter' if check.step_error < 0 else 'longer'}"
-    peak = f"a peak that is {abs(check.peak_error):.1%} {'lower' if check.peak_error < 0 else 'higher'}"
-    return f"{step}, and {peak}"
+    step, peak = _off(check.step_error, "shorter", "longer"), _off(check.peak_error, "lower", "higher")
+    return f"a step that is {step}, and a peak that is {peak}"
+
+
+def _off(error: float, less: str, more: str) -> str:
+    """Return a relative error in words."""
+    share = f"{abs(error):.1%}"
+    return "equal" if share == "0.0%" else f"{share} {less if error < 0 else more}"
 
 
 def _peak(best: Recommendation) -> str:
