@@ -54,7 +54,7 @@ class MoEFFN(ResidualBlock):
         self.w_in = weights.normal(moe.num_experts, hidden, 2 * width if model.gated_mlp else width)
         self.w_out = weights.normal(moe.num_experts, width, hidden)
         shared = moe.shared_expert_ffn_hidden_size
-        self.shared = MLP(model, shared, weights) if shared else None
+        self.shared: nn.Module | None = MLP(model, shared, weights) if shared else None
         self.w_shared_gate = weights.normal(1, hidden) if moe.shared_expert_gate else None
         self.routes: Tensor | None = None
         self.is_spread = False
