@@ -112,6 +112,12 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
         EXPERTS,
         Recompute.NONE,
     ),
+    "tensor of four with two parts of the experts": (
+        Mesh(tensor=4, expert=2),
+        (3,),
+        EXPERTS.model_copy(update={"num_query_groups": 4}),
+        Recompute.NONE,
+    ),
     "experts in a pipeline": (Mesh(**ONE, expert=2, data=2), (2, 1), EXPERTS, Recompute.NONE),
     "interleaved with tensor": (Mesh(**TWO, tensor=2), (1, 2, 1, 1), DEEP_TIED, Recompute.NONE),
 }
