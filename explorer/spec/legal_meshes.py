@@ -96,8 +96,9 @@ def _meshes_of(
 def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: Sharding) -> bool:
     """Return whether ranks run such a mesh.
 
-    Experts are spread over devices that share no shard of them. torch's pipelines reduce gradients once,
-    after the last micro-batch, so that a rank would hold and exchange with ZeRO-2 and 3 what it does with ZeRO-1.
+    Spread experts are not sharded as well, so sharding goes with them only where each expert is on one device of a
+    stage. torch's pipelines reduce gradients once, after the last micro-batch, so that a rank would hold and exchange
+    with ZeRO-2 and 3 what it does with ZeRO-1.
     """
     if pipeline > 1 and data > 1 and sharding.level > Sharding.ZERO1.level:
         return False

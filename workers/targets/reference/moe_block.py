@@ -81,8 +81,7 @@ class MoEFFN(ResidualBlock):
         return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
-        """Compile the branch; experts that several ranks have, that wait for what they drop or that cannot be traced,
-        stay eager inside."""
+        """Compile the branch; experts of several ranks, with a capacity, or that cannot be traced stay eager inside."""
         has_waits = self.is_spread or isinstance(self.run_experts, ExpertsWithCapacity)
         if has_waits or self.w_in.dtype not in self.backend.traceable_dtypes:
             self.run_experts = left_eager(self.run_experts)
