@@ -111,6 +111,13 @@ def shared_expert_model(model: ModelSpec) -> ModelSpec:
     return model.model_copy(update={"ffn_hidden_size": model.moe.shared_expert_ffn_hidden_size})
 
 
+def spread_expert_model(model: ModelSpec, size: int) -> ModelSpec:
+    """Return a model whose experts are whole, and whose shared experts are those of one of `size` devices."""
+    assert model.moe is not None, "a model with experts"
+    shared = model.moe.shared_expert_ffn_hidden_size // size
+    return model.model_copy(update={"moe": model.moe.model_copy(update={"shared_expert_ffn_hidden_size": shared})})
+
+
 @dataclass(frozen=True, slots=True)
 class ExpertRows:
     """Rows of a micro-batch.

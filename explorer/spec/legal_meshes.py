@@ -64,8 +64,8 @@ def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
         raise problem or RuleError(
             "no mesh is left: virtual_stages need schedule 'interleaved' and a pipeline, and 'interleaved' needs "
             "virtual_stages above 1 and micro-batches that are a multiple of the pipeline's ranks; an expert size "
-            "divides the devices of a stage; without a fabric it needs tensor 1, and either sharding none or as many "
-            "data-parallel devices, and a pipeline needs sharding none or zero1",
+            "divides the devices of a stage; without a fabric it needs either sharding none or as many devices in a "
+            "stage, and a pipeline needs sharding none or zero1",
             "parallelism",
         )
 
@@ -96,12 +96,13 @@ def _meshes_of(
 def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: Sharding) -> bool:
     """Return whether ranks run such a mesh.
 
-    Experts are spread over devices that share neither layers nor a shard. torch's pipelines reduce gradients once,
-    after the last micro-batch, so that a rank would hold and exchange with ZeRO-2 and 3 what it does with ZeRO-1.
+    Spread experts are not sharded as well, so sharding goes with them only where each expert is on one device of a
+    stage. torch's pipelines reduce gradients once, after the last micro-batch, so that a rank would hold and exchange
+    with ZeRO-2 and 3 what it does with ZeRO-1.
     """
     if pipeline > 1 and data > 1 and sharding.level > Sharding.ZERO1.level:
         return False
-    return expert == 1 or (tensor == 1 and (sharding is Sharding.NONE or data == expert))
+    return expert == 1 or sharding is Sharding.NONE or tensor * data == expert
 
 
 def schedules_of(request: ExplorationRequest) -> tuple[Schedule, ...]:

@@ -99,6 +99,25 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (3,), EXPERTS, Recompute.NONE),
     "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (3,), EXPERTS, Recompute.NONE),
     "experts with replicas": (Mesh(expert=2, data=4), (3,), EXPERTS, Recompute.NONE),
+    "tensor with experts": (Mesh(tensor=2, expert=2), (3,), EXPERTS, Recompute.NONE),
+    "tensor with experts, one shadowed": (
+        Mesh(tensor=2, expert=2, data=2, shadowed_experts=1),
+        (3,),
+        EXPERTS,
+        Recompute.FULL,
+    ),
+    "tensor with experts on all ranks": (
+        Mesh(tensor=2, expert=4, data=2, sharding=Sharding.ZERO3),
+        (3,),
+        EXPERTS,
+        Recompute.NONE,
+    ),
+    "tensor of four with two parts of the experts": (
+        Mesh(tensor=4, expert=2),
+        (3,),
+        EXPERTS.model_copy(update={"num_query_groups": 4}),
+        Recompute.NONE,
+    ),
     "experts in a pipeline": (Mesh(**ONE, expert=2, data=2), (2, 1), EXPERTS, Recompute.NONE),
     "interleaved with tensor": (Mesh(**TWO, tensor=2), (1, 2, 1, 1), DEEP_TIED, Recompute.NONE),
 }
@@ -142,7 +161,7 @@ def name_in_model(name: str, first: int) -> str:
         number, _, rest = rest.partition(".")
         rest = f"{int(number) + first}.{rest}"
         place = "mlp.b_out" if ".ffn." in rest else "b_out"
-        rest = rest.replace("reduce.bias", place)
+        rest = rest.replace("reduce.bias", place).replace("shared.mlp", "shared")
     return f"{head}.{rest}".replace("norm.norm", "norm")
 
 
@@ -165,7 +184,7 @@ def differ(
 
     def share(parameter: Tensor, name: str, whole: Tensor) -> Tensor:
         experts = case.expert > 1 and whole.dim() == 3
-        part = shard(name, whole, case, replica % case.expert if experts else tensor, model)
+        part = shard(name, whole, case, rank % case.expert if experts else tensor, model)
         if own(parameter).shape == part.shape:
             return part
         rows = -(-len(part) // case.data)  # fully_shard cuts the rows

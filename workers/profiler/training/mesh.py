@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.timestamps import Mark, mark_of
 from explorer.cost_model.components import Component
+from explorer.cost_model.shards import spread_expert_model
 from explorer.records.plan import MeshRun
 from explorer.spec.candidate import Candidate
 from explorer.spec.mesh import Schedule
@@ -82,10 +83,11 @@ class MeshTrainingRun:
         build_experts: Callable[[Component], MoEFFN] | None = None
         if spread is not None:
             peers, device = GroupPeers(spread), instruments.device
+            with_experts = spread_expert_model(model, mesh.tensor)
 
             def build_experts(component: Component) -> MoEFFN:
                 sized = component.model_copy(update=mesh.expert_sizes)
-                return build_spread_experts(peers, model, sized, request, device, generator)
+                return build_spread_experts(peers, with_experts, sized, request, device, generator)
 
         cuts = list(pairwise(accumulate(run.layers_per_stage, initial=0)))
         assert len(cuts) == mesh.num_stages, "layers for each stage"
@@ -169,17 +171,16 @@ class MeshTrainingRun:
     def _average(self, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Take the mean over the replicas, where backward has not done it.
 
-        Gradients of spread experts are sums over the tokens of all ranks that share experts.
+        Gradients of spread experts are sums over the tokens of all ranks that share experts. Tensor-parallel ranks
+        may have the same experts, for different tokens of one replica.
         """
-        if self._replicas is None:
-            return
         spread = {parameter for stage in self.stages for parameter in spread_parameters(stage)}
         left = [parameter for parameter in gradients if self._reduces or parameter in spread]
         for parameter in left:
             group = self._expert_replicas if parameter in spread else self._replicas
             if group is not None:
                 dist.all_reduce(gradients[parameter], group=group)
-        if left:
+        if left and self._replicas is not None:
             torch._foreach_div_([gradients[parameter] for parameter in left], float(self._replicas.size()))
 
     def finish(self) -> None:

@@ -54,7 +54,7 @@ class MoEFFN(ResidualBlock):
         self.w_in = weights.normal(moe.num_experts, hidden, 2 * width if model.gated_mlp else width)
         self.w_out = weights.normal(moe.num_experts, width, hidden)
         shared = moe.shared_expert_ffn_hidden_size
-        self.shared = MLP(model, shared, weights) if shared else None
+        self.shared: nn.Module | None = MLP(model, shared, weights) if shared else None
         self.w_shared_gate = weights.normal(1, hidden) if moe.shared_expert_gate else None
         self.routes: Tensor | None = None
         self.is_spread = False
@@ -81,8 +81,7 @@ class MoEFFN(ResidualBlock):
         return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
-        """Compile the branch; experts that several ranks have, that wait for what they drop or that cannot be traced,
-        stay eager inside."""
+        """Compile the branch; experts of several ranks, with a capacity, or that cannot be traced stay eager inside."""
         has_waits = self.is_spread or isinstance(self.run_experts, ExpertsWithCapacity)
         if has_waits or self.w_in.dtype not in self.backend.traceable_dtypes:
             self.run_experts = left_eager(self.run_experts)

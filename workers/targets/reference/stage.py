@@ -102,7 +102,10 @@ class DecoderStage(nn.Module):
         self.train(request.mode == "train")
         share_rotary(self)
         if model.moe is not None:
-            share_routes(self, device_routes(model, request.routing, m * model.seq_length, request.seed, device))
+            routes_TK = device_routes(model, request.routing, m * model.seq_length, request.seed, device)
+            if ranks is not None and experts is not None:  # then each rank routes its own tokens
+                routes_TK = routes_TK.chunk(ranks.size)[ranks.rank]
+            share_routes(self, routes_TK)
 
     @property
     def tied(self) -> nn.Parameter | None:

@@ -26,6 +26,7 @@ from workers.targets.reference.embedding import Embedding
 from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.head import Head
 from workers.targets.reference.mlp import MLP
+from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.shared_norm import norm_over_ranks
 
 # torch 2.13 has new names, and warns about the old ones.
@@ -88,8 +89,12 @@ class TensorParallel(SequenceParallel):
         self._share = -(-model.vocab_size // self.size)
 
     def spread(self, block: ResidualBlock) -> None:
-        """Make a block take and return this rank's tokens."""
+        """Make a block take and return this rank's tokens. Experts that other ranks share do so already."""
         assert block.bta_tile is None, "a tile of rows would be of several sequences"
+        if isinstance(block, MoEFFN) and block.is_spread:
+            if isinstance(block.shared, MLP):
+                block.shared = _SharedExperts(block.shared, self)
+            return
         block.norm = _Gathered(block.norm, self)
         owner: AttentionBlock | MLP | None = None
         if isinstance(block, AttentionBlock):
@@ -185,6 +190,19 @@ class _Reduced(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         out = self._ranks.reduce(x_BSD)
         return out if self.bias is None else out + self.bias
+
+
+class _SharedExperts(nn.Module):
+    """Shared experts of which each rank has a part, for the tokens (T, D) of all ranks."""
+
+    def __init__(self, mlp: MLP, ranks: SequenceParallel) -> None:
+        super().__init__()
+        bias, mlp.b_out = mlp.b_out, None
+        self.mlp, self.reduce, self._ranks = mlp, _Reduced(ranks, bias), ranks
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        out: Tensor = self.reduce(self.mlp(self._ranks.gather(h_TD.unsqueeze(0))))
+        return out.squeeze(0)
 
 
 class VocabularyEmbedding(nn.Module):
