@@ -24,7 +24,6 @@ from bexp.kernels.launcher import Blocks, Launch, Pointer
 from bexp.kernels.triton_support import num_multiprocessors
 
 _INTERPRETER_PROGRAMS = 3
-_WEIGHTS = Pointer("weights")
 
 
 def gate_up_gemm(
@@ -50,22 +49,11 @@ def gate_up_gemm(
             "w": _matrices("w_in", stored, tile, shape, transposed=shape.in_transposed),
             "pre": pre,
             "hidden": hidden,
-            "weights": _WEIGHTS,
-            "pair_of_row": permutation.pair_of_row,
-            "tile_expert": tiles.expert,
-            "tile_row": tiles.row,
-            "num_tiles": tiles.count,
-            "ends": permutation.ends,
-            "D": shape.token_size,
-            "H": shape.hidden_size,
-            "TOP_K": shape.top_k,
-            "GATED": shape.gated,
-            "ACTIVATION": shape.activation,
+            **_tiled_rows(permutation, tile),
+            **_activated(shape, tile),
             "KEEP": keep,
             "TRANSPOSED": shape.in_transposed,
             "PADDED": x.layout == "padded",
-            "EVEN_K": shape.token_size % tile.block_k == 0,
-            "EVEN_N": shape.hidden_size % tile.block_n == 0,
             **_sizes(tile, shape),
         },
         **_options(tile),
@@ -102,11 +90,7 @@ def down_gemm(
             "a": Blocks(rows, (shape.num_pairs, k), (tile.block_m, tile.block_k)) if tile.tma else rows,
             "w": _matrices(w, stored, tile, shape, transposed=transposed, backward=backward),
             "out": out,
-            "pair_of_row": permutation.pair_of_row,
-            "tile_expert": tiles.expert,
-            "tile_row": tiles.row,
-            "num_tiles": tiles.count,
-            "ends": permutation.ends,
+            **_tiled_rows(permutation, tile),
             "num_pairs": shape.num_pairs,
             "K": k,
             "N": n,
@@ -149,24 +133,13 @@ def differentiate_hidden(
             "pre": pre,
             "grad_pre": grad_pre,
             "hidden": hidden,
-            "weights": _WEIGHTS,
             "partial": partial,
-            "pair_of_row": permutation.pair_of_row,
-            "tile_expert": tiles.expert,
-            "tile_row": tiles.row,
-            "num_tiles": tiles.count,
-            "ends": permutation.ends,
+            **_tiled_rows(permutation, tile),
             "num_pairs": shape.num_pairs,
-            "D": shape.token_size,
-            "H": shape.hidden_size,
-            "TOP_K": shape.top_k,
-            "GATED": shape.gated,
-            "ACTIVATION": shape.activation,
+            **_activated(shape, tile),
             "PARTS": tile.parts,
             "TRANSPOSED": transposed,
             "PADDED": grad.layout == "padded",
-            "EVEN_K": shape.token_size % tile.block_k == 0,
-            "EVEN_N": shape.hidden_size % tile.block_n == 0,
             **_sizes(tile, shape),
         },
         **_options(tile),
@@ -256,6 +229,32 @@ def _matrices(
     first, second = sizes if transposed is backward else sizes[::-1]
     block = (1, tile.block_n, tile.block_k) if transposed else (1, tile.block_k, tile.block_n)
     return Blocks(Pointer(name), (shape.num_experts, first, second), block)
+
+
+def _tiled_rows(permutation: TokenPermutation, tile: TileConfig) -> dict[str, Any]:
+    """The rows in the experts' order, and the tiles over them."""
+    tiles = permutation.tiles[tile.block_m]
+    return {
+        "pair_of_row": permutation.pair_of_row,
+        "tile_expert": tiles.expert,
+        "tile_row": tiles.row,
+        "num_tiles": tiles.count,
+        "ends": permutation.ends,
+    }
+
+
+def _activated(shape: FusedShape, tile: TileConfig) -> dict[str, Any]:
+    """What the GEMMs around the activation need to know, whose sums are over a token and whose columns are H."""
+    return {
+        "weights": Pointer("weights"),
+        "D": shape.token_size,
+        "H": shape.hidden_size,
+        "TOP_K": shape.top_k,
+        "GATED": shape.gated,
+        "ACTIVATION": shape.activation,
+        "EVEN_K": shape.token_size % tile.block_k == 0,
+        "EVEN_N": shape.hidden_size % tile.block_n == 0,
+    }
 
 
 def _sizes(tile: TileConfig, shape: FusedShape) -> dict[str, Any]:

@@ -48,20 +48,11 @@ def gate_up_gemm(
             "w_desc": _matrices("w_in", sizes, gates, columns, tile, shape, transposed=shape.in_transposed),
             "pre": pre,
             "hidden": hidden,
-            "weights": Pointer("weights"),
-            "token_of_row": permutation.token_of_row,
-            "pair_of_row": permutation.pair_of_row,
-            "ends": permutation.ends,
-            "num_experts": shape.num_experts,
-            "num_rows": shape.num_pairs,
-            "eighth_of_K": shape.token_size // ALIGNMENT,
-            "eighth_of_H": shape.hidden_size // ALIGNMENT,
-            "ACTIVATION": shape.activation,
             "KEEP": keep,
             "GATES": gates,
             "COLUMNS": columns,
             "TRANSPOSED": shape.in_transposed,
-            **_sizes(tile, shape, shape.token_size),
+            **_arguments(tile, shape, permutation),
         },
         **_options(tile),
     )
@@ -94,20 +85,11 @@ def differentiate_hidden(
             "pre_desc": tensor_map(pre, (shape.num_pairs, shape.pre_size), tile.PIECE, shape.dtype),
             "grad_pre": grad_pre,
             "hidden": hidden,
-            "weights": Pointer("weights"),
             "partial": partial,
-            "token_of_row": permutation.token_of_row,
-            "pair_of_row": permutation.pair_of_row,
-            "ends": permutation.ends,
-            "num_experts": shape.num_experts,
-            "num_rows": shape.num_pairs,
-            "eighth_of_K": shape.token_size // ALIGNMENT,
-            "eighth_of_H": shape.hidden_size // ALIGNMENT,
-            "ACTIVATION": shape.activation,
             "GATES": 2 if shape.gated else 1,
             "COLUMNS": columns,
             "TRANSPOSED": transposed,
-            **_sizes(tile, shape, shape.token_size),
+            **_arguments(tile, shape, permutation),
         },
         **_options(tile),
     )
@@ -125,13 +107,22 @@ def _rows(operand: Operand, tile: HopperTile, shape: FusedShape) -> Any:
     return tensor_map(operand.pointer, (operand.num_rows, operand.width), (tile.block_m, tile.block_k), shape.dtype)
 
 
-def _sizes(tile: HopperTile, shape: FusedShape, k: int) -> dict[str, Any]:
-    """What both kernels are compiled for."""
+def _arguments(tile: HopperTile, shape: FusedShape, permutation: TokenPermutation) -> dict[str, Any]:
+    """What both kernels take, and what both are compiled for."""
     wide = tile.launch_registers >= _WIDEST_INSTRUCTION_REGISTERS
     dtype = shape.dtype
     return {
+        "weights": Pointer("weights"),
+        "token_of_row": permutation.token_of_row,
+        "pair_of_row": permutation.pair_of_row,
+        "ends": permutation.ends,
+        "num_experts": shape.num_experts,
+        "num_rows": shape.num_pairs,
+        "eighth_of_K": shape.token_size // ALIGNMENT,
+        "eighth_of_H": shape.hidden_size // ALIGNMENT,
+        "ACTIVATION": shape.activation,
         "GATHERED": tile.gathered,
-        "EVEN_K": k % tile.block_k == 0,
+        "EVEN_K": shape.token_size % tile.block_k == 0,
         "ROWS": tile.ROWS,
         "BLOCK_K": tile.block_k,
         "WIDTH": tile.BLOCK_N if wide else tile.BLOCK_N // 2,
