@@ -104,12 +104,12 @@ def cublas_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def triton_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out: Tensor = TritonGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]
+    out: Tensor = TritonGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
 def hopper_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out: Tensor = hopper.HopperGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]
+    out: Tensor = hopper.HopperGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]  # untyped in torch
     return out
 
 
