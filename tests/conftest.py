@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import shutil
@@ -19,10 +20,8 @@ import sqlalchemy as sa
 from storage.database import Database, open_database
 from storage.schema import upgrade
 
-TEMPORARY_DIRECTORY = pytest.StashKey[Path]()
 
-
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     """Keep test processes that run in parallel apart, and their children like those of a person's terminal."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background commands so, and children inherit it: they would not hear of Ctrl-C.
@@ -32,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what tests write stays for people to read
     folder = Path(tempfile.mkdtemp(prefix="bexp-tests-"))
     folder.chmod(0o711)  # PostgreSQL runs as a user of its own and has its data below
-    config.stash[TEMPORARY_DIRECTORY] = folder
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after all that ends with the process and writes there
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
@@ -45,12 +44,6 @@ def pytest_collection() -> Generator[None, object, object]:
     finally:
         gc.freeze()
         gc.enable()
-
-
-def pytest_unconfigure(config: pytest.Config) -> None:
-    """Remove the temporary directory."""
-    if (folder := config.stash.get(TEMPORARY_DIRECTORY, None)) is not None:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -112,9 +112,9 @@ def test_what_belongs_to_another_owner_does_not_exist(guarded: TestClient, sqlit
 
 def test_without_tokens_there_is_one_local_owner_who_sees_all(client: TestClient, sqlite_database: Database) -> None:
     assert client.post(HERE, json=REQUEST, params={"priority": 3}).json()["priority"] == 3
-    Queue(sqlite_database).enqueue(
-        Queue(sqlite_database).claim("w", device_kind="cpu", num_devices=1, fingerprint="f").request  # type: ignore[union-attr]
-    )
+    claimed = Queue(sqlite_database).claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert claimed is not None
+    Queue(sqlite_database).enqueue(claimed.request)
     assert {item["owner"] for item in client.get(HERE).json()["items"]} == {"local"}
     assert_problem(client.post(HERE, json=REQUEST, params={"priority": 101}), 422)
 

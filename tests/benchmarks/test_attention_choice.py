@@ -47,7 +47,10 @@ class Device:
         self.measured += [component.key for component in plan.components]
         measured = []
         for component in plan.components:
-            seconds = self.seconds[component.backend] if component.kind is ComponentKind.ATTENTION else 1e-4  # type: ignore[index]
+            seconds = 1e-4
+            if component.kind is ComponentKind.ATTENTION:
+                assert component.backend is not None
+                seconds = self.seconds[component.backend]
             measured.append(
                 ComponentMeasurement(
                     component=component,

@@ -27,7 +27,8 @@ def row(model: str, recommended: float | None, *, fields: tuple[str, ...] = (), 
 def said(rows: list[dict[str, Any]], what: str) -> tuple[str, str]:
     """The words "reached" and "measured" of one goal."""
     line = next(line for line in goals({"models": rows}).splitlines() if line.startswith(f"| {what}"))
-    return tuple(cell.strip() for cell in line.split("|")[3:5])  # type: ignore[return-value]
+    reached, measured = (cell.strip() for cell in line.split("|")[3:5])
+    return reached, measured
 
 
 def test_one_model_in_fourteen_may_be_slower_than_the_sweep() -> None:

@@ -103,9 +103,9 @@ def test_components_are_added_up_as_measured_and_whole_models_run() -> None:
     ]
     keys = [component.key for plan in plans for component in plan.components]
     assert len(keys) == len(set(keys))
-    measured = {m.component.kind: m for m in device(plans[0]).components}
-    per_layer = measured["attention"].device_seconds + measured["moe_ffn"].device_seconds  # type: ignore[index]
-    ends = measured["embedding"].device_seconds + measured["head"].device_seconds  # type: ignore[index]
+    measured = {m.component.kind.value: m for m in device(plans[0]).components}
+    per_layer = measured["attention"].device_seconds + measured["moe_ffn"].device_seconds
+    ends = measured["embedding"].device_seconds + measured["head"].device_seconds
     assert curve.rows[0]["micro_step_seconds"] >= 2 * per_layer + ends
     assert curve.rows[0]["experts"] == "grouped_mm"
     assert 1.0 <= curve.rows[0]["imbalance"] <= 4.0
@@ -145,7 +145,7 @@ def test_the_busiest_expert_is_found_in_what_the_router_returns(result: str) -> 
     layer = nn.Module()
     layer.mlp = nn.Module()
     layer.mlp.gate = _Gate(result)
-    layer.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)  # type: ignore[assignment]
+    layer.config = SimpleNamespace(num_experts=8, num_experts_per_tok=2, norm_topk_prob=True)  # type: ignore[assignment]  # a stand-in
     with expert_loads(layer) as loads:
         layer.mlp.gate(torch.zeros(12, 4))
     layer.mlp.gate(torch.zeros(12, 4))

@@ -155,7 +155,7 @@ def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
 )
 def test_what_is_no_recommendation_is_refused(source: object, reason: str) -> None:
     with pytest.raises(RecommendationError, match=reason):
-        bexp.Recommendation.read(source)  # type: ignore[arg-type]
+        bexp.Recommendation.read(source)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_another_architecture_is_refused() -> None:

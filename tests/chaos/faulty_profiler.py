@@ -154,7 +154,7 @@ def install() -> None:
         strike(name)
         return original_phase(self, name)
 
-    phases.PhaseClock.phase = phase  # type: ignore[method-assign]
+    phases.PhaseClock.phase = phase  # type: ignore[method-assign]  # a stand-in
     patched: Any = session
     finished = patched.TrialFinished
 

@@ -118,7 +118,10 @@ class SimulatedDevice:
             sizes = predict_shard_bytes(component, model, self.request)
         else:
             sizes = predict_component_bytes(component, model, self.request)
-        return tuple(round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak))  # type: ignore[return-value]
+        saved, forward, backward = (
+            round(self.activations * b) for b in (sizes.saved, sizes.forward_peak, sizes.backward_peak)
+        )
+        return saved, forward, backward
 
     def _shard(self, component: Component, model: ExploredModel) -> tuple[ExploredModel, ExplorationRequest]:
         """The block of one device of a plan, as the profiler builds it."""

@@ -46,4 +46,5 @@ _REASON = unavailable()
 def interpreted(test: Callable[..., Any]) -> Callable[..., Any]:
     """Mark a test that needs the interpreter."""
     ignored = pytest.mark.filterwarnings(f"ignore:{_WARNING}", "ignore:invalid value encountered")
-    return pytest.mark.skipif(_REASON is not None, reason=_REASON or "")(ignored(test))  # type: ignore[no-any-return]
+    marked: Callable[..., Any] = pytest.mark.skipif(_REASON is not None, reason=_REASON or "")(ignored(test))
+    return marked

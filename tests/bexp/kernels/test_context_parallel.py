@@ -148,7 +148,7 @@ def test_eight_ranks_compute_what_is_planned_and_no_more(layout: str, num_groups
             count(backward_pairs, q, k, bool(rest[-2]))
             return flash.backward(grad, q, k, *rest)  # type: ignore[arg-type]  # a stand-in
 
-        block = BlockAttention("counted", flash.unsupported_reason, forward, backward)  # type: ignore[arg-type]
+        block = BlockAttention("counted", flash.unsupported_reason, forward, backward)  # type: ignore[arg-type]  # stand-ins
         steps = spread.steps(ring.rank, num_ranks, len(positions), causal=True)
         plan = RingAttention(ring, steps, block, 8**-0.5)
         q, k, v, gradient = (x[:, :, positions] for x in data)

@@ -160,7 +160,7 @@ def test_generation_works_on_a_model_that_is_set_up() -> None:
 def test_one_layer_alone_is_set_up_like_the_model() -> None:
     model = models.tiny("olmoe")
     layer = decoder_layers(model)[1]
-    captured: dict[str, object] = {}
+    captured: dict[str, Any] = {}
 
     def capture(_module: object, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         captured.update(args=args, kwargs=kwargs)
@@ -171,7 +171,7 @@ def test_one_layer_alone_is_set_up_like_the_model() -> None:
         model(**models.batch(), use_cache=False)
         handle.remove()
         leaf = x.clone().requires_grad_()
-        out = layer(leaf, *captured["args"][1:], **captured["kwargs"])  # type: ignore[index, arg-type]
+        out = layer(leaf, *captured["args"][1:], **captured["kwargs"])
         out = out[0] if isinstance(out, tuple) else out
         return [out, *torch.autograd.grad(out.square().sum(), [leaf, *layer.parameters()])]
 

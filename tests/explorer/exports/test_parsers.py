@@ -25,7 +25,7 @@ def test_transformers_reads_its_fields(name: str, tmp_path: Path) -> None:
     import yaml
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = HfArgumentParser((ModelArguments, TrainingArguments))  # type: ignore[arg-type]
+    parser = HfArgumentParser((ModelArguments, TrainingArguments))  # type: ignore[arg-type]  # it takes several classes
     for recompute in (Recompute.FULL, Recompute.PARTIAL_25):
         for changes in ({}, SHARDED):
             answer = exploration(candidate(recompute=recompute), **changes)

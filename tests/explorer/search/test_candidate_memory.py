@@ -46,7 +46,7 @@ def test_a_candidate_fits_up_to_the_limit_and_not_a_byte_beyond() -> None:
     need = float(memory_of(state).required_C[row])
     assert memory_of(state, int(np.ceil(need))).fits_C[row]
     assert not memory_of(state, int(np.floor(need)) - 1).fits_C[row]
-    exact = CandidateMemory(state.table, state.surrogate, state.hardware, need)  # type: ignore[arg-type]
+    exact = CandidateMemory(state.table, state.surrogate, state.hardware, need)  # type: ignore[arg-type]  # exact, no int
     assert exact.fits_C[row]
 
 

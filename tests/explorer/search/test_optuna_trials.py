@@ -59,7 +59,7 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
         params = to_params(each)
         assert to_candidate(params, each.variant) == each
         for name, value in params.items():
-            assert value in space[name].choices  # type: ignore[attr-defined]
+            assert value in space[name].choices  # type: ignore[attr-defined]  # all are categorical
     assert to_params(candidate(recompute=Recompute.FULL))["recompute"] == "full"
 
 

@@ -100,7 +100,7 @@ def test_alternatives_are_compared_with_the_recommended_candidate() -> None:
     assert not found.stock.predicted
     partly = small_state()
     know(partly, candidate(1))
-    assert recommend(partly).stock.predicted  # type: ignore[union-attr]
+    assert recommend(partly).stock.predicted  # type: ignore[union-attr]  # not null here
 
 
 def test_a_largest_size_that_is_not_measured_is_said_to_be_predicted() -> None:

@@ -142,7 +142,7 @@ def test_a_resumed_search_goes_the_way_it_would_have_gone(name: str) -> None:
     assert [t.measurement for t in trials[:-2] + trials_of(after)] == [t.measurement for t in trials]
     found = answer_of(whole).recommendation
     assert found is not None
-    assert found.confidence == answer_of(after).recommendation.confidence  # type: ignore[union-attr]
+    assert found.confidence == answer_of(after).recommendation.confidence  # type: ignore[union-attr]  # not null
 
 
 def test_seeds_lead_to_different_searches() -> None:

@@ -47,7 +47,7 @@ def make_surrogate(table: SpaceTable, kind: Any = "cuda", *, fixed: bool = False
     number = NUM_SAMPLES if fixed else 64
     made = Surrogate(table, hardware(kind), num_samples=number, rng=np.random.default_rng(0))
     if fixed:
-        made._hyperparameter_posterior = Fixed()  # type: ignore[assignment]
+        made._hyperparameter_posterior = Fixed()  # type: ignore[assignment]  # a stand-in
         made.fit({})
     return made
 
@@ -239,4 +239,4 @@ def test_an_exchange_in_flight_is_expected_to_be_as_it_was_assumed() -> None:
     assert again.slowdown_K[column] == pytest.approx(0.7)
     assert again.host_overhead_2K[:, column] == pytest.approx([0.002, 0.003])
     assert again.forward_share_K[column] == pytest.approx(0.25)
-    assert make_surrogate(table, "cpu").overlap.computes  # type: ignore[union-attr]
+    assert make_surrogate(table, "cpu").overlap.computes  # type: ignore[union-attr]  # not null here

@@ -62,7 +62,7 @@ def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
         for _ in range(4):
             before = expiry(sqlite_database)
             now += length.total_seconds() / 3
-            wait_until(lambda before=before: expiry(sqlite_database) > before)  # type: ignore[misc]
+            wait_until(lambda before=before: expiry(sqlite_database) > before)  # type: ignore[misc]  # no type of its default
         assert expiry(sqlite_database) - datetime.now(UTC) > length / 2
         assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is None
         assert not interrupted.is_set()

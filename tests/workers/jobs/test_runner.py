@@ -293,7 +293,7 @@ def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lea
         while queue.failures["pin"] == 1000 and not end.done():
             time.sleep(0.01)
         assert not end.done()
-        queue.release = queue.watch = queue.finish  # type: ignore[method-assign]
+        queue.release = queue.watch = queue.finish  # type: ignore[method-assign]  # no failures any more
         stopping.set()
         assert end.result(timeout=60) is JobEnd.LOST
     assert get_job(queue.database, job.id).state is JobState.RUNNING

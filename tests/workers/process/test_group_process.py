@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from bexp.child_process import PACKAGES_FOLDER, module_command
 from explorer.records.trial import TrialKind
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
@@ -20,6 +20,7 @@ from storage.events import read_events
 from storage.jobs import JobState, get_job
 from storage.queue import Queue
 from storage.trials import read_trials
+from tests.bexp.test_child_process import write_hostile_packages
 
 pytestmark = pytest.mark.slow
 
@@ -48,11 +49,16 @@ REQUEST = ExplorationRequest(
 
 def run_worker(database: Database, folder: Path, *options: str) -> int:
     environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "workers", *options, "--once"]
-    return subprocess.run(command, env=environment, stdin=subprocess.DEVNULL, timeout=500, check=False).returncode
+    environment["PYTHONPATH"] = str(PACKAGES_FOLDER)
+    command = module_command("workers", *options, "--once")
+    return subprocess.run(
+        command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, timeout=500, check=False
+    ).returncode
 
 
 def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: Database, tmp_path: Path) -> None:
+    """None of its processes imports from the folder it is run in."""
+    imported = write_hostile_packages(tmp_path)
     queue = Queue(sqlite_database)
     job, _ = queue.enqueue(REQUEST)
     alone = queue.claim("alone", device_kind="cpu", num_devices=1, fingerprint="f")
@@ -87,6 +93,7 @@ def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: D
     assert whole[0].measurement.whole_model.communication_seconds is not None
     assert best.communication_seconds is not None
     assert any("exchange of gradients between 2 devices is included in the time" in note for note in best.notes)
+    assert not imported.exists(), imported.read_text()
 
 
 def test_twice_the_same_device_needs_a_group(sqlite_database: Database, tmp_path: Path) -> None:

@@ -107,7 +107,7 @@ def test_a_block_of_a_group_runs_again_to_its_end() -> None:
         assert component.recompute is recompute
         block = build_block(model, component, request, CPU)
         x = example_inputs(model, component, CPU, training=True)[0]
-        with _Products() as products:  # type: ignore[no-untyped-call]
+        with _Products() as products:  # type: ignore[no-untyped-call]  # untyped in torch
             block(x).sum().backward()
         calls[recompute] = products.count
     assert calls[BlockRecompute.TO_THE_END] == calls[BlockRecompute.FULL] + 1

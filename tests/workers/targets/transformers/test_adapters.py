@@ -59,7 +59,7 @@ def test_parts_and_whole_model_give_gradients_to_the_adapters_alone(
             passes.forward()
             passes.prepare_backward()
             passes.backward()
-            module: nn.Module = passes.module  # type: ignore[attr-defined]
+            module: nn.Module = passes.module  # type: ignore[attr-defined]  # a block has one
             assert {"lora" in name for name, p in module.named_parameters() if p.grad is not None} <= {True}
     (stepped,) = target.optimizer_parts(CANDIDATE, parts, request)
     assert stepped.count == 3
