@@ -19,9 +19,10 @@ def mesh_fidelity(result: Row) -> str:
             "error": lambda row: _of(row, "step_error", 1e2, "+.1f", "%") or row["reason"] or row["outcome"],
             "whole peak": lambda row: _of(row, "whole_peak_bytes", 1 / GIB, ".1f", " GiB"),
             "error of the peak": lambda row: _of(row, "peak_error", 1e2, "+.1f", "%"),
+            "commit": lambda row: row.get("commit", result["commit"]),
         },
     )
-    return f"Commit {result['commit']}:\n\n{figures}{measured_on(result)}"
+    return f"{figures}{measured_on(result)}"
 
 
 def _of(row: Row, key: str, scale: float, form: str, unit: str) -> str | None:

@@ -66,6 +66,7 @@ def published_plans(result: Row) -> str:
         "(`python -m benchmarks.published_plans`).\n\n"
         f"{figures}{failed}Over all rows:\n\n{goal_table(goals_of(result['summary']))}\n{causes_text(done, result)}"
         f"{recomposed(result)}{kept}{utilisation_text(result)}\n\n{utilisation}\n{ratios_text(result)}"
+        f"{unstated_text(done)}"
         f"{causes(done, result)}What the rows have and the predictions have not:\n\n{notes}\n{sources}\n"
         f"Left out:\n\n{left_out}{measured_on(result)}\n"
     )
@@ -202,19 +203,21 @@ def causes(rows: list[dict[str, Any]], result: Row) -> str:
             "root of it at least, if voltage grows with the clock too. The error that is left would be\n\n" + power
         )
     intro = "Possible causes that sources state, where predictions are far above what was published. None was tested:"
-    found += (f"- `{row['name']}`: {unstated_text(row)}.\n" for row in rows if row.get("otherwise"))
     if elsewhere := result.get("elsewhere"):
         found.append("\nWhat others published on cards of 700 W:\n\n")
         found += (f"- `{each['document']}`: {each['says']}.\n" for each in elsewhere)
     return f"{intro}\n\n{''.join(found)}\n"
 
 
-def unstated_text(row: dict[str, Any]) -> str:
-    """Return the errors with the settings that the source of a row may have meant."""
-    return ", ".join(
-        f"with {name} {' '.join(row['unstated'][name])} the error is {predicted / row['published'] - 1:+.1%}"
-        for name, predicted in row["otherwise"].items()
+def unstated_text(rows: list[dict[str, Any]]) -> str:
+    """Return the errors with the settings that sources may have meant, if any were predicted."""
+    found = "".join(
+        f"- `{row['name']}`: with {name} {' '.join(row['unstated'][name])} the error is "
+        f"{predicted / row['published'] - 1:+.1%}.\n"
+        for row in rows
+        for name, predicted in row.get("otherwise", {}).items()
     )
+    return f"Where a source does not state a setting, with another one:\n\n{found}\n" if found else ""
 
 
 def power_text(row: dict[str, Any], result: Row) -> str:

@@ -208,12 +208,12 @@ def test_composed_steps_of_meshes_stand_beside_whole_ones() -> None:
         "step_error": -0.2,
     }
     peaks = {"whole_peak_bytes": 2 << 30, "peak_error": 0.05}
-    failed = row | {"mesh": "TP=2", "outcome": "timed_out"}
+    failed = row | {"mesh": "TP=2", "outcome": "timed_out", "commit": "def"}
     found = {"commit": "abc", "rows": [row | times | peaks, failed]}
     text = meshes.mesh_fidelity(found | {k: _recorded("bta")[k] for k in ("environment", "hardware")})
     first, second = _cells(text, "a, 8 layers")
-    assert first == ["EP=2", "1", "500.0 ms", "10.0 ms", "400.0 ms", "-20.0%", "2.0 GiB", "+5.0%"]
-    assert second == ["TP=2", "1", "-", "-", "-", "timed_out", "-", "-"]
+    assert first == ["EP=2", "1", "500.0 ms", "10.0 ms", "400.0 ms", "-20.0%", "2.0 GiB", "+5.0%", "abc"]
+    assert second == ["TP=2", "1", "-", "-", "-", "timed_out", "-", "-", "def"]
 
 
 def test_variable_gemms_show_rates_and_outcomes() -> None:

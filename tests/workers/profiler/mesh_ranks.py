@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
+from bexp.measure.passes import Passes
+from bexp.measure.timing import HostTimer
 from explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from explorer.records.plan import MeshRun
 from explorer.records.trial import TrialKind, TrialPlan
@@ -218,6 +220,14 @@ def differ(
     return apart, worst
 
 
+class InARow(HostTimer):
+    """Runs exchanges in a row as well, as a timer of a GPU does."""
+
+    def warm_up(self, passes: Passes) -> None:
+        passes.run_chain(8)
+        super().warm_up(passes)
+
+
 def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
     """Measure each operation of neighbours and of ranks two apart; returns the least seconds."""
     components = tuple(
@@ -240,6 +250,7 @@ def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
         num_processes=groups.size,
     )
     groups.prepare(plan)
+    instruments.timer = InARow()
     instruments.join(groups.rank_group(plan))
     return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
 
