@@ -4,7 +4,8 @@
 #   docker run --rm --publish 8642:8642 bexp
 #   docker run --rm --gpus all --env BEXP_DATABASE_URL=... bexp worker --device cuda:0
 #
-# For the nodes and the coordinator of a Ray cluster: docker build --build-arg EXTRAS=ray --tag bexp:ray .
+# The image has transformers, which measures a config.json of Hugging Face. For the nodes and the coordinator of a Ray
+# cluster: docker build --build-arg EXTRAS=transformers,ray --tag bexp:ray .
 #
 # PyTorch's wheels contain CUDA. The host needs the driver and NVIDIA's container toolkit; the image needs neither.
 
@@ -26,8 +27,8 @@ RUN if [ -n "${TORCH}" ]; then sed --in-place "s/^torch==.*/${TORCH}/" constrain
     && /opt/bexp/bin/pip install ${TORCH_INDEX_URL:+--extra-index-url "${TORCH_INDEX_URL}"} \
        --constraint constraints.txt torch
 
-# Optional parts of bexp, separated by commas.
-ARG EXTRAS=
+# Optional parts of bexp, separated by commas: transformers, lora, liger, quack, ray.
+ARG EXTRAS=transformers
 
 COPY pyproject.toml README.md ./
 COPY bexp ./bexp

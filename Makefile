@@ -5,6 +5,9 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+COMPILED := $(VENV)/.compiled
+# Python caches what it compiles, even where the environment forbids it: tests start hundreds of processes.
+PYTEST := env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest
 RECORDED := benchmarks/tables/olmoe-zipf
 RECORDING := benchmarks/results/tables/olmoe-zipf.jsonl
 
@@ -41,9 +44,13 @@ style: $(STAMP)
 types: $(STAMP)
 	$(BIN)/mypy
 
-# Python caches what it compiles, even where the environment forbids it: tests start hundreds of processes.
-tests: $(STAMP)
-	env -u PYTHONDONTWRITEBYTECODE OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses=$(TEST_PROCESSES) --dist=worksteal
+tests: $(COMPILED)
+	$(PYTEST) --numprocesses=$(TEST_PROCESSES) --dist=worksteal
+
+# One process compiles what all of them import, after a set-up; several at a time would each do all of it.
+$(COMPILED): $(STAMP)
+	@$(PYTEST) --collect-only --quiet --quiet >/dev/null || true
+	@touch $(COMPILED)
 
 # Exports, read by the parsers of the frameworks that they are for. This downloads those frameworks, about 1.5 GB.
 test-frameworks: $(STAMP)
@@ -59,7 +66,7 @@ $(STAMP): pyproject.toml constraints.txt
 	  { echo "python3-venv is missing. On Debian or Ubuntu: sudo apt-get install python3-venv" >&2; exit 1; }
 	@echo "Setting up $(VENV); the first time, this downloads PyTorch and takes minutes."
 	@$(BIN)/python -m pip --version >/dev/null 2>&1 || $(PYTHON) -m venv --clear $(VENV)
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input \
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-input --no-compile \
 	  --constraint constraints.txt --editable '.[dev]'
 	@touch $(STAMP)
 

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 
 from api.answer_choices import batch_rows, saving_rows, second_figure
 from api.answer_plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
+from api.answer_variants import variant_lines
 from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
 from explorer.cost_model.step import MemoryParts
 from explorer.records.recommendation import (
@@ -14,7 +15,6 @@ from explorer.records.recommendation import (
     Recommendation,
     Relaxation,
     RunnerUpCheck,
-    VariantAnswer,
     WholeModelCheck,
 )
 from explorer.records.run_report import RunReport
@@ -40,7 +40,7 @@ def render_answer(
     else:
         lines += _recommendation_rows(main.recommendation, request, measured)
     if len(answer.variants) > 1:
-        lines += ["", "Variants by num_query_groups (separate models, not ranked)", *_variant_table(answer.variants)]
+        lines += ["", *variant_lines(answer.variants)]
     if answer.timings:
         lines += ["", row("time spent", _time_spent(answer.timings))]
     return "\n".join(wrap(lines, width))
@@ -61,6 +61,8 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
     if best.plan is not None:
         lines += [*mesh_rows(best.plan), *picture_rows(best.plan)]
     lines += _candidate_rows(best.candidate)
+    if best.dropped_share is not None:
+        lines.append(row("capacity factor", _dropped(best.candidate, best.dropped_share)))
     lines += [
         *_throughput_rows(best),
         row("base", best.base.describe() if best.plan is None else base_text(best.plan, best.base)),
@@ -181,6 +183,10 @@ def _candidate_rows(candidate: Candidate) -> Iterable[str]:
         yield row("sharding", str(candidate.sharding))
 
 
+def _dropped(candidate: Candidate, share: float) -> str:
+    return f"{candidate.capacity_factor:g}: experts drop {share:.1%} of the token-expert pairs under this routing"
+
+
 def _within(request: ExplorationRequest | None) -> str:
     return f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
 
@@ -200,9 +206,14 @@ def _throughput_rows(best: Recommendation) -> Iterable[str]:
 
 def _composed_off(check: WholeModelCheck) -> str:
     """Return how far the composed step and peak are from those of the whole model."""
-    step = f"a step that is {abs(check.step_error):.1%} {'shorter' if check.step_error < 0 else 'longer'}"
-    peak = f"a peak that is {abs(check.peak_error):.1%} {'lower' if check.peak_error < 0 else 'higher'}"
-    return f"{step}, and {peak}"
+    step, peak = _off(check.step_error, "shorter", "longer"), _off(check.peak_error, "lower", "higher")
+    return f"a step that is {step}, and a peak that is {peak}"
+
+
+def _off(error: float, less: str, more: str) -> str:
+    """Return a relative error in words."""
+    share = f"{abs(error):.1%}"
+    return "equal" if share == "0.0%" else f"{share} {less if error < 0 else more}"
 
 
 def _peak(best: Recommendation) -> str:
@@ -275,25 +286,3 @@ def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
     ]
     title = "Any one of these changes is predicted to make it fit. The first one is preferred."
     return ["", title, *rows] if rows else []
-
-
-def _variant_table(variants: Iterable[VariantAnswer]) -> list[str]:
-    """Return a table, with the candidate of each row, or why there is none, in a line below it."""
-    rows = [("groups", "parameters", "micro_batch_size", "tokens/s", "confidence")]
-    below = [""]
-    for variant in variants:
-        best = variant.recommendation
-        head = (str(variant.num_query_groups), f"{variant.num_parameters:,}")
-        if best is None:
-            rows.append((*head, "-", "-", "-"))
-            below.append(variant.reason or "nothing fits")
-        else:
-            size = str(best.candidate.micro_batch_size)
-            rows.append((*head, size, f"{best.expected_tokens_per_second:,.0f}", str(best.confidence)))
-            below.append(best.candidate.describe())
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = []
-    for cells, text in zip(rows, below, strict=True):
-        lines.append("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-        lines += [f"      {text}"] if text else []
-    return lines

@@ -60,11 +60,11 @@ class DeadlineMiddleware:
         try:
             either: set[asyncio.Future[Any]] = {task, started}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
-            if task.done() or started.result():
-                await task
-            else:
+            if started.done() and not started.result():  # even if the task has ended since: its answer was dropped
                 self._abandon(task)
                 await _refuse(scope, receive, send)
+            else:
+                await task
         except asyncio.CancelledError:
             task.cancel()
             raise

@@ -66,7 +66,8 @@ def main(arguments: list[str] | None = None) -> int:
     except ValueError as error:
         parser.error(str(error))
     ranks = range(options.num_devices)
-    with Profiler(["cpu" if options.device == "cpu" else f"cuda:{i}" for i in ranks]) as profiler:
+    devices = ["cpu" if options.device == "cpu" else f"cuda:{i}" for i in ranks]
+    with Profiler(devices, on_wait=print) as profiler:
         fresh = {
             "environment": describe_environment(),
             "hardware": profiler.hardware().model_dump(mode="json"),

@@ -186,6 +186,12 @@ def _auto(given: Problem) -> Operands:
     return Operands(x, w, given.grad, None, lambda x, w: AUTO_EXPERTS.gemms(x, w, rows))
 
 
+def _auto_counted(given: Problem) -> Operands:
+    x, w = _leaves(given.x, given.w)
+    rows = Rows(given.ends, given.ends, given.ends, given.counts)
+    return Operands(x, w, given.grad, None, lambda x, w: AUTO_EXPERTS.gemms(x, w, rows))
+
+
 def _block_sparse(given: Problem) -> Operands:
     padded, grad, rows = _padded(given, [-(-count // BLOCK) * BLOCK for count in given.counts])
     x, w = _leaves(padded, given.w)
@@ -209,3 +215,5 @@ OURS: dict[str, Callable[[Problem], Operands]] = {
 }
 CHOSEN: dict[str, Callable[[Problem], Operands]] = {"auto": _auto}
 """Not a kernel, but a choice of kernels by a table that is measured beforehand."""
+COUNTED: dict[str, Callable[[Problem], Operands]] = {"auto_counted": _auto_counted}
+"""The same choice with the experts' counts on the host, which `bmm` has too."""

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, COUNTED, OURS
 
 ROOFLINE_SECONDS = 2e-4
 """Below this, a cell is dominated by launches and latency, and its share of the roofline says little."""
@@ -34,8 +34,8 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Write the ratios and the share of the roofline into each cell, and return the summary of all cells.
 
     A ratio is the fastest baseline's time over that of the fastest of ours: `ratio` on the device, `ratio_with_host`
-    by wall-clock. `auto_ratio` and `auto_ratio_with_host` are those of `auto`, in cells that have it. `verdict`
-    compares `ratio` with its standard error.
+    by wall-clock. `auto_ratio` and `auto_ratio_with_host` are those of `auto`, in cells that have it, and likewise of
+    `auto_counted`. `verdict` compares `ratio` with its standard error.
     """
     for cell in cells:
         timed = [run for run in cell["runs"] if run["outcome"] == "ok"]
@@ -47,9 +47,9 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
             cell["ratio_error"] = cell["ratio"] * math.hypot(_relative_error(own), _relative_error(other))
             cell["verdict"] = verdict(cell["ratio"], NUM_ERRORS * cell["ratio_error"])
             cell["ratio_with_host"] = min(map(wall_seconds, others)) / min(map(wall_seconds, ours))
-        for chosen in (run for run in timed if run["name"] in CHOSEN and others):
-            cell["auto_ratio"] = min(map(device_seconds, others)) / device_seconds(chosen)
-            cell["auto_ratio_with_host"] = min(map(wall_seconds, others)) / wall_seconds(chosen)
+        for chosen in (run for run in timed if run["name"] in CHOSEN | COUNTED and others):
+            cell[f"{chosen['name']}_ratio"] = min(map(device_seconds, others)) / device_seconds(chosen)
+            cell[f"{chosen['name']}_ratio_with_host"] = min(map(wall_seconds, others)) / wall_seconds(chosen)
         if ours:
             cell["roofline_share"] = cell["roofline_seconds"] / min(map(device_seconds, ours))
     ratios = [cell["ratio"] for cell in cells if "ratio" in cell]
@@ -59,7 +59,7 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
         "cells_timed": len(ratios),
         **{key.format(""): value for key, value in _ratios(cells, "ratio").items()},
         **{key.format("_with_host"): value for key, value in _ratios(cells, "ratio_with_host").items()},
-        **({"auto": _auto(cells)} if any("auto_ratio" in cell for cell in cells) else {}),
+        **{name: _chosen(cells, name) for name in CHOSEN | COUNTED if any(f"{name}_ratio" in cell for cell in cells)},
         "verdicts": {
             word: sum(cell.get("verdict") == word for cell in cells) for word in ("faster", "level", "slower")
         },
@@ -82,9 +82,9 @@ def _ratios(cells: list[dict[str, Any]], name: str) -> dict[str, Any]:
     }
 
 
-def _auto(cells: list[dict[str, Any]]) -> dict[str, Any]:
-    """The same of `auto`."""
-    device, clock = (_ratios(cells, name) for name in ("auto_ratio", "auto_ratio_with_host"))
+def _chosen(cells: list[dict[str, Any]], name: str) -> dict[str, Any]:
+    """The same of a choice of kernels."""
+    device, clock = (_ratios(cells, ratio) for ratio in (f"{name}_ratio", f"{name}_ratio_with_host"))
     found = {key.format(""): value for key, value in device.items()}
     return found | {key.format("_with_host"): value for key, value in clock.items()}
 

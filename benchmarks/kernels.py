@@ -9,7 +9,8 @@ The device's time is that of the same loop with its launches queued ahead. Both 
 contender's results are compared with float64 in the same run.
 
 `auto` takes its kernels from a table that is measured before the cells, at the same shapes, under even and Zipf(1)
-loads. It is not told which of the two a cell has.
+loads. It is not told which of the two a cell has. `auto_counted` is `auto` with the experts' counts on the host, which
+is what the padding of `bmm` needs to know: where all are equal, `bmm` is one of its kernels.
 
 If the file exists, the run continues it: cells that have runs are kept. A file of other sources of the kernels is
 refused.
@@ -36,7 +37,7 @@ import torch
 
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
-from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, GemmPasses, Problem, errors, problem
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, COUNTED, OURS, GemmPasses, Problem, errors, problem
 from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
@@ -69,7 +70,7 @@ VARIANTS_LOADS = (
 TOLERANCE = 1e-2
 FULL_MINUTES, QUICK_MINUTES, VARIANTS_SECONDS = 9.0, 1.3, 240.0
 """No case starts after this time. Cells that were left out have no runs; starting again measures them."""
-CONTENDERS = BASELINES | OURS | CHOSEN
+CONTENDERS = BASELINES | OURS | CHOSEN | COUNTED
 REFERENCE = "grouped_mm"
 HOPELESS = 4.0
 """A contender that is so many times slower than the fastest before it is run once, and not in turns."""
@@ -126,8 +127,8 @@ def main(arguments: list[str] | None = None) -> int:
     for number, cell in enumerate(todo):
         if time.monotonic() > deadline:
             break
-        if "auto" in names:
-            found["table_seconds"] += prepare_table(cell, device)
+        for name in (CHOSEN | COUNTED).keys() & names:
+            found["table_seconds"] += prepare_table(cell, device, counted=name in COUNTED)
         cell["runs"] = time_cell(tuple(cell["counts"]), names, device)
         if number % SAVED_CELLS == 0:
             write_results(options.out, found)
@@ -172,10 +173,11 @@ def empty_cells(*, quick: bool) -> list[dict[str, Any]]:
     ]
 
 
-def prepare_table(cell: dict[str, Any], device: torch.device) -> float:
+def prepare_table(cell: dict[str, Any], device: torch.device, *, counted: bool) -> float:
     """Measure what `auto` needs to know for a cell, unless it is known, and return the seconds that this took."""
     started = time.perf_counter()
-    shape = GemmShape(cell["experts"], K, N, torch.bfloat16)
+    even = counted and len(set(cell["counts"])) == 1
+    shape = GemmShape(cell["experts"], K, N, torch.bfloat16, even=even)
     AUTO_EXPERTS.gemms.plan(shape, sum(cell["counts"]), device, may=True)
     return time.perf_counter() - started
 
@@ -295,11 +297,11 @@ def print_table(found: dict[str, Any]) -> None:
         "and backward, device / clock; by the clock, the best stock one's time over that of our best and of auto"
     )
     names = found["contenders"]
-    print(f"{'E':>4} {'tokens':>6} {'load':>8} " + " ".join(f"{name[:14]:>14}" for name in names) + "  ours auto")
+    print(f"{'E':>4} {'tokens':>6} {'load':>8} " + " ".join(f"{name[:14]:>14}" for name in names) + "  ours auto told")
     for cell in found["cells"]:
         runs = {run["name"]: run for run in cell["runs"]}
         shown = [_shown(runs[name]) if name in runs else "-" for name in names]
-        ratios = [cell.get(f"{name}ratio_with_host", math.nan) for name in ("", "auto_")]
+        ratios = [cell.get(f"{name}ratio_with_host", math.nan) for name in ("", "auto_", "auto_counted_")]
         print(
             f"{cell['experts']:>4} {cell['tokens']:>6} {cell['distribution']:>8} "
             + " ".join(f"{text:>14}" for text in shown)

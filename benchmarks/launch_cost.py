@@ -1,6 +1,6 @@
 """What the expert kernels cost the host: microseconds a call, and as a multiple of one small operation of torch's.
 
-    python -m benchmarks.launch_cost --out results/NAME.json [--skip-choice]
+    python -m benchmarks.launch_cost --out results/NAME.json
 
 The shapes are so small that the device waits for the host. A call is timed in short rows, so that the queue of
 launches never fills; the unit is doctor's: the host's time of one in-place addition. The contenders run in turns, and
@@ -9,10 +9,6 @@ the median over the rounds counts, with the least and the greatest beside it. Ea
 `autograd alone` runs an autograd function that only allocates its results, which is the least that any layer costs.
 Most of it is the start of a backward pass, which a training step pays once for all layers. `a layer in a chain`
 is therefore the difference between chains of CHAINED layers, over the difference of their lengths.
-
-`choice` compares, in published models' shapes and by the clock, forward and backward of the fused layer with and
-without the GEMMs that are written for Hopper; its errors are the differences between the two. It needs a Hopper GPU
-with Triton.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,8 +28,21 @@ from torch import Tensor
 from torch.autograd import Function
 
 from benchmarks.environment import describe_environment, write_results
-from benchmarks.expert_reference import expert_ffn, relative_error
+from benchmarks.expert_reference import relative_error
+from benchmarks.launch_cases import (
+    GEMMS,
+    SMALL_LAYERS,
+    Gemm,
+    Layer,
+    both_ways,
+    gradients_of_reference,
+    layer_inputs,
+    random,
+    without_gradients,
+)
+from bexp.kernels.autograd import applied
 from bexp.kernels.experts.registry import expert_backend
+from bexp.kernels.experts.rows import Rows
 
 CALLS = 20
 CHAINED = (2, 10)
@@ -45,41 +54,10 @@ NOTHING = "autograd alone"
 ALL = (*LAYERS, NOTHING)
 
 
-@dataclass(frozen=True)
-class Gemm:
-    """Rows of one width by the matrices of experts that all have as many rows."""
-
-    num_experts: int
-    rows_per_expert: int
-    k: int
-    n: int
-
-
-@dataclass(frozen=True)
-class Layer:
-    """An expert FFN of gate, up and down projection."""
-
-    num_tokens: int
-    num_experts: int
-    top_k: int
-    token_size: int
-    hidden_size: int
-
-
-GEMMS = (Gemm(8, 16, 512, 512), Gemm(64, 8, 512, 256))
-SMALL_LAYERS = (Layer(64, 8, 2, 512, 256), Layer(128, 64, 8, 512, 128), Layer(256, 8, 1, 512, 256))
-MODELS = {
-    "OLMoE-1B-7B": (Layer(0, 64, 8, 2048, 1024), (4096, 16384, 65536)),
-    "Qwen3-30B-A3B": (Layer(0, 128, 8, 2048, 768), (4096, 16384, 65536)),
-    "Mixtral-8x7B": (Layer(0, 8, 2, 4096, 14336), (4096, 16384)),
-}
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Measure, print a table and write one JSON file; returns 1 if a result is wrong."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.launch_cost", description="Host time of kernels.")
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--skip-choice", action="store_true")
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
     results: dict[str, Any] = {"environment": describe_environment(), "device": torch.cuda.get_device_name(device)}
@@ -90,18 +68,7 @@ def main(arguments: list[str] | None = None) -> int:
     results["layers"] = [measure_layers(layer, device, unit) for layer in SMALL_LAYERS]
     if options.out is not None:
         write_results(options.out, results)
-    results["choice"] = []
-    for name, (layer, sizes) in ({} if options.skip_choice else MODELS).items():
-        for num_tokens in sizes:
-            results["choice"].append(measure_choice(name, replace(layer, num_tokens=num_tokens), device))
-            if options.out is not None:
-                write_results(options.out, results)
-    wrong = [
-        case
-        for part in ("gemms", "layers", "choice")
-        for case in results[part]
-        if max(case["errors"].values()) > TOLERANCE
-    ]
+    wrong = [case for part in ("gemms", "layers") for case in results[part] if max(case["errors"].values()) > TOLERANCE]
     for case in wrong:
         print(f"wrong: {case}", file=sys.stderr)
     return 1 if wrong else 0
@@ -113,26 +80,24 @@ def measure_gemms(gemm: Gemm, device: torch.device, unit: float) -> dict[str, An
     from bexp.kernels.experts.hopper import gemm as hopper  # noqa: PLC0415 - needs Triton
 
     num_rows = gemm.num_experts * gemm.rows_per_expert
-    x = _random((num_rows, gemm.k), device).requires_grad_()
-    w = _random((gemm.num_experts, gemm.k, gemm.n), device, 1 / gemm.k**0.5).requires_grad_()
-    grad = _random((num_rows, gemm.n), device)
+    x = random((num_rows, gemm.k), device).requires_grad_()
+    w = random((gemm.num_experts, gemm.k, gemm.n), device, 1 / gemm.k**0.5).requires_grad_()
+    grad = random((num_rows, gemm.n), device)
     ends = (torch.arange(gemm.num_experts, device=device, dtype=torch.int32) + 1) * gemm.rows_per_expert
     plain = (x.detach(), w.detach())
     runs: dict[str, Callable[[], object]] = {}
-    for name, module, function in (
-        ("hopper_grouped", hopper, hopper.HopperGemm),
-        ("triton_grouped", triton_gemm, triton_gemm.TritonGemm),
-    ):
+    rows = Rows(ends, ends, ends)
+    for name, module in (("hopper_grouped", hopper), ("triton_grouped", triton_gemm)):
         runs[f"{name} multiply_rows"] = partial(module.multiply_rows, *plain, ends)
         runs[f"{name} sum_over_rows"] = partial(module.sum_over_rows, plain[0], grad, ends)
-        runs[f"{name} forward and backward"] = partial(_both_ways, function.apply, (x, w), (ends,), grad)
+        runs[f"{name} forward and backward"] = partial(both_ways, module.grouped_gemm, (x, w), (rows,), grad)
     runs["grouped_mm"] = partial(torch.nn.functional.grouped_mm, *plain, offs=ends)
-    runs["grouped_mm forward and backward"] = partial(_both_ways, _grouped_mm, (x, w), (ends,), grad)
-    runs["autograd alone, forward and backward"] = partial(_both_ways, _Nothing.apply, (x, w), (), grad)
-    rows = x.detach().double().view(gemm.num_experts, -1, gemm.k)
+    runs["grouped_mm forward and backward"] = partial(both_ways, _grouped_mm, (x, w), (ends,), grad)
+    runs["autograd alone, forward and backward"] = partial(both_ways, _nothing, (x, w), (), grad)
+    exact = x.detach().double().view(gemm.num_experts, -1, gemm.k)
     wanted = {
-        "multiply_rows": (rows @ w.detach().double()).flatten(0, 1),
-        "sum_over_rows": rows.mT @ grad.double().view(gemm.num_experts, -1, gemm.n),
+        "multiply_rows": (exact @ w.detach().double()).flatten(0, 1),
+        "sum_over_rows": exact.mT @ grad.double().view(gemm.num_experts, -1, gemm.n),
     }
     errors = {
         name: relative_error(_tensor(run()), wanted[name.split()[1]])
@@ -144,21 +109,21 @@ def measure_gemms(gemm: Gemm, device: torch.device, unit: float) -> dict[str, An
 
 def measure_layers(layer: Layer, device: torch.device, unit: float) -> dict[str, Any]:
     """Host time of whole expert FFNs."""
-    inputs, routes, grad = _layer_inputs(layer, device)
+    inputs, routes, grad = layer_inputs(layer, device)
     runs: dict[str, Callable[[], object]] = {}
     errors: dict[str, float] = {}
-    wanted = _gradients_of_reference(inputs, routes, grad)
+    wanted = gradients_of_reference(inputs, routes, grad)
     for name in LAYERS:
 
         def forward(x: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, name: str = name) -> Tensor:
             return expert_backend(name).forward(x, routes, weights, w_in, w_out, "silu")
 
-        runs[f"{name} forward"] = partial(_without_gradients, forward, inputs)
-        runs[f"{name} forward and backward"] = partial(_both_ways, forward, inputs, (), grad)
-        found = _both_ways(forward, inputs, (), grad)
+        runs[f"{name} forward"] = partial(without_gradients, forward, inputs)
+        runs[f"{name} forward and backward"] = partial(both_ways, forward, inputs, (), grad)
+        found = both_ways(forward, inputs, (), grad)
         pairs = zip(("out", "x", "weights", "w_in", "w_out"), found, wanted, strict=True)
         errors |= {f"{name} {part}": relative_error(actual, expected) for part, actual, expected in pairs}
-    runs["autograd alone, forward and backward"] = partial(_both_ways, _Nothing.apply, inputs, (), grad)
+    runs["autograd alone, forward and backward"] = partial(both_ways, _nothing, inputs, (), grad)
     result = _table({"layer": asdict(layer), "errors": errors}, runs | _parts(inputs, routes, grad), unit)
     chains: dict[str, Callable[[], object]] = {
         f"{name} {length}": _chain(name, length, inputs, routes, grad) for name in ALL for length in CHAINED
@@ -184,12 +149,12 @@ def _chain(
     def forward(x: Tensor, *_: Tensor) -> Tensor:
         for weights, w_in, w_out in layers:
             if name == NOTHING:
-                x = _Nothing.apply(x, weights, w_in, w_out)  # type: ignore[no-untyped-call]  # untyped in torch
+                x = _nothing(x, weights, w_in, w_out)
             else:
                 x = expert_backend(name).forward(x, routes, weights, w_in, w_out, "silu")
         return x
 
-    return partial(_both_ways, forward, leaves, (), grad)
+    return partial(both_ways, forward, leaves, (), grad)
 
 
 def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str, Callable[[], object]]:
@@ -228,46 +193,10 @@ def _parts(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> dict[str
     }
 
 
-def measure_choice(name: str, layer: Layer, device: torch.device) -> dict[str, Any]:
-    """Forward and backward by the clock, with the tiles that are chosen and without the GEMMs written for Hopper."""
-    from bexp.kernels.experts.fused.function import fused_ffn  # noqa: PLC0415 - needs Triton
-    from bexp.kernels.experts.fused.tiles import default_tiles, on_hopper_tiles  # noqa: PLC0415 - needs Triton
-
-    inputs, routes, grad = _layer_inputs(layer, device)
-    sizes = (layer.num_tokens * layer.top_k, layer.num_experts, True, 2)
-    ways = {
-        "with fused/hopper": default_tiles(*sizes, on_hopper=True),
-        "without": on_hopper_tiles(default_tiles(*sizes), projections=False),
-    }
-    runs: dict[str, Callable[[], object]] = {}
-    for way, tiles in ways.items():
-
-        def forward(x: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, tiles: Any = tiles) -> Tensor:
-            return fused_ffn(x, routes, weights, w_in, w_out, "silu", tiles)
-
-        runs[f"{way}, forward"] = partial(_without_gradients, forward, inputs)
-        runs[f"{way}, forward and backward"] = partial(_both_ways, forward, inputs, (), grad)
-    results = [runs[f"{way}, forward and backward"]() for way in ways]
-    errors = {
-        part: relative_error(actual, expected)
-        for part, actual, expected in zip(
-            ("out", "x", "weights", "w_in", "w_out"), *map(_tensors, results), strict=True
-        )
-    }
-    del results
-    found = median_seconds(runs, calls=3, rounds=5, clock=True)
-    for way, seconds in found.items():
-        print(f"{name} {layer.num_tokens} tokens, {way}: {seconds['median'] * 1e3:.3f} ms")
-    torch.cuda.empty_cache()
-    return {"model": name, "layer": asdict(layer), "errors": errors, "seconds": found}
-
-
-def median_seconds(
-    runs: dict[str, Callable[[], object]], calls: int = CALLS, rounds: int = ROUNDS, *, clock: bool = False
-) -> dict[str, dict[str, float]]:
-    """The seconds of a call, the contenders in turns: the host's alone, or with `clock` until the device is done."""
+def median_seconds(runs: dict[str, Callable[[], object]], calls: int = CALLS) -> dict[str, dict[str, float]]:
+    """The seconds of a call on the host, the contenders in turns."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
-    for _ in range(rounds):
+    for _ in range(ROUNDS):
         for name, run in runs.items():
             for _ in range(WARM_UP):  # the others have pushed its code and addresses out of the caches
                 run()
@@ -275,8 +204,6 @@ def median_seconds(
             started = time.perf_counter()
             for _ in range(calls):
                 run()
-            if clock:
-                torch.cuda.synchronize()
             seconds[name].append((time.perf_counter() - started) / calls)
     return {
         name: {"median": statistics.median(found), "least": min(found), "greatest": max(found)}
@@ -297,6 +224,9 @@ class _Nothing(Function):
         return tuple(torch.empty_like(tensor) for tensor in ctx.saved_tensors)
 
 
+_nothing = applied(_Nothing)
+
+
 def _table(result: dict[str, Any], runs: dict[str, Callable[[], object]], unit: float) -> dict[str, Any]:
     result["host_seconds"] = median_seconds(runs)
     result["launches"] = {name: seconds["median"] / unit for name, seconds in result["host_seconds"].items()}
@@ -306,48 +236,8 @@ def _table(result: dict[str, Any], runs: dict[str, Callable[[], object]], unit: 
     return result
 
 
-def _both_ways(
-    forward: Callable[..., Tensor], inputs: tuple[Tensor, ...], others: tuple[Any, ...], grad: Tensor
-) -> tuple[Tensor, ...]:
-    out = forward(*inputs, *others)
-    return (out, *torch.autograd.grad(out, inputs, grad))
-
-
-@torch.no_grad()
-def _without_gradients(forward: Callable[..., Tensor], inputs: tuple[Tensor, ...]) -> Tensor:
-    return forward(*inputs)
-
-
 def _grouped_mm(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
     return torch.nn.functional.grouped_mm(x, w, offs=ends)
-
-
-def _random(shape: tuple[int, ...], device: torch.device, scale: float = 1.0) -> Tensor:
-    return torch.randn(shape, device=device, dtype=torch.bfloat16).mul_(scale)
-
-
-def _layer_inputs(layer: Layer, device: torch.device) -> tuple[tuple[Tensor, ...], Tensor, Tensor]:
-    torch.manual_seed(0)
-    sizes = (layer.num_tokens, layer.token_size)
-    scores = torch.rand(layer.num_tokens, layer.num_experts, device=device)
-    routes = scores.topk(layer.top_k).indices
-    weights = torch.softmax(torch.randn(routes.shape, device=device), -1).to(torch.bfloat16)
-    w_in = _random((layer.num_experts, layer.token_size, 2 * layer.hidden_size), device, layer.token_size**-0.5)
-    w_out = _random((layer.num_experts, layer.hidden_size, layer.token_size), device, layer.hidden_size**-0.5)
-    inputs = tuple(tensor.requires_grad_() for tensor in (_random(sizes, device), weights, w_in, w_out))
-    return inputs, routes, _random(sizes, device)
-
-
-def _gradients_of_reference(inputs: tuple[Tensor, ...], routes: Tensor, grad: Tensor) -> tuple[Tensor, ...]:
-    exact = tuple(tensor.detach().double().requires_grad_() for tensor in inputs)
-    x, weights, w_in, w_out = exact
-    out = expert_ffn(x, routes, weights, w_in, w_out, "silu")
-    return (out, *torch.autograd.grad(out, exact, grad.double()))
-
-
-def _tensors(results: object) -> tuple[Tensor, ...]:
-    assert isinstance(results, tuple)
-    return results
 
 
 def _tensor(result: object) -> Tensor:

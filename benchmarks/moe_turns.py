@@ -1,6 +1,6 @@
 """MoE layers by the clock and on the device, all contenders of a cell in turns, eager and as CUDA graphs.
 
-    python -m benchmarks.moe_turns --out results/NAME.json [--minutes M]
+    python -m benchmarks.moe_turns --out results/NAME.json [--minutes M] [--cells EXPERTS/TOP_K/MICRO_BATCH ...]
 
 The layers are those of `benchmarks.moe_layer`: norm, router, top-k, experts of 2048 x 1408 (gated), combination and
 residual sum, forward and backward in bfloat16, with uniform routes. The yardstick is the dense layer of as many active
@@ -26,7 +26,7 @@ import gc
 import math
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--minutes", type=float, default=MINUTES, help="start no cell after so long")
+    parser.add_argument("--cells", nargs="+", type=_cell, default=CELLS, help="only these, as 128/1/64; default: all")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("these layers are timed on a CUDA device, and there is none")
@@ -95,7 +96,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = begin(options.out, fresh, same=("shape", "kernels"))
     except ValueError as error:
         parser.error(str(error))
-    for num_experts, top_k, micro_batch in missing(found["rows"]):
+    for num_experts, top_k, micro_batch in missing(found["rows"], options.cells):
         if time.monotonic() > deadline:
             break
         cell = Cell(num_experts, top_k, micro_batch, device, hardware.memory_bandwidth_bytes_per_second)
@@ -118,10 +119,20 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if wrong else 0
 
 
-def missing(rows: list[dict[str, Any]]) -> Iterator[tuple[int, int, int]]:
+def missing(
+    rows: list[dict[str, Any]], cells: Iterable[tuple[int, int, int]] = CELLS
+) -> Iterator[tuple[int, int, int]]:
     """The cells without rows."""
     done = {(row["num_experts"], row["top_k"], row["micro_batch_size"]) for row in rows}
-    yield from (cell for cell in CELLS if cell not in done)
+    yield from (cell for cell in cells if cell not in done)
+
+
+def _cell(text: str) -> tuple[int, int, int]:
+    """One of CELLS, written as 128/1/64."""
+    experts, top_k, micro_batch = map(int, text.split("/"))
+    if (experts, top_k, micro_batch) not in CELLS:
+        raise ValueError(text)
+    return experts, top_k, micro_batch
 
 
 class Cell:

@@ -6,9 +6,10 @@
 blocks of one device are measured as a plan measures them, and the step is composed as a plan composes it. `as_run` is
 what the published run had in place of a plan's defaults, such as another attention kernel, or compiled layers. A row is
 predicted with the defaults first, then with one of these after the other: what each changes is a cause of the first
-prediction's error, measured. Nothing is fitted to the rows: where a framework hides an exchange or rounds a policy
-differently, the notes say so, and the difference is part of the error. Whether a row would fit this device is not
-checked.
+prediction's error, measured. `unstated` is a setting that the published run may have had instead, because its source
+does not say; the prediction with it stands beside the row's. Nothing is fitted to the rows: where a framework hides an
+exchange or rounds a policy differently, the notes say so, and the difference is part of the error. Whether a row would
+fit this device is not checked.
 
 Rows of one model share their blocks. Every measured block is written at once, so that a run that was cut off goes on
 where it stopped; a row that failed is tried again. With `--recompose` nothing is measured: the rows of an earlier run
@@ -23,6 +24,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from itertools import combinations
 from pathlib import Path
 from typing import Any
@@ -56,7 +58,9 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(f"no row has the name {', '.join(sorted(unknown))}")
     wanted = [row for row in table["rows"] if not options.rows or row["name"] in options.rows]
     results = read_results(options.out)
-    results |= {name: table[name] for name in ("fabric", "card", "sources", "as_run", "left_out")}
+    results |= {
+        name: table[name] for name in ("fabric", "card", "sources", "as_run", "left_out", "ratios", "elsewhere")
+    }
     if options.recompose:
         for row in wanted:
             recompose_row(row, table, results)
@@ -95,7 +99,7 @@ def run_row(
 ) -> None:
     """Predict a row that has no prediction yet, or that of another run; `save` is called after every block."""
     known = results["rows"].get(row["name"], {})
-    if "predicted" in known and known.get("as_run", {}) == row.get("as_run", {}):
+    if "predicted" in known and all(known.get(name, {}) == row.get(name, {}) for name in ("as_run", "unstated")):
         return
     started = time.perf_counter()
     request = request_of(row, table)
@@ -163,18 +167,26 @@ def predict_as_run(
 ) -> dict[str, Any]:
     """Return the prediction of the run, and in `causes` the tokens/s before it was like the run in all respects.
 
+    `otherwise` has the tokens/s with each setting that the source may have meant instead, as far as its blocks are
+    known.
+
     Raises:
         RowError: as of `predict`.
     """
-    asked, causes = dict(row["request"]), {}
-    steps = list(row.get("as_run", {}).items())
-    for place in range(len(steps) + 1):
+
+    def of(asked: dict[str, Any]) -> dict[str, Any]:
         request = request_of({**row, "request": asked}, table)
-        found = predict(request, begin(request), measure, components, save)
-        if place < len(steps):
-            name, value = steps[place]
-            causes[name], asked[name] = found["predicted"], value
-    return {**found, "causes": causes}
+        return predict(request, begin(request), measure, components, save)
+
+    asked, causes, otherwise = dict(row["request"]), {}, {}
+    found = of(asked)
+    for name, value in row.get("as_run", {}).items():
+        causes[name], asked[name] = found["predicted"], value
+        found = of(asked)
+    for name, value in row.get("unstated", {}).items():
+        with suppress(RowError):
+            otherwise[name] = of({**asked, name: value})["predicted"]
+    return {**found, "causes": causes, "otherwise": otherwise}
 
 
 def _named(backends: Sequence[str] | None) -> tuple[BackendSupport, ...]:
@@ -183,7 +195,7 @@ def _named(backends: Sequence[str] | None) -> tuple[BackendSupport, ...]:
 
 def _published(row: dict[str, Any], request: ExplorationRequest) -> dict[str, Any]:
     assert request.model is not None, "a plan is for a described model"
-    stated = {key: row.get(key, {}) for key in ("model", "source", "notes", "request", "as_run")}
+    stated = {key: row.get(key, {}) for key in ("model", "source", "notes", "request", "as_run", "unstated")}
     return {
         **stated,
         "published": row["tokens_per_second"],

@@ -34,6 +34,9 @@ _SIZES = {
 """The sizes by which architectures are compared, and their names in configurations."""
 
 
+_HOW_TO_WRITE = "`bexp best ID --json > best.json` writes one"
+
+
 class RecommendationError(ValueError):
     """The recommendation cannot be read, or is for another model; the message says which."""
 
@@ -136,9 +139,10 @@ def _document(source: Source) -> Mapping[str, Any]:
             text = Path(source).read_text(encoding="utf-8")
         document = json.loads(text)
     except (OSError, ValueError) as error:
-        raise RecommendationError(f"cannot read a recommendation: {error}") from error
+        where = f" in {source}" if text != str(source) else ""
+        raise RecommendationError(f"cannot read a recommendation{where}: {error}; {_HOW_TO_WRITE}") from error
     if not isinstance(document, dict):
-        raise RecommendationError("a recommendation is a JSON object")
+        raise RecommendationError(f"a recommendation is a JSON object; {_HOW_TO_WRITE}")
     return document
 
 

@@ -10,6 +10,8 @@ from types import ModuleType
 from typing import Any
 
 METHODS = ("build", "batch", "step")
+MOST_NAMED = 10
+"""The most classes of a module that a message names."""
 
 
 class TargetError(Exception):
@@ -32,12 +34,19 @@ def load_target(reference: str) -> Any:
     for part in name.split("."):
         found = getattr(found, part, None)
         if found is None:
-            raise TargetError(f"{place} has no '{name}'")
+            raise TargetError(f"{place} has no '{name}'{_classes_of(module)}")
     target = found() if isinstance(found, type) else found
     missing = [method for method in METHODS if not callable(getattr(target, method, None))]
     if missing:
         raise TargetError(f"'{name}' has no method {', '.join(missing)}")
     return target
+
+
+def _classes_of(module: ModuleType) -> str:
+    """The classes that a module defines itself, as an addition to a message."""
+    found = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    classes = [name for name in found if isinstance(vars(module)[name], type)]
+    return f"; its classes are {', '.join(classes[:MOST_NAMED])}" if classes else ""
 
 
 def _load_file(path: Path) -> ModuleType:

@@ -24,8 +24,9 @@ from typing import IO, Any
 import torch
 
 from bexp.measure import host_limits
+from bexp.measure.step_checks import StepError
 from bexp.target_loading import TargetError, load_target
-from bexp.target_run import StepError, TargetRun
+from bexp.target_run import TargetRun
 
 EXHAUSTED = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
 

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bexp.measure.memory_meters import byte_meter
+from bexp.measure.step_checks import BatchShapes, StepError, check_gradients, shapes_of
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.measure.timing import TimingBudget, collector_paused, standard_error
 from bexp.target_loading import TargetError
@@ -23,10 +24,6 @@ WARM_UP_STEPS = 2
 BUDGET = TimingBudget(min_repeats=4, max_repeats=12, seconds=3.0)
 LONG_STEP_SECONDS = 5.0
 """A longer step is timed in two repeats at most: variation is a small part of it."""
-
-
-class StepError(Exception):
-    """A step that ran, but cannot be measured as a training step; the message says why."""
 
 
 class TargetRun:
@@ -51,14 +48,19 @@ class TargetRun:
         if not self._trained:
             raise TargetError("build returned a model without trained parameters")
         self._shapes = [p.shape for p in self.model.parameters()]
+        self._batch_shapes = BatchShapes()
         self._optimizer = self._open_optimizer(optimizer)
 
     def describe(self) -> dict[str, Any]:
         """Return what the search must know of the model.
 
         `saved_bytes` is what a further sequence adds to the peak of a step, from steps with one and with two.
+
+        Raises:
+            StepError: the step makes no gradients, or batch ignores its size; or what `measure` raises.
         """
         parameters = list(self.model.parameters())
+        self._check_backward()
         first = self._peak_bytes(1)
         try:
             saved = max(0, self._peak_bytes(2) - first)
@@ -80,7 +82,7 @@ class TargetRun:
         """Return seconds of a micro-step and of the optimizer, and the peak bytes of a step.
 
         Raises:
-            StepError: the loss is not finite, or batch or step change shapes.
+            StepError: the loss is not finite, or batch or step change shapes, or batch has not that many sequences.
         """
         peak = self._peak_bytes(micro_batch_size)
         batches = self._batches(micro_batch_size)
@@ -125,10 +127,11 @@ class TargetRun:
     def _batches(self, micro_batch_size: int) -> list[Any]:
         """The micro-batches of a step. They have the same shapes unless the target says which is the worst."""
         batches = [self._target.batch(micro_batch_size, self._device) for _ in range(MICRO_STEPS)]
-        if not hasattr(self._target, "worst_batch") and len({str(_shapes(batch)) for batch in batches}) > 1:
+        if not hasattr(self._target, "worst_batch") and len({str(shapes_of(batch)) for batch in batches}) > 1:
             raise StepError(
                 f"batch({micro_batch_size}) returns other shapes each time; a target whose lengths vary has worst_batch"
             )
+        self._batch_shapes.check(micro_batch_size, batches[0])
         return batches
 
     def _peak_bytes(self, micro_batch_size: int) -> int:
@@ -171,6 +174,14 @@ class TargetRun:
         self._drop_gradients()
         return [*marks, self._mark()]
 
+    def _check_backward(self) -> None:
+        batch = self._target.batch(1, self._device)
+        loss = self._target.step(self.model, batch)
+        self._check([loss.detach() if isinstance(loss, Tensor) else loss], 1)
+        del loss
+        check_gradients(self._trained, lambda: self._target.step(self.model, batch))
+        self._drop_gradients()
+
     def _check(self, losses: list[Any], micro_batch_size: int) -> None:
         for loss in losses:
             finite = bool(torch.isfinite(loss).all()) if isinstance(loss, Tensor) else math.isfinite(loss or 0.0)
@@ -187,10 +198,6 @@ class TargetRun:
     def _synchronize(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-
-
-def _shapes(batch: Any) -> list[torch.Size]:
-    return [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
 
 
 def _bytes_of(tensors: list[Tensor]) -> int:

@@ -19,6 +19,7 @@ from optuna.storages import RDBStorage
 from explorer.cost_model.search_space import explored_models
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.optuna_trials import distributions, frozen_trial
+from explorer.spec.variant import Variant
 from storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
 from storage.jobs import Job, JobNotFoundError, get_job
 from storage.schema import exclusive
@@ -81,13 +82,13 @@ def _job_of(name: str) -> str:
 def _by_variant(job: Job, trials: Sequence[Trial]) -> dict[str, list[Trial]]:
     """Return the trials of each variant by what tells its study apart: nothing for the main one."""
     if job.request is not None and job.report is not None:
-        main = explored_models(job.request, job.report)[0].query_groups
+        main: Variant | None = explored_models(job.request, job.report)[0].variant
     else:  # another version stored the request; the main variant is explored first
-        main = trials[0].candidate.num_query_groups if trials else 0
+        main = trials[0].candidate.variant if trials else None
     found: dict[str, list[Trial]] = {}
     for trial in trials:
-        groups = trial.candidate.num_query_groups
-        found.setdefault("" if groups == main else f"num_query_groups={groups}", []).append(trial)
+        variant = trial.candidate.variant
+        found.setdefault("" if variant == main else variant.describe(), []).append(trial)
     return found
 
 

@@ -10,6 +10,7 @@ import tempfile
 import uuid
 import warnings
 from collections.abc import Callable, Generator, Iterator
+from itertools import islice
 from pathlib import Path
 
 import pytest
@@ -26,12 +27,13 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background commands so, and children inherit it: they would not hear of Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        # The host-wide locks of devices lie in the temporary directory: tests of two processes never share a device.
-        folder = Path(tempfile.mkdtemp(prefix="bexp-tests-"))
-        folder.chmod(0o711)  # PostgreSQL runs as a user of its own and has its data below
-        config.stash[TEMPORARY_DIRECTORY] = folder
-        os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    # The host-wide locks of devices lie in the temporary directory. Tests that shared it with other programs would wait
+    # for their explorations, however long they take.
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what tests write stays for people to read
+    folder = Path(tempfile.mkdtemp(prefix="bexp-tests-"))
+    folder.chmod(0o711)  # PostgreSQL runs as a user of its own and has its data below
+    config.stash[TEMPORARY_DIRECTORY] = folder
+    os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -52,12 +54,23 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the slow tests, an equal share in each process: one that began last would end alone."""
-    slow = [item for item in items if item.get_closest_marker("slow")]
-    others = [item for item in items if not item.get_closest_marker("slow")]
+    """Begin with the slow tests, a share in each process: one that began last would end alone."""
+    slow: dict[str, list[pytest.Item]] = {}
+    others: list[pytest.Item] = []
+    for item in items:
+        mark = item.get_closest_marker("slow")
+        if mark is None:
+            others.append(item)
+        else:
+            together = mark.kwargs.get("together", False)
+            slow.setdefault(str(item.path) if together else item.nodeid, []).append(item)
     number = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-    length = -(-len(others) // number)  # at first, each process is given a part of the list in one piece
-    items[:] = [item for i in range(number) for item in (*slow[i::number], *others[i * length : (i + 1) * length])]
+    left, pieces = iter(others), list[pytest.Item]()
+    for i in range(number):  # at first, each process is given a part of the list in one piece
+        first = [item for tests in list(slow.values())[i::number] for item in tests]
+        length = (len(items) - len(pieces)) // (number - i)
+        pieces += [*first, *islice(left, max(0, length - len(first)))]
+    items[:] = [*pieces, *left]
 
 
 @pytest.fixture(scope="session")

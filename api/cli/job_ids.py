@@ -31,7 +31,9 @@ def find_job(client: Client, given: str) -> Job:
             raise
         found = _beginning_with(client, given)
         if not found:
-            raise
+            raise CommandError(
+                ExitCode.USAGE, f"no exploration begins with {given!r}; `bexp list` shows them"
+            ) from None
     if len(found) > 1:
         named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         raise CommandError(ExitCode.USAGE, f"several explorations begin with {given!r}: {named}")

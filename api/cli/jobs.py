@@ -65,7 +65,7 @@ def cancel(job_id: JobId, as_json: AsJson = False) -> None:
     if as_json:
         print_json(job.model_dump(mode="json"))
     elif before.is_final or job.state not in {"cancelled", "queued", "running"}:
-        say(f"exploration {job.id} had ended before: it is {job.state}")
+        say(f"exploration {job.id} had ended before: {job.state}")
     else:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 

@@ -18,6 +18,9 @@ from explorer.formats.request import parse_request
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import LOCAL
 
+HF_CONFIG = "config.json"
+CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
+
 
 class Mode(StrEnum):
     """Training, or the forward pass alone."""
@@ -57,15 +60,15 @@ Config = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        help="A request (YAML or JSON), a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags; "
-        "- reads stdin.",
+        help="A request (YAML or JSON), a Hugging Face config.json or its folder, a Cerebras or NeMo YAML, or "
+        "Megatron's flags; - reads stdin.",
     ),
 ]
 MicroBatchSize = Annotated[
     str | None,
     typer.Option(
-        metavar="explore|auto|MIN-MAX|N",
-        help="Micro-batch sizes to consider; MIN-MAX limits the range.",
+        metavar="explore|auto|MIN-MAX|N|N,N",
+        help="Micro-batch sizes to consider; MIN-MAX limits the range, 2,4,8 names them.",
         show_default=_default("micro_batch_size"),
     ),
 ]
@@ -234,12 +237,17 @@ def parse_micro_batch_size(text: str | None) -> Any:
     """Return the field of a request that `--micro-batch-size` stands for."""
     if text is None or text in {"explore", "auto"}:
         return text
+    if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
     low, dash, high = text.partition("-")
     if low.isdecimal() and not dash:
         return int(low)
     if low.isdecimal() and high.isdecimal():
         return {"explore": {"min": int(low), "max": int(high)}}
-    raise CommandError(ExitCode.USAGE, f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX nor a number")
+    raise CommandError(
+        ExitCode.USAGE,
+        f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX, a number, nor a list such as 2,4,8",
+    )
 
 
 def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
@@ -287,8 +295,24 @@ def _read(config: Path) -> str:
     try:
         if str(config) == "-":
             return typer.get_text_stream("stdin").read()
-        return config.read_text(encoding="utf-8")
+        if config.suffix == ".py":
+            hint = f"your own class is a target, beside a request: bexp explore REQUEST.yaml --target {config}:CLASS"
+            raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", hint)
+        return _file_of(config).read_text(encoding="utf-8")
     except UnicodeDecodeError:
         raise CommandError(ExitCode.USAGE, f"{config} is not a text file") from None
     except OSError as error:
-        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {config}") from None
+        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {config}", *_hub_hint(config)) from None
+
+
+def _file_of(config: Path) -> Path:
+    """Return the config.json of a folder with a model, else the path as it is."""
+    inside = config / HF_CONFIG
+    return inside if inside.is_file() else config
+
+
+def _hub_hint(config: Path) -> list[str]:
+    """Return how to get the file, if the path may be the name of a model on the Hugging Face hub."""
+    if config.exists() or config.is_absolute() or config.suffix in CONFIG_SUFFIXES or str(config).count("/") != 1:
+        return []
+    return [f"is it a model on the Hugging Face hub? bexp reads a file: hf download {config} {HF_CONFIG} --local-dir ."]

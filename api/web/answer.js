@@ -57,6 +57,9 @@ function rows(best, exploration) {
     row("composed", `its blocks compose a step that is ${format.percent(Math.abs(whole.step_error))} ${shorter} than that ` +
       `of the whole model, and a peak that is ${format.percent(Math.abs(whole.peak_error))} ${lower}`);
   }
+  if (best.dropped_share != null) {
+    row("capacity factor", `${best.candidate.capacity_factor}: experts drop ${format.percent(best.dropped_share)} of the token-expert pairs under this routing`);
+  }
   row("step", format.seconds(whole ? whole.step_seconds : best.step_seconds));
   if (best.plan) planRows(best.plan, row);
   batchRows(best, request, row);
@@ -144,19 +147,25 @@ function nothingFits(variant) {
   );
 }
 
+/** Variants are separate models; those with a capacity factor show their memory and what they drop, too. */
 function variantTable(variants) {
-  const head = ["num_query_groups", "parameters", "micro_batch_size", "tokens/s", "confidence"];
+  const drops = variants.some((variant) => variant.capacity_factor != null);
+  const onlyIf = (...cells) => (drops ? cells : []);
+  const head = ["num_query_groups", ...onlyIf("capacity_factor"), "parameters", "micro_batch_size", "tokens/s", "confidence",
+    ...onlyIf("peak memory", "dropped")];
   const cells = (variant) => {
     const best = variant.recommendation;
-    const found = best ? [best.candidate.micro_batch_size, format.number(format.expected(best)), best.confidence]
-      : [variant.reason ?? "nothing fits", "", ""];
-    return [variant.num_query_groups, format.number(variant.num_parameters), ...found];
+    const found = best ? [best.candidate.micro_batch_size, format.number(format.expected(best)), best.confidence,
+      ...onlyIf(format.bytes(best.measured_peak_bytes), format.percent(best.dropped_share ?? 0))]
+      : [variant.reason ?? "nothing fits", "", "", ...onlyIf("", "")];
+    return [variant.num_query_groups, ...onlyIf(variant.capacity_factor ?? "none"), format.number(variant.num_parameters), ...found];
   };
+  const compared = drops ? "num_query_groups and capacity_factor" : "num_query_groups";
   return el(
     "div",
     { class: "scroll", tabindex: "0", role: "region", "aria-label": "Variants" },
     el("table", { class: "data" },
-      el("caption", {}, "Variants by num_query_groups (separate models, not ranked)"),
+      el("caption", {}, `Variants by ${compared} (separate models, not ranked)`),
       el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col" }, name)))),
       el("tbody", {}, variants.map((variant) => el("tr", {}, cells(variant).map((text) => el("td", {}, text)))))),
   );

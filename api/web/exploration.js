@@ -34,8 +34,8 @@ export class ExplorationView {
     this.source = el("p", { class: "source" });
     this.trouble = el("p", { class: "trouble", role: "alert" });
     this.answer = el("section", { class: "card", "aria-labelledby": "answer-title" });
-    this.variants = el("select", { onchange: () => this.#choose(Number(this.variants.value)) });
-    this.variantLabel = el("label", { class: "variant", hidden: true }, "Charts of the variant with num_query_groups ", this.variants);
+    this.variants = el("select", { onchange: () => this.#choose(this.variants.value) });
+    this.variantLabel = el("label", { class: "variant", hidden: true }, "Charts of the variant with ", this.variants);
     this.figures = CHARTS.map(([name, draw, note]) => {
       const body = el("div", { class: "chart" });
       const root = el("figure", { class: "card" }, el("figcaption", {}, el("h2", {}, name), el("p", { class: "quiet" }, note)), body);
@@ -81,7 +81,7 @@ export class ExplorationView {
     const title = exploration.answer ? "Answer" : "Best so far";
     this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration));
     const best = this.#drawVariants(exploration, trials);
-    const shown = trials.filter((trial) => trial.measurement.candidate.num_query_groups === this.variant);
+    const shown = trials.filter((trial) => format.variant(trial.measurement.candidate) === this.variant);
     const common = {
       trials: shown,
       best,
@@ -134,14 +134,14 @@ export class ExplorationView {
   /** Offer the variants that have trials, and return the recommendation of the chosen one, if it is known. */
   #drawVariants(exploration, trials) {
     const main = exploration.recommendation;
-    const found = [...new Set(trials.map((trial) => trial.measurement.candidate.num_query_groups))].sort((a, b) => a - b);
-    this.variant ??= main?.candidate.num_query_groups ?? found[0] ?? null;
+    const found = [...new Set(trials.map((trial) => format.variant(trial.measurement.candidate)))];
+    this.variant ??= (main && format.variant(main.candidate)) ?? found[0] ?? null;
     this.variantLabel.hidden = found.length < 2;
     if (this.variants.childElementCount !== found.length) {
-      this.variants.replaceChildren(...found.map((size) => el("option", { value: size, selected: size === this.variant }, size)));
+      this.variants.replaceChildren(...found.map((name) => el("option", { value: name, selected: name === this.variant }, name)));
     }
-    const answered = exploration.answer?.variants.find((variant) => variant.num_query_groups === this.variant);
+    const answered = exploration.answer?.variants.find((variant) => format.variant(variant) === this.variant);
     if (answered) return answered.recommendation;
-    return main?.candidate.num_query_groups === this.variant ? main : null;
+    return main && format.variant(main.candidate) === this.variant ? main : null;
   }
 }

@@ -59,6 +59,10 @@ export function settings(candidate) {
 
 export const describe = (candidate) => `micro_batch_size=${candidate.micro_batch_size} ${settings(candidate)}`.trim();
 
+/** What `Variant.describe` returns: it tells the models of one exploration apart. */
+export const variant = ({ num_query_groups, capacity_factor }) =>
+  `num_query_groups=${num_query_groups}` + (capacity_factor == null ? "" : `,capacity_factor=${capacity_factor}`);
+
 /** Whether the model is measured whole, so that its own code chooses the rest. */
 export const isWhole = (candidate) => candidate.attention_backend === "own";
 

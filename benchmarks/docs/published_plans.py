@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
+from statistics import median
 from typing import Any
 
 from benchmarks.docs.results import Row, goal_table, measured_on, table
@@ -16,20 +17,22 @@ def published_plans(result: Row) -> str:
     rows = [{"name": name, **row} for name, row in result["rows"].items()]
     done = [row for row in rows if "predicted" in row]
     failed = "".join(f"- `{row['name']}` was not predicted: {row['reason']}.\n" for row in rows if "reason" in row)
-    figures = table(
-        done,
-        {
-            "row": lambda row: f"`{row['name']}`",
-            "devices": lambda row: f"{row['request']['num_devices']:,}",
-            "mesh": mesh_of,
-            "micro-batch": lambda row: row["request"]["micro_batch_size"],
-            "published": lambda row: f"{row['published']:,.0f}",
-            "predicted": lambda row: f"{row['predicted']:,.0f}",
-            "error": lambda row: f"{row['error']:+.1%}",
-            "computation": lambda row: f"{row['compute_share']:.0%}",
-            "exchange": lambda row: f"{row['exchange_share']:.0%}",
-            "bubble": lambda row: f"{row['bubble_share']:.0%}",
-        },
+    columns: dict[str, Callable[[dict[str, Any]], Any]] = {
+        "row": lambda row: f"`{row['name']}`",
+        "devices": lambda row: f"{row['request']['num_devices']:,}",
+        "mesh": mesh_of,
+        "micro-batch": lambda row: row["request"]["micro_batch_size"],
+        "published": lambda row: f"{row['published']:,.0f}",
+        "predicted": lambda row: f"{row['predicted']:,.0f}",
+        "error": lambda row: f"{row['error']:+.1%}",
+        "computation": lambda row: f"{row['compute_share']:.0%}",
+        "exchange": lambda row: f"{row['exchange_share']:.0%}",
+        "bubble": lambda row: f"{row['bubble_share']:.0%}",
+    }
+    figures = "".join(
+        f"{group_text(title, rows)}\n{table(rows, columns)}\n"
+        for title, rows in groups_of(done, result).items()
+        if rows
     )
     utilisation = table(
         done,
@@ -57,13 +60,58 @@ def published_plans(result: Row) -> str:
     left_out = "".join(f"- {each['rows']}: {each['reason']}.\n" for each in result["left_out"])
     return (
         "## Plans beside published figures\n\n"
-        "Tokens a second of each device, in BF16 on H100s. The blocks of one device were measured on one GPU, the "
+        "Tokens a second of each device, in BF16 on H100s; every row is shown, by what it ran on. "
+        "The blocks of one device were measured on one GPU, the "
         f"fabric was described as `{result['fabric']}`, and nothing was fitted to these rows "
         "(`python -m benchmarks.published_plans`).\n\n"
-        f"{figures}\n{failed}{goal_table(goals_of(result['summary']))}\n{causes_text(done, result)}"
-        f"{recomposed(result)}{kept}{utilisation_text(result)}\n\n{utilisation}\n{causes(done, result)}"
-        f"What the rows have and the predictions have not:\n\n{notes}\n{sources}\nLeft out:\n\n{left_out}"
-        f"{measured_on(result)}\n"
+        f"{figures}{failed}Over all rows:\n\n{goal_table(goals_of(result['summary']))}\n{causes_text(done, result)}"
+        f"{recomposed(result)}{kept}{utilisation_text(result)}\n\n{utilisation}\n{ratios_text(result)}"
+        f"{causes(done, result)}What the rows have and the predictions have not:\n\n{notes}\n{sources}\n"
+        f"Left out:\n\n{left_out}{measured_on(result)}\n"
+    )
+
+
+def groups_of(rows: list[dict[str, Any]], result: Row) -> dict[str, list[dict[str, Any]]]:
+    """Return the rows by what they ran on and what they trained."""
+    found: dict[str, list[dict[str, Any]]] = {
+        "Dense models on DGX H100": [],
+        "Experts on DGX H100": [],
+        "Other H100s": [],
+    }
+    for row in rows:
+        other = "card" in result["sources"][row["source"]]
+        kind = "Experts" if "expert" in row["request"]["parallelism"] else "Dense models"
+        found["Other H100s" if other else f"{kind} on DGX H100"].append(row)
+    return found
+
+
+def group_text(title: str, rows: list[dict[str, Any]]) -> str:
+    """Return the heading of a group with its errors."""
+    errors = [abs(row["error"]) for row in rows]
+    return f"**{title}**: {len(rows)} rows, error median {median(errors):.1%}, max {max(errors):.1%}.\n"
+
+
+def ratios_text(result: Row) -> str:
+    """Return ratios of two rows, which a card's speed cancels out of."""
+    pairs = [each for each in result.get("ratios", ()) if {each["of"], each["to"]} <= result["rows"].keys()]
+
+    def ratio_of(each: dict[str, str], name: str) -> float:
+        return float(result["rows"][each["of"]][name] / result["rows"][each["to"]][name])
+
+    found = table(
+        [each for each in pairs if all("predicted" in result["rows"][each[name]] for name in ("of", "to"))],
+        {
+            "tokens/s of": lambda each: f"`{each['of']}`",
+            "over those of": lambda each: f"`{each['to']}`",
+            "what differs": lambda each: each["what"],
+            "published": lambda each: f"{ratio_of(each, 'published'):.3f}",
+            "predicted": lambda each: f"{ratio_of(each, 'predicted'):.3f}",
+        },
+    )
+    return (
+        f"Ratios of two rows of the same cards say what is wrong beside the speed of a card:\n\n{found}\n"
+        if pairs
+        else ""
     )
 
 
@@ -142,7 +190,8 @@ def causes(rows: list[dict[str, Any]], result: Row) -> str:
         own = [row for row in rows if row["source"] == name]
         if own and "possible_causes" in source:
             names = ", ".join(f"`{row['name']}` {row['error']:+.0%}" for row in own)
-            found.append(f"- {names}: {source['possible_causes']}.\n")
+            words = " ".join(f'"{each}"' for each in source.get("words", ()))
+            found.append(f"- {names}: {source['possible_causes']}.{words and f' In its words: {words}'}\n")
     if not found:
         return ""
     power = "".join(map(partial(power_text, result=result), rows))
@@ -153,7 +202,19 @@ def causes(rows: list[dict[str, Any]], result: Row) -> str:
             "root of it at least, if voltage grows with the clock too. The error that is left would be\n\n" + power
         )
     intro = "Possible causes that sources state, where predictions are far above what was published. None was tested:"
+    found += (f"- `{row['name']}`: {unstated_text(row)}.\n" for row in rows if row.get("otherwise"))
+    if elsewhere := result.get("elsewhere"):
+        found.append("\nWhat others published on cards of 700 W:\n\n")
+        found += (f"- `{each['document']}`: {each['says']}.\n" for each in elsewhere)
     return f"{intro}\n\n{''.join(found)}\n"
+
+
+def unstated_text(row: dict[str, Any]) -> str:
+    """Return the errors with the settings that the source of a row may have meant."""
+    return ", ".join(
+        f"with {name} {' '.join(row['unstated'][name])} the error is {predicted / row['published'] - 1:+.1%}"
+        for name, predicted in row["otherwise"].items()
+    )
 
 
 def power_text(row: dict[str, Any], result: Row) -> str:

@@ -18,3 +18,9 @@ def empty(like: Tensor, shape: tuple[int, ...], strides: tuple[int, ...], dtype:
         return torch.empty_strided(shape, strides, dtype=dtype, device=like.device)
     found: Tensor = _empty_strided_cuda(shape, strides, dtype)
     return found
+
+
+def checked(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Return `out`, which a caller has allocated for a contiguous result of that shape and of `like`'s dtype."""
+    assert out.shape == shape and out.dtype == like.dtype and out.is_contiguous(), "the result's shape and dtype"
+    return out

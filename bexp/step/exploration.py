@@ -50,8 +50,9 @@ def explore(
     all sizes are measured in ascending order until one runs out of memory, the fastest is recommended, its confidence
     is null, and a note says so. The search takes sizes up to 256, and at most 64 of them.
 
-    If a step runs out of memory, fails, returns a loss that is not finite, or takes longer than `deadline_seconds`,
-    that is the outcome of its size. Nothing new is started after `max_seconds`.
+    If a step runs out of memory, fails, leaves no gradients in `parameters`, returns a loss that is not finite, or
+    takes longer than `deadline_seconds`, that is the outcome of its size. So is a batch that has not m sequences.
+    Nothing new is started after `max_seconds`.
 
     If there are several processes, all of them must call this with the same arguments. They get the same answer,
     because the outcome of one counts for all. Each size first runs within `no_sync()` (DDP's `model.no_sync`), so that
@@ -172,9 +173,9 @@ class _Exploration:
             notes.append(f"not tried, because they are expected not to fit: {', '.join(map(str, out))}")
         best = answer.get("micro_batch_size") or self._fastest()
         if best is None:
-            notes.append(
-                "no size fits" if self._results[-1].outcome == "out_of_memory" else "no size could be measured"
-            )
+            last = self._results[-1]
+            fits = last.outcome != "out_of_memory"
+            notes.append(f"no size could be measured: {last.reason}" if fits else "no size fits")
         peaks = [r.peak_bytes for r in self._results if r.micro_batch_size == best and r.peak_bytes is not None]
         return StepRecommendation(
             micro_batch_size=best,

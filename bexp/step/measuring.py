@@ -8,12 +8,13 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import nn
 
+from bexp.measure.step_checks import BatchShapes, check_gradients
 from bexp.step.agreement import GRACE_SECONDS, Alone, Together
 from bexp.step.outcomes import Failure, Outcome, attempt, release
 from bexp.step.results import SizeResult
@@ -36,6 +37,7 @@ class Step:
     device: torch.device
     repeats: int
     deadline_seconds: float
+    batch_shapes: BatchShapes = field(default_factory=BatchShapes)
 
     def measure(self, size: int, processes: Alone | Together) -> SizeResult:
         """Run the step at one size, first without an exchange of gradients if that is possible, then timed."""
@@ -44,8 +46,10 @@ class Step:
 
         def alone() -> Any:
             inputs.append(self.batch(size))
+            self.batch_shapes.check(size, inputs[0])
             with (self.no_sync or contextlib.nullcontext)():
                 loss = self.run(inputs[0])
+                check_gradients(self.trained, lambda: self.run(inputs[0]))
             self.wait()
             return loss
 

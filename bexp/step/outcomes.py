@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from bexp.measure.step_checks import StepError
+
 
 class Outcome(IntEnum):
     """How a size ended."""
@@ -53,6 +55,8 @@ def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
                 return Failure(Outcome.NOT_FINITE, "the loss is not finite")
     except _DeadlineError:
         return Failure(Outcome.TIMED_OUT, f"the step took longer than {deadline_seconds:g} s")
+    except StepError as error:
+        return Failure(Outcome.CRASHED, str(error))
     except (torch.OutOfMemoryError, MemoryError) as error:
         return Failure(Outcome.OUT_OF_MEMORY, _last_line(error))
     except Exception as error:  # noqa: BLE001 - the step is the caller's, and any failure of it is an outcome

@@ -215,37 +215,52 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     between = hidden
     if component.backend not in FUSED:
         between += gathered + (2 if component.backend == "block_sparse" else 1) * wide
+    elif moe.capacity_factor is not None:  # these keep their input, which is the rows that are left
+        between += gathered
     always = hidden + _router_bytes(component, model)
     if moe.shared_expert_ffn_hidden_size:
         shared = _mlp(tokens * moe.shared_expert_ffn_hidden_size * item, model)
         between, products = between + shared.between, products + shared.products
         always += shared.always + (hidden if moe.shared_expert_gate else 0)
     kept = _Kept(between, products, always)
-    return ComponentBytes(
-        kept.saved(component.recompute), kept.live + 2 * gathered, kept.live + 2 * gathered + 3 * wide
-    )
+    copies = (2 if moe.capacity_factor is None else 3) * gathered
+    return ComponentBytes(kept.saved(component.recompute), kept.live + copies, kept.live + copies + 3 * wide)
 
 
 def _expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
-    """Return the rows that the experts' GEMMs process: the token-expert pairs and their padding.
+    """Return the rows that the experts' GEMMs process: the token-expert pairs that are kept, and their padding.
 
-    `bmm` pads every expert to the largest one. `block_sparse` pads to whole blocks: half a block an expert on average.
+    `block_sparse` pads to whole blocks: half a block an expert on average.
     """
     assert model.moe is not None
-    pairs = local_tokens(component, model) * model.moe.top_k
-    if component.backend == "block_sparse":
-        return pairs + model.moe.num_experts * SPARSE_BLOCK // 2
-    if component.backend != "bmm":
-        return pairs
-    return int(pairs * max(1.0, largest_share(request) * model.moe.num_experts))
+    rows = int(local_tokens(component, model) * model.moe.top_k * rows_of_pair(component, model, request))
+    return rows + (model.moe.num_experts * SPARSE_BLOCK // 2 if component.backend == "block_sparse" else 0)
+
+
+def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationRequest) -> float:
+    """Return how many rows the experts' GEMMs process for each token-expert pair: fewer than one if pairs are dropped.
+
+    `bmm` pads every expert to the largest one, which has no more rows than its capacity.
+    """
+    assert model.moe is not None
+    factor = model.moe.capacity_factor
+    if component.backend == "bmm":
+        fullest = max(1.0, largest_share(request) * model.moe.num_experts)
+        return fullest if factor is None else min(fullest, factor)
+    if factor is None:
+        return 1.0
+    from explorer.cost_model.token_dropping import dropped_share  # noqa: PLC0415 - NumPy takes long to import
+
+    return 1.0 - dropped_share(model.moe, request.routing, local_tokens(component, model), request.seed)
 
 
 def _router_bytes(component: Component, model: ModelSpec) -> int:
-    """Return the bytes of probabilities, routing weights, routes, and the indices that sort the pairs."""
+    """Return the bytes of probabilities, routing weights, routes, and the indices that sort the pairs and drop some."""
     assert model.moe is not None
     tokens = local_tokens(component, model)
     pairs = tokens * model.moe.top_k
-    return tokens * model.moe.num_experts * FLOAT32_BYTES + pairs * (3 * INDEX_BYTES + model.dtype.itemsize)
+    indices = (3 if model.moe.capacity_factor is None else 5) * INDEX_BYTES
+    return tokens * model.moe.num_experts * FLOAT32_BYTES + pairs * (indices + model.dtype.itemsize)
 
 
 def largest_share(request: ExplorationRequest) -> float:

@@ -7,7 +7,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, is_null
 from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
 
@@ -116,10 +116,6 @@ class ExchangeSpec(Frozen):
     num_bytes: Annotated[int, Field(ge=1)]
 
 
-def _is_null(value: object) -> bool:
-    return value is None
-
-
 def _is_one(size: int) -> bool:
     """Most components are stored without the sizes of a mesh."""
     return size == 1
@@ -141,6 +137,9 @@ class Component(Frozen):
     experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
     `explorer.cost_model.shards`.
 
+    `num_query_groups` and `capacity_factor` are set where a block depends on them, so that variants of a model share
+    all other blocks.
+
     `part` names the kind of a `layer`. The `backend` of a layer names attention and experts, as in `sdpa+grouped_mm`;
     that of a `shell` names the loss, or the target's own choice for a model that is measured whole.
     """
@@ -152,6 +151,7 @@ class Component(Frozen):
     recompute: BlockRecompute = BlockRecompute.NONE
     backend: str | None = None
     num_query_groups: int | None = None
+    capacity_factor: float | None = Field(None, exclude_if=is_null)
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = None
@@ -159,7 +159,7 @@ class Component(Frozen):
     shadowed_experts: Annotated[int, Field(ge=0)] = Field(0, exclude_if=_is_zero)
     tensor_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
-    exchange: ExchangeSpec | None = Field(None, exclude_if=_is_null)
+    exchange: ExchangeSpec | None = Field(None, exclude_if=is_null)
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
@@ -167,6 +167,11 @@ class Component(Frozen):
         if (self.context_parallel_layout is None) is spread:
             raise ValueError("a context_parallel_layout belongs to attention with a context_parallel_size above 1")
         return self
+
+    @property
+    def variant(self) -> tuple[int | None, float | None]:
+        """What it names of the model variant that it is for, because its work depends on it."""
+        return self.num_query_groups, self.capacity_factor
 
     @property
     def sequences(self) -> float:
@@ -197,6 +202,8 @@ class Component(Frozen):
             parts.append(self.backend)
         if self.num_query_groups is not None:
             parts.append(f"groups={self.num_query_groups}")
+        if self.capacity_factor is not None:
+            parts.append(f"capacity={self.capacity_factor:g}")
         if self.context_parallel_size > 1:
             layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
             parts.append(f"cp={self.context_parallel_size}{layout}")

@@ -126,6 +126,7 @@ class Decomposer:
                 **local,
                 recompute=again,
                 backend=candidate.expert_backend if moe else None,
+                capacity_factor=candidate.capacity_factor if moe else None,
             )
             layers.append(LayerGroup(equal, (attention, ffn)))
         return Decomposition(

@@ -108,6 +108,9 @@ class MeshDecomposer:
         self.exchanges = exchanges
         self._known: dict[tuple[object, ...], MeshBlocks] = {}
         self._shards: dict[int, ModelSpec] = {}
+        # A block's output and what its norm returns. Whole models gather the latter once and keep all of it for
+        # backward; Megatron keeps a part and gathers it again (Korthikanti et al., 2022, arXiv:2205.05198, 4.2.2).
+        self._sharded_outputs = 1 if request.is_mesh else 2
 
     def __call__(self, found: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
@@ -163,6 +166,12 @@ class MeshDecomposer:
         once, half = self.exchanges.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
         return (Transfer(half * once.seconds, once.link, half * once.host_seconds),)
 
+    def _normed(self, m: int, size: int) -> tuple[Transfer, ...]:
+        """Return what ranks exchange for norms over all heads: two numbers of each token."""
+        if size == 1 or self._model.qk_norm != "full":
+            return ()
+        return (self.exchanges.gather(2 * FLOAT32_BYTES * m * self._model.seq_length * size, Group(size, 1)),)
+
     def _blocks(
         self,
         sort: Sort,
@@ -177,26 +186,24 @@ class MeshDecomposer:
         def policy(of: ComponentKind) -> BlockRecompute:
             return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
 
+        def spread(whole: Component, parameters: int, *inside: Transfer) -> Block:
+            return Block(whole, (*around, *inside), parameters, sharded_outputs=self._sharded_outputs)
+
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
-        yield Block(
-            component(attention, policy(attention), candidate.attention_backend),
-            around,
-            count_attention(shard),
-            sharded_outputs=2,
-        )
+        attending = component(attention, policy(attention), candidate.attention_backend)
+        yield spread(attending, count_attention(shard), *self._normed(candidate.micro_batch_size, mesh.tensor))
         if kind is LayerKind.DENSE:
-            yield Block(component(dense, policy(dense), None), around, count_dense_ffn(shard), sharded_outputs=2)
+            yield spread(component(dense, policy(dense), None), count_dense_ffn(shard))
             return
         moe = self._model.moe
         assert moe is not None, "a layer with experts"
         if mesh.expert == 1:
-            found = component(experts, policy(experts), candidate.expert_backend)
-            yield Block(found, around, count_moe_ffn(shard), sharded_outputs=2)
+            yield spread(component(experts, policy(experts), candidate.expert_backend), count_moe_ffn(shard))
             return
         yield self.expert_block(mesh, component(experts, policy(experts), candidate.expert_backend))
         if moe.shared_expert_ffn_hidden_size:
-            shared = count_dense_ffn(shared_expert_model(shard))
-            yield Block(component(dense, policy(dense), None, part=SHARED_EXPERTS), around, shared, sharded_outputs=2)
+            shared = component(dense, policy(dense), None, part=SHARED_EXPERTS)
+            yield spread(shared, count_dense_ffn(shared_expert_model(shard)))
 
     def expert_block(self, mesh: Mesh, block: Component) -> Block:
         """Return the experts of one of the devices that share them, given the component of a device that has all."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 from typing import TypeVar
 
@@ -21,6 +21,7 @@ from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_secon
 from explorer.cost_model.pipeline_balance import balance_layers
 from explorer.cost_model.step import GatheredBytes, MemoryParts
 from explorer.records.plan import MeshRun
+from explorer.spec.hardware import HardwareSpec
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
@@ -38,6 +39,7 @@ class MeshStep:
     computation. `makeup` has the share of the step that hangs on each component and each link, bubbles included.
     `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the
     pipeline as it was simulated, null if there is none or if it was estimated; `exact` says that nothing was estimated.
+    `host_bound` says that a stage waits for its host.
     """
 
     seconds: float
@@ -55,6 +57,7 @@ class MeshStep:
     makeup: dict[Component | Link, float]
     exact: bool
     run: PipelineRun | None = None
+    host_bound: bool = False
 
 
 class MeshComposer:
@@ -66,11 +69,11 @@ class MeshComposer:
         request: ExplorationRequest,
         decompose: MeshDecomposer,
         optimizer: Component,
-        bandwidth: float,
+        hardware: HardwareSpec,
     ) -> None:
-        """`bandwidth` are the bytes that a device reads and writes a second."""
         self._model = model
-        self._bandwidth = bandwidth
+        self._bandwidth = hardware.memory_bandwidth_bytes_per_second
+        self._workspaces = hardware.workspace_bytes
         self._request = request
         self._decompose = decompose
         self.exchanges = decompose.exchanges
@@ -143,6 +146,7 @@ class MeshComposer:
             makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
             run=simulated,
+            host_bound=any(stage.host_bound for stage in stages),
         )
 
     def _run(
@@ -246,7 +250,8 @@ class MeshComposer:
                 activations = max(0, run.peak_bytes[rank] - transient)
             spec = self._request.training.optimizer
             activations += received * number * self._num_received(mesh, rank)
-            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, transient))
+            beside = transient + self._workspaces
+            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
         fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
         return found[fullest], fullest
 
@@ -316,6 +321,7 @@ def _stage(
         saved_bytes=sum(count * part.saved_bytes for part, count in parts),
         transient_bytes=max(0, *(transient(part) for part, _ in parts)),
         hand_over=sent.seconds,
+        host_bound=max(ahead, behind) > 1.0,
     )
 
 
@@ -340,13 +346,4 @@ def _paces(parts: Sequence[tuple[LayerCost, int]], issued: float, layers: LayerC
 
 
 def _slower(stage: StageCosts, seconds: float) -> StageCosts:
-    if not seconds:
-        return stage
-    return StageCosts(
-        stage.forward,
-        stage.backward + seconds,
-        stage.weights,
-        stage.saved_bytes,
-        stage.transient_bytes,
-        stage.hand_over,
-    )
+    return replace(stage, backward=stage.backward + seconds) if seconds else stage

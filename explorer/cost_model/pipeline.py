@@ -18,7 +18,8 @@ class StageCosts:
 
     `backward` includes the gradients of the weights, which take `weights` of it. `saved_bytes` are held from the
     beginning of forward to the end of backward, and `transient_bytes` are alive beside them while a pass runs.
-    `hand_over` are the seconds in which the output, or its gradient, reaches the next stage.
+    `hand_over` are the seconds in which the output, or its gradient, reaches the next stage. `host_bound` says that
+    the host, not the device, sets the pace.
     """
 
     forward: float
@@ -27,6 +28,7 @@ class StageCosts:
     saved_bytes: int = 0
     transient_bytes: int = 0
     hand_over: float = 0.0
+    host_bound: bool = False
 
     @property
     def seconds(self) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from explorer.cost_model.activation_memory import FLOAT32_BYTES, largest_share, local_tokens, predict_component_bytes
+from explorer.cost_model.activation_memory import FLOAT32_BYTES, local_tokens, predict_component_bytes, rows_of_pair
 from explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.parameters import (
@@ -163,10 +163,8 @@ def _forward_work(component: Component, model: ModelSpec, request: ExplorationRe
         parameters = count_moe_ffn(model)
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
         active = parameters - (moe.num_experts - moe.top_k) * expert
-        waste = 1.0
-        if component.backend == "bmm":
-            waste = max(1.0, largest_share(request) * moe.num_experts)
-        return Work(2.0 * tokens * active * waste, moved + parameters * item)
+        rows = rows_of_pair(component, model, request)
+        return Work(2.0 * tokens * active * rows, moved + parameters * item)
     parameters = count_attention(model)
     tiles = component.micro_batch_size // (component.bta_tile or component.micro_batch_size)
     width = model.num_attention_heads * model.head_size

@@ -40,7 +40,7 @@ class LegalSpace:
             return sorted(found, key=lambda value: (value is not None, value))
 
         return {
-            "num_query_groups": self.model.query_groups,
+            **{name: value for name, value in self.model.variant._asdict().items() if value is not None},
             "num_candidates": len(self.candidates),
             "micro_batch_size": values("micro_batch_size"),
             "bta_tile": values("bta_tile"),
@@ -103,7 +103,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                             recompute=recompute,
                             attention_backend=attention_backend,
                             expert_backend=expert_backend,
-                            num_query_groups=model.query_groups,
+                            **model.variant._asdict(),
                             context_parallel_size=sharing.size,
                             context_parallel_layout=sharing.layout,
                             sharding=sharding,
@@ -153,7 +153,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             recompute=recompute,
             attention_backend=backend,
             expert_backend=report.default_experts if has_experts(model) else None,
-            num_query_groups=model.query_groups,
+            **model.variant._asdict(),
             context_parallel_size=sharing.size,
             context_parallel_layout=sharing.layout,
             sharding=sharding,

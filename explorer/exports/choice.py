@@ -81,8 +81,15 @@ def choose(
     """Return the fastest stored candidate that divides the batch and that `framework` can be told whole.
 
     If there is none, it is the fastest among those of which the least is missing. Candidates whose full logits are not
-    expected to fit come last. Raises ExportError if no stored candidate divides the batch.
+    expected to fit come last. Raises ExportError if no stored candidate divides the batch, or if `framework` cannot be
+    told what the model is.
     """
+    factor = recommendation.candidate.capacity_factor
+    if factor is not None and not framework.capacity:
+        raise ExportError(
+            f"{framework.title} cannot be told the capacity factor of the experts ({factor:g}), which is part of the "
+            "model; megatron can."
+        )
     if recommendation.plan is not None:
         return _choose_plan(framework, request, report, recommendation, recommendation.plan)
     best = recommendation.dividing or recommendation
@@ -139,7 +146,7 @@ def _from_trials(
         peak, rate = trial.measured_peak_bytes, trial.tokens_per_second
         if trial.candidate in failed or peak is None or rate is None:
             continue
-        if trial.candidate.num_query_groups != known.candidate.num_query_groups:  # another variant of the model
+        if trial.candidate.variant != known.candidate.variant:  # another variant of the model
             continue
         required = required_bytes(peak, report.hardware, request.allocator)
         if required <= known.memory_limit_bytes:

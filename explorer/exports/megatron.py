@@ -32,6 +32,7 @@ FRAMEWORK = Framework(
     sharding=frozenset(Sharding),
     layouts=frozenset({"zigzag"}),
     schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
+    capacity=True,
 )
 VARIABLE = "MEGATRON_FLAGS"
 
@@ -51,6 +52,9 @@ def render(plan: Plan) -> Export:
         flags.append(("--cp-comm-type", "p2p"))
     if plan.has_experts:
         flags.append(("--moe-grouped-gemm",))
+    if (factor := plan.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens
+        flags += [("--moe-expert-capacity-factor", f"{factor:g}"), ("--moe-token-drop-policy", "probs")]
+        flags.append(("--moe-token-dispatcher-type", "alltoall"))
     if plan.dtype in PRECISION:
         flags.append((f"--{PRECISION[plan.dtype]}",))
     return shell_export(plan, VARIABLE, flags, [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...'])

@@ -26,7 +26,7 @@ from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import DType
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import describe_target
+from explorer.spec.target import TRANSFORMERS, describe_target
 from explorer.spec.training import Sharding
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
@@ -156,10 +156,19 @@ def _header(
         lines.append("the settings above are not applied, so this promises no tokens/s")
     else:
         lines.append(f"expect about {choice.tokens_per_second:.0f} tokens/s of each device")
+    if request.target_name == TRANSFORMERS and request.target_name in framework.targets:
+        lines.append(_weights_line(request, report))
     lines.append(_allocator_line(request))
     if not exploration.final:
         lines.append(f"provisional: the exploration has not ended; its confidence is {known.confidence} out of 100")
     return lines
+
+
+def _weights_line(request: ExplorationRequest, report: DeviceReport | None) -> str:
+    """Return the number format that the weights were measured in: the script that makes the model decides it."""
+    autocast = request.training.precision == "autocast"
+    dtype = DType.FLOAT32 if autocast else compute_dtype(request, report)
+    return f"weights: measured in {dtype}, so make the model with dtype={dtype}"
 
 
 def _batch_line(request: ExplorationRequest, choice: Choice, plan: MeshPlan | None) -> str:

@@ -55,9 +55,17 @@ def find_format(name: str) -> Format:
 
 
 def formats_for(recommendation: Recommendation) -> list[str]:
-    """Return the names of the formats that can hold an answer: few frameworks can be told the mesh of a plan."""
+    """Return the names of the formats that can hold an answer.
+
+    Few frameworks can be told the mesh of a plan, or the capacity of experts.
+    """
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
-    return [name for name, known in FORMATS.items() if not has_mesh or known.framework.schedules]
+    drops = recommendation.candidate.capacity_factor is not None
+    return [
+        name
+        for name, known in FORMATS.items()
+        if (not has_mesh or known.framework.schedules) and (not drops or known.framework.capacity)
+    ]
 
 
 def export(name: str, exploration: Exploration) -> Export:

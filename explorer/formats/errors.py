@@ -12,7 +12,7 @@ from explorer.formats.document import Location, Problem
 from explorer.spec.base import RuleError
 from explorer.spec.options import MAX_MICRO_BATCH_SIZE
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.rules import rule_of
+from explorer.spec.rules import MAPPING_RULE, rule_of
 from explorer.spec.spelling import did_you_mean
 from explorer.spec.training import Sharding
 
@@ -40,6 +40,8 @@ def explain(error: ValidationError, sources: Mapping[Location, Location], limit:
         if detail["type"] == "extra_forbidden" and message == detail["msg"]:
             beside = _fields_beside(native) if index < MOST_SUGGESTIONS else ()
             message = f"is not a field that is known here{did_you_mean(str(native[-1]), beside)}"
+        if message == MAPPING_RULE and (named := _fields_beside((*native, ""))):
+            message = f"must be a mapping of its fields: {', '.join(named)}"
         fields = _related_fields(detail, native)
         problems[relocate(fields[0], sources), message + _other_names(fields, sources)] = None
         if len(problems) == limit:

@@ -33,6 +33,9 @@ DEFAULT_SEQ_LENGTH = 4096
 
 POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
+OWN_FIELDS = ("name", "seq_length")
+"""Fields of ours that may stand beside those of a config.json."""
+
 
 def pass_config(config: Mapping[str, Any], location: Location, translation: Translation, seq_length: Any) -> None:
     """Set `hf_config` of `translation` to a config.json found at `location`, as it came.
@@ -50,16 +53,26 @@ def pass_config(config: Mapping[str, Any], location: Location, translation: Tran
     elif own is not None:
         translation.put(("hf_seq_length",), own, (*location, "seq_length"))
     else:
-        translation.put(("hf_seq_length",), assume_seq_length(values), location)
+        assume_seq_length(values, translation, location)
 
 
-def assume_seq_length(config: Mapping[str, Any]) -> int:
-    """Return the smaller of the longest sequence that a config.json names and 4096 tokens."""
+def assume_seq_length(config: Mapping[str, Any], translation: Translation, location: Location | None = None) -> None:
+    """Set and note `hf_seq_length`: the smaller of the longest sequence that a config.json names and 4096 tokens."""
     text = config.get("text_config")
     sections = [config, *([text] if isinstance(text, Mapping) else [])]
     lengths = [section.get(key) for section in sections for key in POSITION_KEYS]
     named = [length for length in lengths if isinstance(length, int) and length >= 1 and length is not True]
-    return min([*named, DEFAULT_SEQ_LENGTH])
+    assumed = min([*named, DEFAULT_SEQ_LENGTH])
+    translation.put(("hf_seq_length",), assumed, location)
+    _note_assumed_length(translation, assumed, max(named, default=None))
+
+
+def _note_assumed_length(translation: Translation, assumed: int, longest: int | None) -> None:
+    """Note a length that is not the longest one, because nobody has stated it, and the answer depends on it."""
+    if assumed == longest:
+        return
+    why = "" if longest is None else f", although config.json allows {longest:,}"
+    translation.notes.append(f"a sequence is assumed to have {assumed:,} tokens{why}: --seq-length sets it")
 
 
 def drop_remote_code(config: Mapping[str, Any], translation: Translation) -> None:
@@ -220,7 +233,9 @@ def _take_seq_length(model: Section, family: Family, seq_length: Any) -> None:
     elif own is not None:
         model.translation.put(("model", "seq_length"), own, model.at("seq_length"))
     elif reach is not None:
-        model.translation.put(("model", "seq_length"), min(reach, DEFAULT_SEQ_LENGTH), model.at(key))
+        assumed = min(reach, DEFAULT_SEQ_LENGTH)
+        model.translation.put(("model", "seq_length"), assumed, model.at(key))
+        _note_assumed_length(model.translation, assumed, reach)
 
 
 def _check_windows(model: Section, family: Family) -> None:

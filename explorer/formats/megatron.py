@@ -172,7 +172,21 @@ def _take_ffn(arguments: Section) -> None:
         arguments.take("moe_shared_expert_intermediate_size", target)
     normalised = not arguments.boolean("moe_router_pre_softmax")
     translation.put(("model", "moe", "norm_topk_prob"), normalised, arguments.at("moe_router_pre_softmax"))
+    _take_capacity(arguments)
     _take_expert_layers(arguments)
+
+
+def _take_capacity(arguments: Section) -> None:
+    """Set the capacity of experts. Its other flags mean nothing without it, as in Megatron."""
+    others = ("moe_token_drop_policy", "moe_pad_expert_input_to_capacity")
+    if arguments.get("moe_expert_capacity_factor") is None:
+        arguments.ignore(others)
+        return
+    arguments.take("moe_expert_capacity_factor", ("model", "moe", "capacity_factor"))
+    arguments.choice("moe_token_drop_policy", {"probs": None}, "probs")
+    if arguments.boolean("moe_pad_expert_input_to_capacity"):
+        reason = "is not supported: experts with a capacity are not padded to it"
+        arguments.refuse("moe_pad_expert_input_to_capacity", reason)
 
 
 def _take_expert_layers(arguments: Section) -> None:

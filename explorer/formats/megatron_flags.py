@@ -92,7 +92,6 @@ REFUSED = {
     "fp8": "FP8 is not supported",
     "fp8_param_gather": "FP8 is not supported",
     "fp4_format": "FP4 is not supported",
-    "moe_expert_capacity_factor": "experts that drop tokens are not supported",
     "moe_latent_size": "latent experts are not supported",
     "mtp_num_layers": "multi-token prediction layers are not supported",
     "window_size": "sliding-window attention is not supported",

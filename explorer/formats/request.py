@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
 from explorer.formats.document import FormatError, Location, find_problems
 from explorer.formats.errors import explain, relocate
-from explorer.formats.huggingface import assume_seq_length, drop_remote_code, pass_config, translate_config
+from explorer.formats.huggingface import OWN_FIELDS, assume_seq_length, drop_remote_code, pass_config, translate_config
 from explorer.formats.translation import Translation
 from explorer.formats.vision import refuse_vision
 from explorer.spec.request import ExplorationRequest
@@ -116,8 +116,8 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
     config = translation.get("hf_config")
     if isinstance(config, Mapping):
         drop_remote_code(config, translation)
-        if translation.get("hf_seq_length") is None:
-            translation.put(("hf_seq_length",), assume_seq_length(config))
+        if _choose(changes, translation.document, "hf_seq_length") is None:
+            assume_seq_length(config, translation)
 
 
 def _is_request_field(key: str, value: Any) -> bool:
@@ -128,7 +128,7 @@ def _is_request_field(key: str, value: Any) -> bool:
 def _note_misspelt(config: Mapping[str, Any], translation: Translation) -> None:
     """Note keys that are nearly fields of a request: transformers takes any key, so nobody else would."""
     for key in islice(config, MAX_COMPARED):
-        if meant := did_you_mean(key, REQUEST_FIELDS, LIKE_A_FIELD):
+        if key not in OWN_FIELDS and (meant := did_you_mean(key, REQUEST_FIELDS, LIKE_A_FIELD)):
             translation.notes.append(f"{key} is read as a key of config.json{meant}")
 
 
@@ -173,7 +173,8 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
         else:
             translation.put(("target",), target)
             _drop_seq_length(translation)
-            pass_config(model, location, translation, seq_length)
+            stated = _choose(changes, translation.document, "hf_seq_length") if seq_length is None else seq_length
+            pass_config(model, location, translation, stated)
             _drop_model_changes(changes, translation)
     elif modelzoo.MARKS & model.keys():
         modelzoo.translate_model(model, location, translation, seq_length)

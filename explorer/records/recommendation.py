@@ -11,7 +11,7 @@ from explorer.cost_model.step import MemoryParts
 from explorer.records.earlier_runs import ReusedComponents
 from explorer.records.measurement import Outcome, WholeModelMeasurement
 from explorer.records.plan import MeshPlan
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, is_null
 from explorer.spec.candidate import Candidate
 from explorer.spec.mesh import Mesh
 
@@ -154,6 +154,12 @@ class Recommendation(Frozen):
     reused: ReusedComponents | None = Field(
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
+    dropped_share: float | None = Field(
+        None,
+        description="Share of the token-expert pairs of a micro-batch that experts with a capacity drop under the "
+        "stated routing; null if experts have none.",
+        exclude_if=is_null,
+    )
 
     plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
@@ -190,12 +196,15 @@ class Relaxation(Frozen):
 
 
 class VariantAnswer(Frozen):
-    """The outcome for one num_query_groups setting; `recommendation` is null if nothing fits.
+    """The outcome for one setting of num_query_groups and capacity_factor; `recommendation` is null if nothing fits.
 
     `remedies` are then the changes after which something would fit, the preferred one first.
     """
 
     num_query_groups: int
+    capacity_factor: float | None = Field(
+        None, description="Null for a model whose experts drop no tokens.", exclude_if=is_null
+    )
     num_parameters: int
     recommendation: Recommendation | None
     reason: str | None = None

@@ -71,7 +71,7 @@ class CandidateStudy:
         if suggestion is None:
             self.study.tell(asked, state=TrialState.FAIL)
             return None
-        candidate = to_candidate(asked.params, self._table.model.query_groups)
+        candidate = to_candidate(asked.params, self._table.model.variant)
         return self._explained(replace(suggestion, row=self._table.row[candidate]), asked)
 
     def ask_for(self, suggestion: Suggestion) -> AskedTrial:

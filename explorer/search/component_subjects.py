@@ -30,7 +30,7 @@ IRRELEVANT = frozenset(
         *("micro_batch_size", "batch_size", "num_query_groups", "bta", "recompute", "attention_backends"),
         *("flash_attention", "expert_backends", "context_parallel", "sharding_levels", "executions"),
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
-        *("sampler", "fresh", "notices", "labels", "device_kind"),
+        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors"),
         # taken into account in another way
         *("target", "model", "hf_config", "num_devices", "execution", "training"),
     }
@@ -57,7 +57,10 @@ _MODEL_IRRELEVANT: Mapping[ComponentKind, set[str]] = {
     ComponentKind.HEAD: {"num_layers", "moe", *_ATTENTION_FIELDS, *_FFN_FIELDS, *_POSITION_FIELDS},
     ComponentKind.OPTIMIZER: set(),
 }
-"""Fields of a ModelSpec that a kind of component does not depend on. A component itself names its query groups."""
+"""Fields of a ModelSpec that a kind of component does not depend on.
+
+A component itself names its query groups and capacity factor.
+"""
 _MOE_PLACES = ("first_k_dense", "moe_layer_frequency")
 _LAYER_COUNTS = ("num_hidden_layers", "n_layer", "num_layers", "n_layers")
 _CONFIG_NAMES = ("_name_or_path", "transformers_version")
@@ -103,8 +106,9 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
 
 def _describe_spec(kind: ComponentKind, model: ModelSpec) -> dict[str, Any]:
     document = model.model_dump(mode="json", exclude=_EVERYWHERE | _MODEL_IRRELEVANT[kind])
-    if kind is ComponentKind.MOE_FFN and document.get("moe") is not None:
-        document["moe"] = {name: value for name, value in document["moe"].items() if name not in _MOE_PLACES}
+    if document.get("moe") is not None:
+        unrelated = {"capacity_factor", *(_MOE_PLACES if kind is ComponentKind.MOE_FFN else ())}
+        document["moe"] = {name: value for name, value in document["moe"].items() if name not in unrelated}
     return document
 
 

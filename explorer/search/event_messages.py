@@ -21,8 +21,8 @@ def variant_event(model: ExploredModel) -> EventDraft:
     """Return the event that the exploration of a model variant begins."""
     return EventDraft(
         code=EventCode.VARIANT,
-        message=f"Exploring the variant with num_query_groups={model.query_groups}, a model of its own",
-        data={"num_query_groups": model.query_groups},
+        message=f"Exploring the variant with {model.variant.describe()}, a model of its own",
+        data={name: value for name, value in model.variant._asdict().items() if value is not None},
     )
 
 

@@ -74,7 +74,10 @@ def explore(
 def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Progress, None, VariantAnswer]:
     """Explore one variant: its recommendation, or why there is none."""
     answer = VariantAnswer(
-        num_query_groups=context.num_query_groups, num_parameters=count_parameters(context.model), recommendation=None
+        num_query_groups=context.variant.num_query_groups,
+        capacity_factor=context.variant.capacity_factor,
+        num_parameters=count_parameters(context.model),
+        recommendation=None,
     )
     try:
         space = prune(context.model, context.request, context.report)
@@ -86,8 +89,8 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
         return _without_fit(context, answer)
     recommendation = yield from VariantSearch(context, space, log).run()
     if recommendation is not None:
-        history, groups = context.history, context.num_query_groups
-        cut_short = history.exhausted(context.index) or history.is_hopeless(groups)
+        history = context.history
+        cut_short = history.exhausted(context.index) or history.is_hopeless(context.variant)
         target = None if cut_short else context.request.budget.confidence_target
         return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
     return _without_recommendation(context, answer)
@@ -102,7 +105,7 @@ def _without_recommendation(context: VariantContext, answer: VariantAnswer) -> V
     smallest = smallest_requirement(context.request, context.report, context.model)
     if smallest > memory_limit(context.request, context.report.hardware):
         return _without_fit(context, answer)
-    failure = context.history.commonest_failure(context.num_query_groups)
+    failure = context.history.commonest_failure(context.variant)
     reason = (
         "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials"
         if failure is None

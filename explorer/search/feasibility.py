@@ -80,7 +80,7 @@ def at_least(component: Component, failed: Component, *, broken: bool = False) -
     if component.kind is not failed.kind or component.micro_batch_size == 0:
         return False
     runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
-    same = (component.backend, component.num_query_groups) == (failed.backend, failed.num_query_groups)
+    same = (component.backend, component.variant) == (failed.backend, failed.variant)
     if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
         return False
     if component.communicates or failed.communicates:

@@ -9,6 +9,7 @@ from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from explorer.records.trial import Trial, TrialKind
 from explorer.spec.candidate import Candidate
 from explorer.spec.options import Budget
+from explorer.spec.variant import Variant
 
 GRACE = 2.0
 """Comparisons may use this multiple of the budget, so that every answer has them."""
@@ -63,13 +64,13 @@ class TrialHistory:
         share = (variant + 1) / self._num_variants
         return int(share * self._budget.max_trials) - len(self._trials) - len(self._in_flight)
 
-    def trials_of(self, num_query_groups: int) -> list[Trial]:
+    def trials_of(self, variant: Variant) -> list[Trial]:
         """The trials of one variant, in order."""
-        return [t for t in self._trials if t.candidate.num_query_groups == num_query_groups]
+        return [t for t in self._trials if t.candidate.variant == variant]
 
-    def whole_models(self, num_query_groups: int) -> list[Trial]:
+    def whole_models(self, variant: Variant) -> list[Trial]:
         """The whole-model runs of one variant, in order."""
-        return [t for t in self.trials_of(num_query_groups) if t.kind is TrialKind.WHOLE_MODEL]
+        return [t for t in self.trials_of(variant) if t.kind is TrialKind.WHOLE_MODEL]
 
     def whole_model(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate: the first that was not contaminated, else the first."""
@@ -77,13 +78,13 @@ class TrialHistory:
         sound = (t for t in found if t.measurement.outcome is not Outcome.CONTAMINATED)
         return next(sound, found[0] if found else None)
 
-    def is_hopeless(self, num_query_groups: int) -> bool:
+    def is_hopeless(self, variant: Variant) -> bool:
         """Whether the last trials all failed as a whole, for one and the same reason that is not memory.
 
         Contamination counts as one reason, whatever contaminated each trial. A contaminated device is given more trials
         than a device with another fault, because it may become sound again.
         """
-        trials = self.trials_of(num_query_groups)
+        trials = self.trials_of(variant)
         contaminated = [t.measurement.outcome is Outcome.CONTAMINATED for t in trials[-HOPELESS_CONTAMINATED:]]
         if any(contaminated[-1:]):
             return all(contaminated) and len(contaminated) == HOPELESS_CONTAMINATED
@@ -96,9 +97,9 @@ class TrialHistory:
             and all(t.measurement.failed_component is None for t in last)
         )
 
-    def commonest_failure(self, num_query_groups: int) -> str | None:
+    def commonest_failure(self, variant: Variant) -> str | None:
         """The reason that most failed trials of a variant give; null if none failed."""
-        failed = [t.measurement for t in self.trials_of(num_query_groups) if t.measurement.outcome is not Outcome.OK]
+        failed = [t.measurement for t in self.trials_of(variant) if t.measurement.outcome is not Outcome.OK]
         if not failed:
             return None
         ((outcome, reason), _), *_ = Counter((m.outcome, m.reason) for m in failed).most_common(1)

@@ -12,6 +12,7 @@ from explorer.records.measurement import Measurement, Outcome
 from explorer.records.trial import Trial
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.training import Sharding
+from explorer.spec.variant import Variant
 
 MEASUREMENT = "measurement"
 """User attribute: the `Measurement` of a trial, as JSON."""
@@ -52,9 +53,9 @@ def to_params(candidate: Candidate) -> dict[str, Any]:
     return {name: _plain(getattr(candidate, name)) for name in DIMENSIONS}
 
 
-def to_candidate(params: dict[str, Any], num_query_groups: int) -> Candidate:
+def to_candidate(params: dict[str, Any], variant: Variant) -> Candidate:
     """The candidate that Optuna parameters stand for."""
-    return Candidate.model_validate({**params, "num_query_groups": num_query_groups})
+    return Candidate.model_validate({**params, **variant._asdict()})
 
 
 def user_attrs(number: int, measurement: Measurement) -> dict[str, Any]:

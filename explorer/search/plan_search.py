@@ -94,7 +94,7 @@ class PlanSearch:
     @property
     def completed_target(self) -> int | None:
         """The confidence target, if neither the budget nor failing trials have ended the search."""
-        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.model.query_groups)
+        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.model.variant)
         return None if is_cut_short else self._space.request.budget.confidence_target
 
     def run(self) -> Generator[Progress, None, Recommendation | None]:
@@ -154,7 +154,7 @@ class PlanSearch:
         """Return the candidate to measure: of those not known, the one that is likeliest to be the best."""
         if self._is_spent() and (ranking.best is not None or self._history.overdrawn(0)):
             return None
-        if self._history.is_hopeless(self._space.request.model.query_groups):
+        if self._history.is_hopeless(self._space.request.model.variant):
             return None
         target = self._space.request.budget.confidence_target
         if ranking.best is not None and 100 * ranking.confidence >= target:

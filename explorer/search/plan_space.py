@@ -134,8 +134,7 @@ class PlanSpace:
     def _compose(self) -> MeshComposer:
         """Return a composer with the exchanges that are described, or measured until now."""
         request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
-        bandwidth = self.hardware.memory_bandwidth_bytes_per_second
-        return MeshComposer(request.model, request, self._decompose(), optimizer, bandwidth)
+        return MeshComposer(request.model, request, self._decompose(), optimizer, self.hardware)
 
     def _decompose(self) -> MeshDecomposer:
         exchanges: Exchanges

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from explorer.cost_model.step import StepSeconds
+from explorer.cost_model.token_dropping import dropped_share
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
 from explorer.records.trial import Trial
@@ -20,7 +21,7 @@ from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import BackendSupport, DeviceReport
-from explorer.spec.parts import ModelParts
+from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import BEXP
 from explorer.spec.training import Sharding
@@ -102,7 +103,15 @@ def build_recommendation(
         memory_choices=memory_choices(state) if final else (),
         composed_tokens_per_second=state.seconds(best.row).tokens_per_second,
         reused=state.reused,
+        dropped_share=_dropped_share(table.model, candidate, request),
     )
+
+
+def _dropped_share(model: ExploredModel, candidate: Candidate, request: ExplorationRequest) -> float | None:
+    if isinstance(model, ModelParts) or model.moe is None or model.moe.capacity_factor is None:
+        return None
+    tokens = candidate.micro_batch_size * model.seq_length // candidate.context_parallel_size
+    return dropped_share(model.moe, request.routing, tokens, request.seed)
 
 
 def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:

@@ -81,7 +81,7 @@ class StockCandidateSampler(CandidateSampler):
 
         Trials without a measurement that are not in flight are left out: they were asked for and had no suggestion.
         """
-        groups = self.state.table.model.query_groups
+        variant = self.state.table.model.variant
         trials = [
             t
             for t in study.get_trials(deepcopy=False)
@@ -93,7 +93,7 @@ class StockCandidateSampler(CandidateSampler):
             view = optuna.create_study(direction="maximize", sampler=self._stock.make(seed))
         tried = set()
         for trial in trials:
-            candidate = to_candidate(trial.params, groups)
+            candidate = to_candidate(trial.params, variant)
             if trial.state is not TrialState.FAIL:
                 tried.add(candidate)
             view.add_trial(

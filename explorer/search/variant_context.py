@@ -12,6 +12,7 @@ from explorer.search.trial_executor import TrialExecutor
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,16 +34,16 @@ class VariantContext:
         return self.index == 0
 
     @property
-    def num_query_groups(self) -> int:
-        """The value that identifies a variant within its job."""
-        return self.model.query_groups
+    def variant(self) -> Variant:
+        """What identifies a variant within its job."""
+        return self.model.variant
 
     @property
     def study_name(self) -> str:
         """Distinguishes the variant's study from those of the job's other variants; empty for the main one."""
-        return "" if self.is_main else f"num_query_groups={self.num_query_groups}"
+        return "" if self.is_main else self.variant.describe()
 
     @property
     def trials(self) -> list[Trial]:
         """The trials of this variant so far, in order."""
-        return self.history.trials_of(self.num_query_groups)
+        return self.history.trials_of(self.variant)

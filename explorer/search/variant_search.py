@@ -160,7 +160,7 @@ class VariantSearch:
 
     def _is_settled(self) -> bool:
         """Whether the search is over, whatever would be suggested."""
-        if self._history.is_hopeless(self._context.num_query_groups) or self._whole_models.ends_search:
+        if self._history.is_hopeless(self._context.variant) or self._whole_models.ends_search:
             return True
         confidence, index = self._state.search_confidence, self._context.index
         # The search may overdraw its budget until there is one candidate to recommend.
@@ -174,7 +174,7 @@ class VariantSearch:
             # After whole models have changed the answer, only the answer itself is completed, not its comparisons.
             spent = 0.0 if self._whole_models.ends_search else self._history.device_seconds
             suggestion = next_comparison(self._state, self._context.report, spent)
-            hopeless = self._history.is_hopeless(self._context.num_query_groups)
+            hopeless = self._history.is_hopeless(self._context.variant)
             if suggestion is None or hopeless or self._history.overdrawn(self._context.index):
                 return
             yield from self._run(suggestion)

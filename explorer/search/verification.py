@@ -58,7 +58,7 @@ class WholeModels:
     @property
     def trials(self) -> list[Trial]:
         """The whole-model trials, whatever their outcome, in order."""
-        return self._history.whole_models(self._state.table.model.query_groups)
+        return self._history.whole_models(self._state.table.model.variant)
 
     @property
     def ends_search(self) -> bool:

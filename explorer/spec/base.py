@@ -11,6 +11,11 @@ class Frozen(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, protected_namespaces=())
 
 
+def is_null(value: object) -> bool:
+    """Return whether a field is null, for fields that are stored only if they have a value."""
+    return value is None
+
+
 class RuleError(ValueError):
     """Fields that are each valid contradict each other.
 

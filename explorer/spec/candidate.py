@@ -9,11 +9,12 @@ from typing import Annotated, Any, Self
 
 from pydantic import Field, GetJsonSchemaHandler, model_validator
 
-from explorer.spec.base import Frozen, RuleError
+from explorer.spec.base import Frozen, RuleError, is_null
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.model import LayerKind, ModelSpec
 from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
+from explorer.spec.variant import Variant
 
 _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 
@@ -138,6 +139,9 @@ class Candidate(Frozen):
     num_query_groups: Annotated[int, Field(ge=1)] = Field(
         description="The number in the model variant that this candidate is for."
     )
+    capacity_factor: float | None = Field(
+        None, description="That of the model variant that this candidate is for.", exclude_if=is_null
+    )
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
     context_parallel_layout: str | None = None
     sharding: Sharding | None = Field(None, description="Null: the request's training.sharding.")
@@ -155,6 +159,11 @@ class Candidate(Frozen):
                 "context_parallel_size",
             )
         return self
+
+    @property
+    def variant(self) -> Variant:
+        """The model variant that it is for."""
+        return Variant(self.num_query_groups, self.capacity_factor)
 
     @property
     def is_whole(self) -> bool:

@@ -70,7 +70,7 @@ def check_parallelism(request: ExplorationRequest) -> None:
     if request.parallelism.needs_mesh is None:
         return
     if request.model is None:
-        raise RuleError(f"a mesh of devices needs target '{BEXP}'", "parallelism", "target")
+        raise RuleError(f"a mesh of devices needs target '{BEXP}', the reference layers", "parallelism", "target")
     check_sizes(request)
 
 

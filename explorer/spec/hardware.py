@@ -50,7 +50,8 @@ class HardwareSpec(Frozen):
 
     `matmul_flops_per_second` and `memory_bandwidth_bytes_per_second` (read + write) are measured peaks, not figures of
     a data sheet. `launch_seconds` is the host's time for one eager operation. `context_bytes` is the device memory that
-    the runtime holds outside the allocator.
+    the runtime holds outside the allocator. `workspace_bytes` are those that cuBLAS takes from the allocator for the
+    threads of forward and backward, and keeps.
     """
 
     device_kind: Literal["cpu", "cuda"]
@@ -59,6 +60,7 @@ class HardwareSpec(Frozen):
     memory_bytes: Annotated[int, Field(gt=0)] = Field(description="The memory of one device.")
     memory_limit_bytes: Annotated[int, Field(gt=0)] = Field(description="What a job may use of the memory by default.")
     context_bytes: Annotated[int, Field(ge=0)] = 0
+    workspace_bytes: Annotated[int, Field(ge=0)] = 0
     matmul_flops_per_second: dict[DType, Positive]
     memory_bandwidth_bytes_per_second: Positive
     launch_seconds: Positive

@@ -173,8 +173,6 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
         return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
     if name == "expert":
         return None if experts % size == 0 else f"does not divide num_experts ({experts})"
-    if size > 1 and model.qk_norm == "full" and request.is_mesh:
-        return "needs a model without qk_norm 'full', which spans heads that several devices have"
     divided = {
         "num_attention_heads": model.num_attention_heads,
         "num_query_groups": model.query_groups,

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
-from explorer.spec.base import Frozen, RuleError
+from explorer.spec.base import Frozen, RuleError, is_null
+from explorer.spec.variant import Variant
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
 
 Dimension = Annotated[int, Field(ge=1, le=1 << 20)]
+CapacityFactor = Annotated[float, Field(gt=0, le=MAX_EXPERTS)]
 
 
 class DType(StrEnum):
@@ -50,6 +53,21 @@ class MoESpec(Frozen):
         1, description="After first_k_dense, every n-th layer (the last of each n) has experts."
     )
     norm_topk_prob: bool = Field(False, description="Routing weights are renormalised over the chosen experts.")
+    capacity_factor: CapacityFactor | None = Field(
+        None,
+        description="An expert takes at most this multiple of the mean number of tokens, rounded up, in a device's "
+        "micro-batch; the token-expert pairs with the smallest routing weights are dropped. Null drops none.",
+        exclude_if=is_null,
+    )
+
+    def capacity(self, num_tokens: int) -> int:
+        """Return how many of `num_tokens` an expert takes at most (Fedus et al., 2021, arXiv:2101.03961, equation 3).
+
+        As in Megatron-Core, the mean counts each token top_k times. Without a capacity factor an expert takes all.
+        """
+        if self.capacity_factor is None:
+            return num_tokens
+        return math.ceil(num_tokens * self.top_k / self.num_experts * self.capacity_factor)
 
     @model_validator(mode="after")
     def _top_k_of_experts(self) -> Self:
@@ -162,6 +180,11 @@ class ModelSpec(Frozen):
     def query_groups(self) -> int:
         """Number of key/value heads."""
         return self.num_query_groups if self.num_query_groups is not None else self.num_attention_heads
+
+    @property
+    def variant(self) -> Variant:
+        """What tells this model from the others that a request compares it with."""
+        return Variant(self.query_groups, None if self.moe is None else self.moe.capacity_factor)
 
     @property
     def head_size(self) -> int:

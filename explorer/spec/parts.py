@@ -15,6 +15,7 @@ from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.model import DType, ModelSpec
 from explorer.spec.target import describe_target
+from explorer.spec.variant import Variant
 
 MAX_LAYERS = 1024
 MAX_SETTINGS = 64
@@ -96,6 +97,11 @@ class ModelParts(Frozen):
     def query_groups(self) -> int:
         """A model's own code has one variant, which is known by the number 1."""
         return 1
+
+    @property
+    def variant(self) -> Variant:
+        """The model's own code is the one variant."""
+        return Variant(self.query_groups)
 
     @property
     def num_layers(self) -> int:

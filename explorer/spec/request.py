@@ -11,12 +11,13 @@ from explorer.spec.candidate import Candidate, Recompute, distinct_policies
 from explorer.spec.context_parallel import ALONE, Sharing
 from explorer.spec.device_rules import find_sharing_problem
 from explorer.spec.execution import Execution, Kernels
-from explorer.spec.model import ModelSpec
+from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
 from explorer.spec.request_rules import MESH_RULES, RULES
 from explorer.spec.target import BEXP, TRANSFORMERS
 from explorer.spec.training import Sharding
+from explorer.spec.variant import Variant
 
 
 class ExplorationRequest(RequestFields):
@@ -251,19 +252,30 @@ class ExplorationRequest(RequestFields):
         return self.num_devices if self.training.sharding.level >= 1 else 1
 
     def variants(self) -> tuple[ModelSpec, ...]:
-        """The models to explore, one for each distinct num_query_groups; the first is the main one.
+        """The models to explore, one for each distinct num_query_groups and capacity factor; the first is the main one.
 
         There is none for a target without a ModelSpec.
         """
         if self.model is None:
             return ()
-        if self.num_query_groups is None:
-            return (self.model,)
-        models: dict[int, ModelSpec] = {}
-        for groups in self.num_query_groups:
-            model = self.model.model_copy(update={"num_query_groups": groups})
-            models.setdefault(model.query_groups, model)
+        models: dict[Variant, ModelSpec] = {}
+        for groups in self.num_query_groups or (self.model.num_query_groups,):
+            for moe in self._expert_layers(self.model.moe):
+                model = self.model.model_copy(update={"num_query_groups": groups, "moe": moe})
+                models.setdefault(model.variant, model)
         return tuple(models.values())
+
+    def _expert_layers(self, moe: MoESpec | None) -> tuple[MoESpec | None, ...]:
+        """The expert layers of the variants that are compared."""
+        if moe is None or self.capacity_factors is None:
+            return (moe,)
+        return tuple(moe.model_copy(update={"capacity_factor": factor}) for factor in self.capacity_factors)
+
+    @property
+    def drops_tokens(self) -> bool:
+        """Whether the experts of some variant have a capacity."""
+        moe = None if self.model is None else self.model.moe
+        return moe is not None and (moe.capacity_factor is not None or any(self.capacity_factors or ()))
 
     @property
     def device_batch_size(self) -> float:

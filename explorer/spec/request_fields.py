@@ -6,14 +6,14 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, is_null
 from explorer.spec.candidate import Recompute
 from explorer.spec.context_parallel import ContextParallelSpec
 from explorer.spec.execution import Execution, Kernels
 from explorer.spec.fabric import FabricSpec, expand_fabric
 from explorer.spec.labels import Labels
 from explorer.spec.mesh import ParallelismSpec
-from explorer.spec.model import ModelSpec
+from explorer.spec.model import CapacityFactor, ModelSpec
 from explorer.spec.options import (
     BackendName,
     BTASpec,
@@ -23,11 +23,17 @@ from explorer.spec.options import (
     MicroBatchChoice,
 )
 from explorer.spec.routing import RoutingSpec
-from explorer.spec.shorthands import expand_execution, expand_parallelism, expand_query_groups, expand_sharding
+from explorer.spec.shorthands import (
+    expand_capacity_factors,
+    expand_execution,
+    expand_parallelism,
+    expand_query_groups,
+    expand_sharding,
+)
 from explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
 from explorer.spec.training import Sharding, TrainingSpec
 
-MAX_NUM_QUERY_GROUPS_VARIANTS = 8
+MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
 MAX_POLICIES = 32
 
 
@@ -73,6 +79,13 @@ class RequestFields(Frozen):
         ]
         | None
     ) = Field(None, description="Settings to compare as separate models; they change the model.")
+    capacity_factors: (
+        Annotated[tuple[CapacityFactor | None, ...], Field(min_length=1, max_length=MAX_CAPACITY_FACTORS)] | None
+    ) = Field(
+        None,
+        description="Values of model.moe.capacity_factor to compare as separate models; a list there means the same.",
+        exclude_if=is_null,
+    )
     bta: BTASpec = BTASpec()
     recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
         None,
@@ -189,6 +202,13 @@ class RequestFields(Frozen):
     def _expand_shorthands(cls, data: Any) -> Any:
         if not isinstance(data, dict):
             return data
-        for expand in (expand_fabric, expand_parallelism, expand_query_groups, expand_sharding, expand_execution):
+        for expand in (
+            expand_fabric,
+            expand_parallelism,
+            expand_query_groups,
+            expand_capacity_factors,
+            expand_sharding,
+            expand_execution,
+        ):
             data = expand(data)
         return data

@@ -76,6 +76,33 @@ def check_experts(request: ExplorationRequest) -> None:
         raise RuleError("expert_backends given for a model without experts", "expert_backends")
 
 
+def check_capacity(request: ExplorationRequest) -> None:
+    """Only the reference layers drop tokens, on devices that have all experts and wait for the number of tokens."""
+    field = "capacity_factors" if request.capacity_factors is not None else "model.moe.capacity_factor"
+    if request.capacity_factors is not None:
+        if request.model is None:
+            reason = "other models drop tokens as their own code does"
+            raise RuleError(f"capacity_factors need a model section, for target '{BEXP}': {reason}", field, "target")
+        if request.model.moe is None:
+            raise RuleError("capacity_factors given for a model without experts", field, "model.moe")
+    if not request.drops_tokens:
+        return
+    if request.has_mesh:
+        raise RuleError(
+            "experts with a capacity are not for meshes: what passes between devices is sized for every token-expert "
+            "pair; leave out capacity_factor, or parallelism and fabric",
+            field,
+            "fabric" if request.is_plan else "parallelism",
+        )
+    if request.replays:
+        raise RuleError(
+            "experts with a capacity need execution 'eager' or 'compile': the host waits for the number of tokens that "
+            "are kept, which no graph does",
+            field,
+            "execution",
+        )
+
+
 def check_attention_backends(request: ExplorationRequest) -> None:
     """The list of attention back ends is not undone by `flash_attention`."""
     if set(request.attention_backends or ()) == {"flash"} and not request.flash_attention:
@@ -105,6 +132,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_mesh,
     check_training_of_target,
     check_experts,
+    check_capacity,
     check_sharding,
     check_attention_backends,
     check_policies,
@@ -125,6 +153,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_sharing,
     check_largest_tile,
     check_experts,
+    check_capacity,
     check_sharding,
     check_attention_backends,
     check_micro_batch_sizes,

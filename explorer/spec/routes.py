@@ -2,11 +2,34 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import numpy as np
 import numpy.typing as npt
 
 from explorer.spec.model import MoESpec
 from explorer.spec.routing import RoutingSpec
+
+_MIN_DRAWN_TOKENS = 1 << 12
+_MAX_DRAWN_TOKENS = 1 << 16
+
+
+def draw_batch_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, seed: int) -> npt.NDArray[np.int64]:
+    """Return the routes of a micro-batch, as `draw_routes` does, for `num_tokens` tokens but at most 65536.
+
+    The routes of fewer tokens are the first of those of more. More than 65536 tokens repeat them, because so many
+    settle the experts' shares to a few percent of themselves, and drawing a token costs the host far more than
+    profiling it costs the device.
+    """
+    num_drawn = _MIN_DRAWN_TOKENS
+    while num_drawn < min(num_tokens, _MAX_DRAWN_TOKENS):
+        num_drawn *= 4  # few sizes, so that the micro-batches of a job share what was drawn
+    return _draw(moe, routing, num_drawn, seed)[:num_tokens]
+
+
+@lru_cache(maxsize=8)
+def _draw(moe: MoESpec, routing: RoutingSpec, num_tokens: int, seed: int) -> npt.NDArray[np.int64]:
+    return draw_routes(moe, routing, num_tokens, np.random.default_rng(seed))
 
 
 def draw_routes(moe: MoESpec, routing: RoutingSpec, num_tokens: int, rng: np.random.Generator) -> npt.NDArray[np.int64]:

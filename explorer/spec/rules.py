@@ -14,10 +14,16 @@ _WORDS = (
 )
 """What pydantic writes, and what stands for it: a prefix of our own rules, and words that a person reads at once."""
 
+MAPPING_RULE = "must be a mapping of field names to values"
+_MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+"""Pydantic's types of error for a value that is no mapping."""
+
 
 def rule_of(detail: Mapping[str, Any]) -> str:
     """Return the rule that an error of pydantic names, in the words of our own rules."""
     message: str = detail["msg"]
+    if detail["type"] in _MAPPINGS:
+        return MAPPING_RULE
     for written, plain in _WORDS:
         message = message.replace(written, plain, 1)
     return message

@@ -25,6 +25,23 @@ def expand_query_groups(data: dict[str, Any]) -> dict[str, Any]:
     return {**data, "model": {**model, "num_query_groups": groups[0]}, "num_query_groups": groups}
 
 
+def expand_capacity_factors(data: dict[str, Any]) -> dict[str, Any]:
+    """Move a list in `model.moe.capacity_factor` to `capacity_factors`; its first entry stays as the model's own.
+
+    Raises:
+        RuleError: the request has a list in both places.
+    """
+    model = data.get("model")
+    moe = model.get("moe") if isinstance(model, dict) else None
+    factors = moe.get("capacity_factor") if isinstance(moe, dict) else None
+    if not isinstance(model, dict) or not isinstance(moe, dict) or not isinstance(factors, list) or not factors:
+        return data
+    if data.get("capacity_factors") is not None:
+        raise RuleError("capacity_factor is given as a list twice", "capacity_factors", "model.moe.capacity_factor")
+    own = {**moe, "capacity_factor": factors[0]}
+    return {**data, "model": {**model, "moe": own}, "capacity_factors": factors}
+
+
 def expand_sharding(data: dict[str, Any]) -> dict[str, Any]:
     """Move a list or `explore` in `training.sharding` to `sharding_levels`.
 

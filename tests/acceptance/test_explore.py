@@ -112,20 +112,6 @@ def test_an_exploration_that_was_stopped_is_resumed_by_a_worker_of_the_command(
     machine.run("resume", job.id, code=2)  # it has succeeded
 
 
-def test_a_killed_command_takes_worker_and_profiler_with_it(
-    machine: Machine, open_url: Callable[[str], Database]
-) -> None:
-    endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
-    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
-    command = machine.start("explore", config, "--device", "cpu")
-    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
-    children = psutil.Process(command.pid).children(recursive=True)
-    command.kill()
-    command.wait()
-    await_gone(children, 300)
-    assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
-
-
 def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
     endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
     config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
@@ -146,23 +132,11 @@ def test_a_device_that_does_not_exist_is_exit_2(machine: Machine) -> None:
     assert "usage" not in machine.err(command)
 
 
-def test_a_choice_of_sharding_that_the_host_has_too_few_devices_for_ends_at_once(machine: Machine) -> None:
-    config = machine.configure(num_devices=4, training={"sharding": "explore"}, device_kind=None)
-    command = machine.start("explore", config)
-    assert command.wait(300) == 2
-    assert "4 devices are needed, and there is " in machine.err(command)
-
-
 def test_of_four_gpus_as_many_are_taken_as_can_be_used(machine: Machine) -> None:
     machine.environment["CUDA_VISIBLE_DEVICES"] = "MIG-0,MIG-1,MIG-2,MIG-3"  # which no process can open
     command = machine.start("explore", machine.configure(), "--num-devices", "2")
     assert command.wait(300) == 3
     assert re.search("rank [01] .* of {cuda:0, cuda:1} ", machine.err(command)), machine.err(command)
-
-
-def test_devices_that_are_named_train_together(machine: Machine) -> None:
-    printed = machine.run("explore", machine.configure(num_devices=2), "--device", "cpu,cpu")
-    assert "the exchange of gradients between 2 devices is included in the time" in " ".join(printed.split())
 
 
 def test_a_mesh_of_two_devices_is_measured_and_run_whole(machine: Machine) -> None:

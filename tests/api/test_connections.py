@@ -69,9 +69,18 @@ def test_idle_connections_make_room_for_a_new_one(
     serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
 ) -> None:
     url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
-    for _ in range(60):
-        connect(url, opened, b"G")
+    connections = [connect(url, opened, b"G") for _ in range(60)]
     assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
+    for oldest in connections[:40]:
+        assert was_closed(oldest)
+
+
+def was_closed(connection: socket.socket) -> bool:
+    connection.settimeout(10)  # much less than the time for a header
+    try:
+        return connection.recv(1) == b""
+    except ConnectionResetError:
+        return True
 
 
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:

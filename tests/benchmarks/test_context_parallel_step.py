@@ -44,7 +44,7 @@ class Device:
     failing: dict[tuple[str, str], Measurement]
     slow: dict[str, float]
 
-    def __init__(self, devices: list[str]) -> None:
+    def __init__(self, devices: list[str], **_: object) -> None:
         self._report = report(memory_gib=self.memory_gib, experts=False, num_devices=len(devices))
 
     def __enter__(self) -> Device:
@@ -309,12 +309,13 @@ def test_a_request_varies_nothing_but_sizes_layouts_and_recomputation() -> None:
     ]
 
 
+@pytest.mark.slow
 def test_two_ranks_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     config, out = tmp_path / "tiny.yaml", tmp_path / "found.json"
     config.write_text(TINY)
     options = ["--num-devices", "2", "--device", "cpu", "--seq-lengths", "64", "--rounds", "1", "--out", str(out)]
-    assert context_parallel_step.main([str(config), *options, "--search-seconds", "2"]) == 0
+    assert context_parallel_step.main([str(config), *options, "--search-seconds", "0.5"]) == 0
     (cell,) = json.loads(out.read_text())["cells"]
     assert {row["layout"] for row in cell["layouts"]} == {"ring", "striped", "zigzag"}
     for row in cell["layouts"]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks import kernels
-from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, GemmPasses, Operands, Problem, errors, problem
+from benchmarks.gemm_contenders import BASELINES, CHOSEN, COUNTED, OURS, GemmPasses, Operands, Problem, errors, problem
 from benchmarks.gemm_summary import summarize
 from benchmarks.kernels import DISTRIBUTIONS, K, N, loads, roofline_seconds
 from bexp.measure.turns import TurnsBudget
@@ -103,11 +103,14 @@ def test_auto_is_compared_with_the_best_stock_one_by_the_clock() -> None:
         }
 
     runs = [run("bmm", 1.0, 3.0), run("grouped_mm", 2.0, 2.0), run("hopper_grouped", 1.0, 4.0), run("auto", 2.0, 1.6)]
+    runs.append(run("auto_counted", 1.0, 1.0))
     cell = {"tokens": 16, "roofline_seconds": 1e-5, "sustained_roofline_seconds": 1e-5, "runs": runs}
     without = {"tokens": 16, "roofline_seconds": 1e-5, "sustained_roofline_seconds": 1e-5, "runs": runs[:3]}
     found = summarize([cell, without])
     assert (cell["auto_ratio"], cell["auto_ratio_with_host"]) == (0.5, 1.25)
     assert found["auto"]["worst_ratio_with_host"] == found["auto"]["geometric_mean_ratio_with_host"] == 1.25
+    assert (cell["auto_counted_ratio"], cell["auto_counted_ratio_with_host"]) == (1.0, 2.0)
+    assert found["auto_counted"]["worst_ratio_with_host"] == 2.0
     assert found["auto"]["cells_at_least_0.99"] == 0
     assert found["auto"]["cells_at_least_0.99_with_host"] == 1
     assert found["worst_ratio_with_host"] == 0.5, "ours without auto"
@@ -115,7 +118,8 @@ def test_auto_is_compared_with_the_best_stock_one_by_the_clock() -> None:
 
 
 def test_contenders_have_names_of_their_own() -> None:
-    assert len(BASELINES | OURS | CHOSEN) == len(BASELINES) + len(OURS) + len(CHOSEN)
+    kinds = (BASELINES, OURS, CHOSEN, COUNTED)
+    assert len(kernels.CONTENDERS) == sum(map(len, kinds))
 
 
 def test_a_cell_is_checked_and_timed_in_turns_but_for_the_hopeless(
@@ -144,14 +148,14 @@ def test_a_cell_is_checked_and_timed_in_turns_but_for_the_hopeless(
         return replace(operands, multiply=multiply)
 
     more = {"crashes": crashes, "wrong": wrong, "slow": slow}
-    monkeypatch.setattr(kernels, "CONTENDERS", BASELINES | CHOSEN | more)
-    names = ("slow", "loop", "bmm", "wrong", "grouped_mm", "crashes", "auto")
+    monkeypatch.setattr(kernels, "CONTENDERS", BASELINES | CHOSEN | COUNTED | more)
+    names = ("slow", "loop", "bmm", "wrong", "grouped_mm", "crashes", "auto", "auto_counted")
     rows = kernels.time_cell((8, 0, 5, 3), names, CPU)
     assert [row["name"] for row in rows] == list(names)
     found = {row["name"]: row for row in rows}
     assert found["wrong"]["outcome"] == "wrong"
     assert found["crashes"]["reason"] == "RuntimeError: no such kernel"
-    timed = ("slow", "loop", "bmm", "grouped_mm", "auto")
+    timed = ("slow", "loop", "bmm", "grouped_mm", "auto", "auto_counted")
     assert all(found[name]["outcome"] == "ok" and found[name]["clock_seconds"] > 0 for name in timed)
     assert not found["slow"]["in_turns"]
     assert found["slow"]["clock_seconds"] == pytest.approx(0.05, rel=0.5), "of one call, not of a chain"

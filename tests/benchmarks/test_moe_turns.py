@@ -36,6 +36,7 @@ def test_graphs_are_compared_with_dense_graphs() -> None:
 def test_cells_with_rows_are_not_measured_again() -> None:
     done = [{"num_experts": 8, "top_k": 2, "micro_batch_size": 64, "backend": "fused"}]
     assert list(missing(done)) == [cell for cell in CELLS if cell != (8, 2, 64)]
+    assert list(missing(done, [(128, 1, 64), (8, 2, 64)])) == [(128, 1, 64)]
     assert len(set(CELLS)) == len(CELLS)
 
 

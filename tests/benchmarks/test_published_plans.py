@@ -88,6 +88,10 @@ def test_a_run_goes_on_where_it_failed_and_measures_no_block_twice(
     assert f"| {one['error']:+.1%} |" in text
     assert "| published rows predicted | >= 12 | no | 2 |" in text
     assert "`8b-fsdp8`, `8b-fsdp128`." in text, "a note names its rows"
+    assert "**Other H100s**: 2 rows" in text
+    assert "**Dense models" not in text
+    told = f"| 128 over 8 devices, eager | {5605 / 5762:.3f} | {other['predicted'] / one['predicted']:.3f} |"
+    assert told in text
     assert "Mixtral" in text
     monkeypatch.setattr(published_plans, "Profiler", None)
     assert main([*asked, "--recompose"]) == 0
@@ -100,6 +104,21 @@ def test_a_run_goes_on_where_it_failed_and_measures_no_block_twice(
     without = json.loads((tmp_path / "found.json").read_text())
     assert without["rows"]["8b-fsdp8"] == {**one, "kept": "head(m=2) has not been measured"}
     assert "- `8b-fsdp8` keeps the figures of its run: head(m=2) has not been measured." in render(without)
+
+
+def test_a_setting_that_a_source_leaves_open_is_predicted_both_ways(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(published_plans, "Profiler", SimulatedProfiler)
+    (asked,) = [row for row in TABLE["rows"] if "unstated" in row]
+    row = {**asked, "as_run": {}}
+    (tmp_path / "rows.json").write_text(json.dumps({**TABLE, "rows": [row]}))
+    assert main(["--published", str(tmp_path / "rows.json"), "--out", str(tmp_path / "found.json")]) == 0
+    found = json.loads((tmp_path / "found.json").read_text())
+    other = found["rows"][row["name"]]["otherwise"]["recompute"]
+    assert other < found["rows"][row["name"]]["predicted"], "layers run again"
+    error = other / row["tokens_per_second"] - 1
+    assert f"- `{row['name']}`: with recompute full the error is {error:+.1%}." in render(found)
 
 
 def test_model_flops_utilisation_is_what_a_source_states() -> None:

@@ -245,7 +245,7 @@ CONFIG = """
 model: {name: tiny, num_layers: 2, hidden_size: 32, ffn_hidden_size: 64, num_attention_heads: 2, vocab_size: 64,
         seq_length: 16, dtype: float32}
 batch_size: 4
-micro_batch_size: [1, 2]
+micro_batch_size: [1]
 recompute: [none]
 bta: {enable: false}
 attention_backends: [flash]
@@ -253,10 +253,7 @@ attention_backends: [flash]
 
 
 @pytest.mark.slow
-def test_records_on_a_real_device(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # the lock of the device: nobody else is waited for
+def test_records_on_a_real_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tmp_path / "tiny.yaml", tmp_path / "tiny.jsonl"
     config.write_text(CONFIG)
     arguments = [str(config), "--out", str(out), "--device", "cpu", "--whole", "all", "--runs", "2"]

@@ -28,6 +28,7 @@ def main() -> int:
     parser.add_argument(
         "--cold-share", type=float, default=0.05, help="of the starts, by the interpreter; the others are forks"
     )
+    parser.add_argument("--trial-seconds", type=float, default=0.15, help="how long a trial takes")
     parser.add_argument("--cancels", type=int, default=5, help="of each campaign, timed when the faults are over")
     parser.add_argument("--seed", type=int, default=None, help="of the faults; default: the time")
     parser.add_argument("--port", type=int, help=argparse.SUPPRESS)
@@ -40,6 +41,7 @@ def main() -> int:
         seed=seed,
         fault_seconds=options.fault_seconds,
         num_workers=options.workers,
+        trial_seconds=options.trial_seconds,
         cold_share=options.cold_share,
         num_cancels=options.cancels,
         postgres=options.postgres,
@@ -54,6 +56,7 @@ def main() -> int:
         results = [run_campaign(plan)]
     else:
         passed = [*("--workers", str(options.workers), "--fault-seconds", str(options.fault_seconds))]
+        passed += ["--trial-seconds", str(options.trial_seconds)]
         passed += ["--cold-share", str(options.cold_share), "--cancels", str(options.cancels)]
         passed += ["--postgres"] if options.postgres else []
         results, lost = run_campaigns(options.campaigns, seed, options.minutes, passed)

@@ -45,6 +45,7 @@ class Plan:
         num_workers: of the service.
         cold_share: so many of the starts are the interpreter's, the others are forks.
         num_trials: of a job.
+        trial_seconds: how long a trial takes.
         num_cancels: running jobs that are cancelled afterwards, when nothing is hurt, to take their time.
         postgres: on PostgreSQL (pgserver) instead of SQLite.
         port: of the API; null: any.
@@ -56,6 +57,7 @@ class Plan:
     num_workers: int = 2
     cold_share: float = 0.05
     num_trials: int = 24
+    trial_seconds: float = 0.0
     num_cancels: int = 5
     postgres: bool = False
     port: int | None = None
@@ -72,7 +74,7 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
         try:
             opened = open_database(database.url, DatabaseLimits())
             upgrade(opened)
-            service = Service(database.url, folder, plan.num_workers, plan.port, plan.cold_share)
+            service = Service(database.url, folder, plan.num_workers, plan.port, plan.cold_share, plan.trial_seconds)
             try:
                 _run(plan, database, opened, service, result, ending or threading.Event())
             finally:

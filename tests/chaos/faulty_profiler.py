@@ -1,7 +1,7 @@
 """A profiler process that does what a file tells it to, once: `python -m tests.chaos.faulty_profiler`.
 
-BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, and how often the place is passed before.
-The file is gone when it has struck.
+BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, how many trials are reported before, and
+how often the place is passed after these. The file is gone when it has struck.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from pathlib import Path
 from typing import Any
 
 VARIABLE = "BEXP_CHAOS_FAULT"
+SHARED_VARIABLE = "BEXP_CHAOS_SHARED"
+"""If it is set, the process does not look for others on its device, because there are some on purpose."""
+
 LEAKED_BYTES = 1 << 30
 GPU_CYCLES, HOST_SECONDS = 1 << 42, 1e6
 """Longer than any trial may take."""
@@ -28,6 +31,10 @@ def strike(place: str, device: str = "cpu") -> None:
     try:
         told = json.loads(path.read_text())
     except (OSError, ValueError):
+        return
+    if told["trials"] > 0:
+        if place == "reply":
+            path.write_text(json.dumps({**told, "trials": told["trials"] - 1}))
         return
     if told["place"] != place:
         return
@@ -134,6 +141,9 @@ def install() -> None:
 
         setattr(owner, name, wrapped)
 
+    if os.environ.get(SHARED_VARIABLE):
+        alone: Any = opening
+        alone.open_gpu = lambda *_: None
     before(opening, "open_instruments", "open")
     before(session.Session, "_begin", "begin")
     before(session, "measure_component", "component")

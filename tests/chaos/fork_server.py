@@ -11,17 +11,29 @@ import json
 import os
 import runpy
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import import_module
+from pathlib import Path
 from typing import IO, Protocol
 
-PRELOADED = ("workers.__main__", "api.cli", "api.serve", "uvicorn.protocols.http.h11_impl", "uvicorn.lifespan.on")
+PRELOADED = (
+    "workers.__main__",
+    "workers.replay.profiler",
+    "api.cli",
+    "api.serve",
+    "uvicorn.protocols.http.h11_impl",
+    "uvicorn.lifespan.on",
+)
 POLL_SECONDS = 0.01
+MESSAGE_BYTES, MAX_DESCRIPTORS = 1 << 16, 16
+HIGH_DESCRIPTOR = 500
+"""Above all descriptors that a process has when it begins."""
 
 
 class StartedProcess(Protocol):
@@ -47,21 +59,40 @@ class ForkServer:
     Args:
         environment: of the server and of what it starts.
         log: where all of them write.
+        preloaded: the modules that it imports.
     """
 
-    def __init__(self, environment: Mapping[str, str], log: IO[bytes]) -> None:
+    def __init__(self, environment: Mapping[str, str], log: IO[bytes], preloaded: Sequence[str] = PRELOADED) -> None:
         self._lock = threading.Lock()
-        self._popen = subprocess.Popen(
-            [sys.executable, "-m", "tests.chaos.fork_server"],
-            env=dict(environment),
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-        )
+        self._log = log
+        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._popen = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.fork_server", *preloaded],
+                env=dict(environment),
+                stdin=theirs.fileno(),
+                stdout=log,
+                stderr=log,
+            )
 
-    def start(self, module: str, *arguments: str) -> ForkedProcess:
-        """Do what `python -m module arguments` does."""
-        return ForkedProcess(self, int(self._ask("start", module, *arguments)))
+    @property
+    def pid(self) -> int:
+        """The parent of all processes that are started."""
+        return self._popen.pid
+
+    def start(
+        self, module: str, *arguments: str, output: int | None = None, descriptors: Sequence[int] = ()
+    ) -> ForkedProcess:
+        """Do what `python -m module arguments` does.
+
+        Args:
+            module: what to run.
+            arguments: of its command line.
+            output: where it writes; default: the log.
+            descriptors: what stays open in the process, under the same numbers.
+        """
+        given = [self._log.fileno() if output is None else output, *descriptors]
+        return ForkedProcess(self, int(self._ask("start", list(descriptors), module, *arguments, descriptors=given)))
 
     def poll(self, pid: int) -> int | None:
         """Return the exit status of a process that has ended (negative: of the signal), which then is forgotten."""
@@ -70,15 +101,15 @@ class ForkServer:
 
     def end(self) -> None:
         """End the server; what still runs is killed."""
-        self._popen.communicate()
+        self._socket.close()
+        self._popen.wait()
 
-    def _ask(self, *command: object) -> str:
-        assert self._popen.stdin is not None
-        assert self._popen.stdout is not None
+    def _ask(self, *command: object, descriptors: Sequence[int] = ()) -> str:
         with self._lock:
-            self._popen.stdin.write(json.dumps(command).encode() + b"\n")
-            self._popen.stdin.flush()
-            return self._popen.stdout.readline().decode().strip()
+            socket.send_fds(self._socket, [json.dumps(command).encode()], list(descriptors))
+            if not (reply := self._socket.recv(MESSAGE_BYTES)):
+                raise RuntimeError(f"the fork server ended with status {self._popen.wait()}")
+            return reply.decode()
 
 
 class ForkedProcess:
@@ -87,6 +118,7 @@ class ForkedProcess:
     def __init__(self, server: ForkServer, pid: int) -> None:
         self.pid = pid
         self.returncode: int | None = None
+        self.stdout: IO[bytes] | None = None
         self._server = server
 
     def poll(self) -> int | None:
@@ -123,27 +155,35 @@ class ForkedProcess:
 
 
 def main() -> None:
-    """Serve commands from standard input until it is closed. In a forked process this returns when that is done."""
-    for name in PRELOADED:
+    """Serve the commands on the socket that is standard input until it is closed.
+
+    In a forked process this returns when its module has ended.
+    """
+    for name in sys.argv[1:]:
         import_module(name)
-    sys.modules.pop("workers.__main__")  # each process runs it anew
     assert threading.active_count() == 1, "a thread is not there after a fork"
+    assert not _open_gpus(), "a process that has used a GPU must not fork"
     gc.collect()
     gc.freeze()  # the pages of what is imported stay shared
     children: set[int] = set()
-    for line in iter(sys.stdin.buffer.readline, b""):
-        command, *arguments = json.loads(line)
+    commands = socket.socket(fileno=os.dup(sys.stdin.fileno()))
+    while True:
+        message, received, _, _ = socket.recv_fds(commands, MESSAGE_BYTES, MAX_DESCRIPTORS)
+        if not message:
+            break
+        command, *arguments = json.loads(message)
         if command == "start":
-            pid = os.fork()
+            pid = _fork(commands)
             if pid == 0:
-                return _become(*arguments)
+                return _become(received, *arguments)
+            for descriptor in received:
+                os.close(descriptor)
             children.add(pid)
             reply: int | None = pid
         else:
             reply = _status(arguments[0])
             children -= set() if reply is None else {arguments[0]}
-        sys.stdout.write(f"{reply}\n")
-        sys.stdout.flush()
+        commands.send(str(reply).encode())
     for pid in children:
         with suppress(ProcessLookupError):
             os.killpg(pid, signal.SIGKILL)
@@ -151,20 +191,56 @@ def main() -> None:
     return None
 
 
+def _fork(commands: socket.socket) -> int:
+    """Return the id of a new process when it leads a group, which its client may kill from then on; there, return 0."""
+    waiting, leading = os.pipe()
+    if pid := os.fork():
+        os.close(leading)
+        os.read(waiting, 1)  # ends when the process has closed its end
+    else:
+        os.setsid()
+        commands.close()
+        os.close(leading)
+    os.close(waiting)
+    return pid
+
+
+def _open_gpus() -> list[str]:
+    """Return the device files of NVIDIA's driver that this process has open."""
+    found = []
+    for path in Path("/proc/self/fd").iterdir():
+        with suppress(OSError):
+            found.append(str(path.readlink()))
+    return [name for name in found if name.startswith("/dev/nvidia")]
+
+
 def _status(pid: int) -> int | None:
     ended, status = os.waitpid(pid, os.WNOHANG)
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _become(module: str, *arguments: str) -> None:
-    """Run a module as the interpreter would, with its output in the log and nothing on its input."""
-    os.setsid()
+def _become(received: Sequence[int], numbers: Sequence[int], module: str, *arguments: str) -> None:
+    """Run a module as the interpreter would, with nothing on its input.
+
+    The first descriptor received becomes its output, and the others get the numbers that they have in the client.
+    """
+    output, *others = [_move(descriptor, HIGH_DESCRIPTOR + i) for i, descriptor in enumerate(received)]
+    os.dup2(output, sys.stdout.fileno())
+    os.dup2(output, sys.stderr.fileno())
+    os.close(output)
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, sys.stdin.fileno())
     os.close(nothing)
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    for descriptor, number in zip(others, numbers, strict=True):
+        _move(descriptor, number)
     sys.argv[1:] = arguments
     runpy.run_module(module, run_name="__main__", alter_sys=True)
+
+
+def _move(descriptor: int, number: int) -> int:
+    os.dup2(descriptor, number)
+    os.close(descriptor)
+    return number
 
 
 if __name__ == "__main__":

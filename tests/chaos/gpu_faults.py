@@ -3,6 +3,13 @@
 Each round is a job with one fault. Its trial must end as the fault says, the next trial must be clean, nothing that
 failed may be recommended, the job must succeed, and the device's memory must come back. Rounds are appended to FILE as
 lines of JSON, so that a later call goes on; with `--summary` a call only adds up what FILE has.
+
+Several devices (`--device cuda:0 cuda:1`) run rounds side by side, each with a worker of its own. A device runs one
+round at a time, and nothing else, because other work on it would count as another process there. With `--lanes 5`, the
+last device has five workers. Their rounds are of the faults that touch no other process, and their profilers do not
+look for other processes. Its memory must stay below what five profilers need, and be free again when they have ended.
+
+Profiler processes are forks of one that has imported torch; a share of them is started by the interpreter.
 """
 
 from __future__ import annotations
@@ -11,7 +18,6 @@ import argparse
 import json
 import os
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
@@ -19,14 +25,13 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from random import Random
 from typing import Any
 
-from bexp.child_process import module_command
 from explorer.records.measurement import Outcome
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.explore import explore
@@ -39,25 +44,31 @@ from storage.queue import Queue
 from storage.queue_settings import QueueSettings
 from storage.schema import upgrade
 from storage.trials import read_all_trials
-from tests.chaos.faulty_profiler import VARIABLE
-from tests.chaos.result import CANCEL_LIMIT_SECONDS, percentile, read_commit
+from tests.chaos.faulty_profiler import SHARED_VARIABLE, VARIABLE
+from tests.chaos.forked_profilers import Starts, faulty_profilers
+from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
+from tests.chaos.gpu_tenant import HOLDS
+from tests.chaos.result import read_commit
 from workers.devices.gpu import open_gpu
 from workers.jobs.worker import Worker
-from workers.process import child
 from workers.process.profiler import Profiler
 
-JOB_SECONDS = 240.0
+JOB_SECONDS = {"cpu": 240.0, "cuda": 60.0}
+"""After this time without an end, a job is stuck."""
+
 SETTLE_SECONDS = 5.0
 TOLERATED_BYTES = 512 << 20
 """What libraries may keep on the device after a job, beyond what they kept after the first."""
 
-TRIAL_SECONDS = {"cpu": 8.0, "cuda": 4.0}
-SHARED_SECONDS = {"cpu": 60.0, "cuda": 20.0}
-"""How long a job searches while another process holds the device."""
-ALLOWANCE_SECONDS = 4.0
-FIRST_PASSES = 9
-"""A component of the second or third trial: the base has been measured by then."""
+LANE_BYTES = 2 << 30
+"""What a profiler may hold while other lanes run: its context and libraries take 1.4 GiB of an H100."""
 
+TRIAL_SECONDS = {"cpu": 8.0, "cuda": 4.0}
+HANG_SECONDS = {"cpu": 8.0, "cuda": 1.5}
+"""What a trial may take in a job that hangs once; each of its healthy trials takes a part of that."""
+SHARED_SECONDS = {"cpu": 30.0, "cuda": 4.0}
+"""How long a job searches while another process comes to the device."""
+ALLOWANCE_SECONDS = {"cpu": 4.0, "cuda": 2.5}
 PHASES = ("start", "open", "begin", "build", "warm_up", "timed", "settle", "reply")
 CALM_KINDS = ("cancel", "foreign_process")
 BEFORE_TRIALS = {"kill_start", "kill_open", "kill_begin"}
@@ -69,6 +80,9 @@ EXPECTED = {
     **{f"kill_{phase}": Outcome.CRASHED for phase in PHASES if f"kill_{phase}" not in BEFORE_TRIALS},
 }
 ON_A_GPU = ("leak", "lost_device", "foreign_process")
+ALONE = ("foreign_process", "leak", "out_of_memory")
+"""What touches other processes on the device, or depends on them."""
+
 KINDS = (*EXPECTED, *sorted(BEFORE_TRIALS), "leak", *CALM_KINDS)
 
 MODEL = ModelSpec(
@@ -81,36 +95,14 @@ MODEL = ModelSpec(
     seq_length=64,
     dtype=DType.FLOAT32,
 )
-TENANT = """
-import sys, torch
-print("ready", flush=True)
-sys.stdin.readline()
-held = torch.ones(6 << 30, dtype=torch.uint8, device=sys.argv[1])
-torch.cuda.synchronize()
-print("holds", flush=True)
-sys.stdin.read()
-"""
-
-
-@dataclass
-class Round:
-    """One job with one fault. `used_bytes` is what all processes hold of the device afterwards; null on the CPU."""
-
-    kind: str
-    commit: str
-    device: str
-    seconds: float = 0.0
-    struck: bool = False
-    outcomes: dict[str, int] = field(default_factory=dict)
-    cancel_seconds: float | None = None
-    used_bytes: int | None = None
-    violations: list[str] = field(default_factory=list)
 
 
 class Bench:
     """A queue and a worker on one device, whose profiler processes do what a file tells them to."""
 
-    def __init__(self, device: str, folder: Path, rng: Random) -> None:
+    def __init__(
+        self, device: str, folder: Path, log: Path, rng: Random, cold_share: float, num_lanes: int = 1
+    ) -> None:
         self.device = device
         self.kind = device.partition(":")[0]
         self.rng = rng
@@ -118,27 +110,47 @@ class Bench:
         self.database: Database = open_database(f"sqlite:///{folder / 'bexp.db'}")
         upgrade(self.database)
         self.queue = Queue(self.database, QueueSettings(retry_pause=timedelta(seconds=0.2)))
-        self._environment = {**os.environ, VARIABLE: str(self.fault_file), "OMP_NUM_THREADS": "1"}
-        self._gpu = None if device == "cpu" else open_gpu(device, self._environment)
-        self.baseline_bytes: int | None = None
+        environment = {**os.environ, VARIABLE: str(self.fault_file), "OMP_NUM_THREADS": "1"}
+        environment |= {SHARED_VARIABLE: "1"} if num_lanes > 1 else {}
+        self.num_lanes = num_lanes
+        self._log = log.open("ab")
+        self.starts = Starts(environment, self._log, cold_share, rng)
+        self._gpu = None if device == "cpu" else open_gpu(device, environment)
+        self.limit_bytes: int | None = None
         self.profiler = Profiler(
-            device, environment=self._environment, setup_allowance_seconds=ALLOWANCE_SECONDS, lock_directory=folder
+            device,
+            environment=environment,
+            setup_allowance_seconds=ALLOWANCE_SECONDS[self.kind],
+            lock_directory=folder,
         )
-        self._worker = Worker(self.queue, self.profiler, device, explore=explore, max_poll_seconds=0.1)
-        self._thread = threading.Thread(target=self._worker.run, name="worker")
 
     def start(self) -> None:
-        """Start the worker, and let a job run without a fault, after which memory is what it should be later."""
-        self._thread.start()
+        """Start the worker, and let a job run without a fault. No more memory should be used later than after it."""
+        self._start_worker()
         job = self.await_end(self.submit())
         assert job.state is JobState.SUCCEEDED, f"without a fault: {job.state}, {job.error}"
-        self.baseline_bytes = self.used_bytes()
+        if (used := self.used_bytes()) is not None:
+            self.limit_bytes = used + TOLERATED_BYTES if self.num_lanes == 1 else self.num_lanes * LANE_BYTES
 
     def close(self) -> None:
         """End the worker."""
         self._worker.stop()
         self._thread.join(60)
+        self.starts.end()
+        self._log.close()
         self.database.dispose()
+
+    def has_lost_its_worker(self) -> bool:
+        """Whether the worker has ended, which none of the faults may cause. If so, another one is started."""
+        if self._thread.is_alive():
+            return False
+        self._start_worker()
+        return True
+
+    def _start_worker(self) -> None:
+        self._worker = Worker(self.queue, self.profiler, self.device, explore=explore, max_poll_seconds=0.1)
+        self._thread = threading.Thread(target=self._worker.run, name="worker", daemon=True)
+        self._thread.start()
 
     def used_bytes(self) -> int | None:
         """Return the bytes that all processes hold of the device."""
@@ -154,21 +166,30 @@ class Bench:
             "verify": False,
             "fresh": True,
             "seed": self.rng.randrange(1 << 30),
-            "budget": self.budget(max_trials=6, max_seconds=60.0),
+            "budget": self.budget(),
         }
         return self.queue.enqueue(ExplorationRequest(**(fields | changes)))[0].id
 
-    def budget(self, *, max_trials: int, max_seconds: float) -> Budget:
+    def budget(self, **changes: float) -> Budget:
         """Return a budget whose trials may take as long as healthy ones need on this kind of device."""
-        timeout = TRIAL_SECONDS[self.kind]
-        return Budget(
-            max_trials=max_trials, confidence_target=99, max_seconds=max_seconds, trial_timeout_seconds=timeout
-        )
+        usual = {"max_seconds": JOB_SECONDS[self.kind] / 2, "trial_timeout_seconds": TRIAL_SECONDS[self.kind]}
+        return Budget(**({"max_trials": 7, "confidence_target": 99} | usual | changes))
 
     def await_end(self, job_id: str) -> Job:
-        """Return the job when it has ended, or as it is after JOB_SECONDS."""
-        self.await_that(lambda: get_summary(self.database, job_id).state.is_final, JOB_SECONDS)
-        return get_job(self.database, job_id)
+        """Return the job when it has ended, or as it is when it is stuck, which then is cancelled."""
+
+        def has_ended() -> bool:
+            return get_summary(self.database, job_id).state.is_final or not self._thread.is_alive()
+
+        self.await_that(has_ended, JOB_SECONDS[self.kind])
+        job = get_job(self.database, job_id)
+        if not job.state.is_final:
+            self.queue.request_cancel(job_id)
+        return job
+
+    def await_trial(self, job_id: str) -> None:
+        """Wait for the first trial of a job."""
+        self.await_that(lambda: len(read_all_trials(self.database, job_id)) > 0, JOB_SECONDS[self.kind])
 
     def await_that(self, condition: Callable[[], bool], seconds: float) -> bool:
         """Wait until the condition comes true; return whether it did in time."""
@@ -187,8 +208,8 @@ class Bench:
 
 def run_round(bench: Bench, kind: str) -> Round:
     """Run one job with one fault."""
-    done = Round(kind, read_commit(), bench.device)
-    started = time.monotonic()
+    done = Round(kind, read_commit(), bench.device, lanes=bench.num_lanes)
+    started, cold, forked = time.monotonic(), bench.starts.cold, bench.starts.forked
     if kind == "cancel":
         _cancel(bench, done)
     elif kind == "foreign_process":
@@ -196,27 +217,31 @@ def run_round(bench: Bench, kind: str) -> Round:
     else:
         _hurt(bench, done)
     _check_memory(bench, done)
+    if bench.has_lost_its_worker():
+        done.violations.append("the worker has ended")
+    done.cold_starts, done.forks = bench.starts.cold - cold, bench.starts.forked - forked
     done.seconds = round(time.monotonic() - started, 2)
     return done
 
 
 def _hurt(bench: Bench, done: Round) -> None:
     place = done.kind.removeprefix("kill_") if done.kind.startswith("kill_") else "component"
-    in_a_trial = done.kind not in BEFORE_TRIALS
-    passes = FIRST_PASSES + bench.rng.randrange(4) if in_a_trial and place not in {"settle", "reply"} else 0
-    if place in {"settle", "reply"}:
-        passes = (4 if place == "settle" else 2) + bench.rng.randrange(2)  # a job begins with up to three settles
     kind = "kill" if done.kind.startswith("kill_") else done.kind
-    bench.fault_file.write_text(json.dumps({"kind": kind, "place": place, "passes": passes}))
+    trials = passes = 0
+    if done.kind not in BEFORE_TRIALS:
+        trials = 2 + bench.rng.randrange(2)  # the base, and its like with the attention of all other candidates
+        passes = 0 if place in {"settle", "reply"} else bench.rng.randrange(3)
+    bench.fault_file.write_text(json.dumps({"kind": kind, "place": place, "trials": trials, "passes": passes}))
     if done.kind in {"kill_start", "kill_open"} and (pid := bench.profiler.pid) is not None:
         os.kill(pid, signal.SIGKILL)  # the process is started again, and the fault strikes that one
-    job = bench.await_end(bench.submit())
+    shorter = {"trial_timeout_seconds": HANG_SECONDS[bench.kind]} if kind == "hang" else {}
+    job = bench.await_end(bench.submit(budget=bench.budget(**shorter)))
     done.struck = not bench.fault_file.exists()
     bench.fault_file.unlink(missing_ok=True)
-    trials = read_all_trials(bench.database, job.id)
-    _check_job(done, job, trials)
+    found = read_all_trials(bench.database, job.id)
+    _check_job(done, job, found)
     expected = EXPECTED.get(done.kind)
-    failed = [trial for trial in trials if trial.measurement.outcome is not Outcome.OK]
+    failed = [trial for trial in found if trial.measurement.outcome is not Outcome.OK]
     if done.struck and expected is not None:
         if [trial.measurement.outcome for trial in failed] != [expected]:
             done.violations.append(f"not one trial was {expected}, but {dict(done.outcomes)}")
@@ -245,7 +270,7 @@ def _check_job(done: Round, job: Job, trials: Sequence[Trial]) -> None:
 
 def _cancel(bench: Bench, done: Round) -> None:
     job_id = bench.submit(micro_batch_size="explore", bta=BTASpec(), attention_backends=None)
-    bench.await_that(lambda: len(read_all_trials(bench.database, job_id)) > 0, JOB_SECONDS)
+    bench.await_trial(job_id)
     time.sleep(bench.rng.uniform(0.0, 1.0))
     begin = time.monotonic()
     done.struck = not bench.queue.request_cancel(job_id).state.is_final
@@ -257,11 +282,10 @@ def _cancel(bench: Bench, done: Round) -> None:
 
 
 def _share(bench: Bench, done: Round) -> None:
-    with _tenant(bench.device) as tenant:
-        budget = bench.budget(max_trials=200, max_seconds=SHARED_SECONDS[bench.kind])
-        job_id = bench.submit(micro_batch_size="explore", bta=BTASpec(), attention_backends=None, budget=budget)
-        bench.await_that(lambda: len(read_all_trials(bench.database, job_id)) > 0, JOB_SECONDS)
-        tenant()
+    budget = bench.budget(max_trials=200, max_seconds=SHARED_SECONDS[bench.kind])
+    job_id = bench.submit(micro_batch_size="explore", bta=BTASpec(), attention_backends=None, budget=budget)
+    bench.await_trial(job_id)
+    with _tenant(bench):
         num_before = len(read_all_trials(bench.database, job_id))
         job = bench.await_end(job_id)
     trials = read_all_trials(bench.database, job_id)
@@ -269,124 +293,91 @@ def _share(bench: Bench, done: Round) -> None:
     done.struck = len(trials) > num_before + 1  # else the job was over too soon
     if done.struck and all(trial.measurement.contamination is None for trial in trials):
         done.violations.append("no trial says that the device was shared")
-    after = read_all_trials(bench.database, bench.await_end(bench.submit()).id)
+    after = read_all_trials(bench.database, bench.await_end(bench.submit(budget=bench.budget(max_trials=3))).id)
     if any(trial.measurement.contamination is not None for trial in after):
         done.violations.append("a trial after the other process is said to share the device")
 
 
 @contextmanager
-def _tenant(device: str) -> Iterator[Callable[[], None]]:
-    """Start another process; what is yielded makes it hold some of the device's memory."""
-    command = [sys.executable, "-c", TENANT, device]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
-        assert process.stdin is not None
-        assert process.stdout is not None
-        stdin, stdout = process.stdin, process.stdout
-
-        def hold() -> None:
-            stdin.write("go\n")
-            stdin.flush()
-            assert stdout.readline() == "holds\n"
-
-        try:
-            assert stdout.readline() == "ready\n"
-            yield hold
-        finally:
-            process.kill()
+def _tenant(bench: Bench) -> Iterator[None]:
+    """Have another process hold some of the device's memory."""
+    process = bench.starts.start_other("tests.chaos.gpu_tenant", bench.device)
+    try:
+        assert process.stdout.readline() == HOLDS
+        yield
+    finally:
+        process.kill()
+        process.wait()
+        process.stdout.close()
 
 
 def _check_memory(bench: Bench, done: Round) -> None:
-    if bench.baseline_bytes is None:
+    if bench.limit_bytes is None:
         return
-    limit = bench.baseline_bytes + TOLERATED_BYTES
-    done.used_bytes = bench.await_memory(limit)
-    if done.used_bytes is not None and done.used_bytes > limit:
-        done.violations.append(f"{(done.used_bytes - bench.baseline_bytes) >> 20} MiB of the device are not free again")
+    done.used_bytes = bench.await_memory(bench.limit_bytes)
+    if done.used_bytes is not None and done.used_bytes > bench.limit_bytes:
+        done.violations.append(f"{(done.used_bytes - bench.limit_bytes) >> 20} MiB too much of the device are in use")
 
 
-def add_up(rounds: Sequence[Round]) -> dict[str, object]:
-    """Return all rounds as one JSON document."""
-    cancels = sorted(done.cancel_seconds for done in rounds if done.cancel_seconds is not None)
-    violations = [f"{done.kind}: {text}" for done in rounds for text in done.violations]
-    p99 = percentile(cancels, 0.99)
-    if p99 is not None and p99 > CANCEL_LIMIT_SECONDS:
-        violations.append(f"of {len(cancels)} cancels, 1% took {p99:g} s or longer")
-    return {
-        "commits": sorted({done.commit for done in rounds}),
-        "devices": sorted({done.device for done in rounds}),
-        "rounds": dict(sorted(Counter(done.kind for done in rounds).items())),
-        "struck": dict(sorted(Counter(done.kind for done in rounds if done.struck).items())),
-        "seconds": round(sum(done.seconds for done in rounds), 1),
-        "cancels": {
-            "num": len(cancels),
-            "p50": percentile(cancels, 0.5),
-            "p99": p99,
-            "max": max(cancels, default=None),
-        },
-        "largest_used_bytes": max((done.used_bytes for done in rounds if done.used_bytes is not None), default=None),
-        "violations": violations,
-    }
+def run(device: str, options: argparse.Namespace, lane: int = 0, num_lanes: int = 1) -> None:
+    """Append rounds to the output until there is no next kind or the time is over."""
+    ends_at = time.monotonic() + 60 * options.minutes
+    kinds = options.kinds or [kind for kind in KINDS if device != "cpu" or kind not in ON_A_GPU]
+    alone = [kind for kind in kinds if kind in ALONE]
+    others = [kind for kind in kinds if kind not in ALONE]
+    others = others[lane * len(others) // num_lanes :] + others[: lane * len(others) // num_lanes]
+    orders = [others] if num_lanes > 1 else [alone, others] if options.lanes > 1 else [kinds]
+    rng = Random(f"{options.seed} {device} {lane}")
+    with tempfile.TemporaryDirectory(prefix="bexp-gpu-faults-", ignore_cleanup_errors=True) as name:
+        log = options.output.with_suffix(".log")
+        bench = Bench(device, Path(name), log, rng, options.cold_share, num_lanes)
+        with faulty_profilers(bench.starts):
+            try:
+                bench.start()
+                while time.monotonic() < ends_at:
+                    done = read_rounds(options.output)
+                    if (kind := next(filter(None, (next_kind(o, done, options.rounds) for o in orders)), None)) is None:
+                        break
+                    append_round(options.output, run_round(bench, kind))
+            finally:
+                bench.close()
 
 
-def read_rounds(path: Path) -> list[Round]:
-    """Return the rounds of a file; none if there is no file."""
-    return [Round(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
-
-
-def next_kind(kinds: Sequence[str], rounds: Sequence[Round], num_rounds: int) -> str | None:
-    """Return the kind that has struck least often, the first of equals; null once each has struck `num_rounds` times.
-
-    A fault that does not strike, because its job took another way, is tried again, at most as often once more.
-    """
-    tried = Counter(done.kind for done in rounds)
-    struck = Counter(done.kind for done in rounds if done.struck)
-    open_kinds = [kind for kind in kinds if struck[kind] < num_rounds and tried[kind] < 2 * num_rounds]
-    return min(open_kinds, key=lambda kind: (struck[kind], tried[kind]), default=None)
-
-
-def run(device: str, kinds: Sequence[str], num_rounds: int, output: Path, seconds: float, seed: int) -> None:
-    """Append rounds to `output` until there is no next kind or the time is over."""
-    ends_at = time.monotonic() + seconds
-    with tempfile.TemporaryDirectory(prefix="bexp-gpu-faults-") as name, _faulty_profilers():
-        bench = Bench(device, Path(name), Random(seed))
-        try:
-            bench.start()
-            while (kind := next_kind(kinds, read_rounds(output), num_rounds)) and time.monotonic() < ends_at:
-                done = run_round(bench, kind)
-                with output.open("a") as file:
-                    file.write(json.dumps(asdict(done)) + "\n")
-        finally:
-            bench.close()
-
-
-@contextmanager
-def _faulty_profilers() -> Iterator[None]:
-    """Have profiler processes run `tests.chaos.faulty_profiler`."""
-
-    def command(module: str, *arguments: str) -> list[str]:
-        return module_command("tests.chaos.faulty_profiler" if module == "workers.profiler" else module, *arguments)
-
-    original, child.module_command = child.module_command, command  # type: ignore[attr-defined]  # that it imports
-    try:
-        yield
-    finally:
-        child.module_command = original  # type: ignore[attr-defined]  # as above
+def run_side_by_side(options: argparse.Namespace) -> None:
+    """Run rounds on each device, all at the same time, and in several lanes on the last one."""
+    devices, last = options.device, options.device[-1]
+    gpu = None if last == "cpu" else open_gpu(last, os.environ)
+    free_again = ((gpu and gpu.used_bytes()) or 0) + TOLERATED_BYTES
+    lanes = [(device, options, 0, 1) for device in devices[:-1]]
+    lanes += [(last, options, lane, options.lanes) for lane in range(options.lanes)]
+    processes = [get_context("spawn").Process(target=run, args=lane) for lane in lanes]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+    used = None if gpu is None else gpu.used_bytes()
+    if used is not None and options.lanes > 1:
+        end = Round("end_of_lanes", read_commit(), last, used_bytes=used, lanes=options.lanes)
+        if used > free_again:
+            end.violations.append(f"{(used - free_again) >> 20} MiB of the device are not free again")
+        append_round(options.output, end)
 
 
 def main() -> int:
     """Run rounds, print their sum, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.gpu_faults", description=__doc__)
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", default=["cuda:0"], nargs="+")
+    parser.add_argument("--lanes", type=int, default=1, help="of the last device")
     parser.add_argument("--rounds", type=int, default=20, help="of each kind")
     parser.add_argument("--minutes", type=float, default=9.0, help="no round begins later")
     parser.add_argument("--kinds", nargs="+", choices=KINDS, help="default: all that the device can have")
+    parser.add_argument("--cold-share", type=float, default=0.05, help="of the profilers that the interpreter starts")
     parser.add_argument("--seed", type=int, default=int(time.time()))
     parser.add_argument("--output", type=Path, required=True, help="a file of rounds, to which new ones are appended")
     parser.add_argument("--summary", action="store_true", help="run nothing")
     options = parser.parse_args()
-    kinds = options.kinds or [kind for kind in KINDS if options.device != "cpu" or kind not in ON_A_GPU]
     if not options.summary:
-        run(options.device, kinds, options.rounds, options.output, 60 * options.minutes, options.seed)
+        run_side_by_side(options)
     document = add_up(read_rounds(options.output))
     sys.stdout.write(json.dumps(document, indent=1) + "\n")
     return 1 if document["violations"] else 0

@@ -15,6 +15,7 @@ from random import Random
 import psutil
 
 from tests.chaos.fork_server import ForkServer, StartedProcess
+from tests.chaos.slow_worker import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 2.0
@@ -27,11 +28,18 @@ TABLE = ROOT / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
 class Service:
     """Starts processes on one database, and starts another for each that has ended.
 
-    `cold_share` of them are started by the interpreter, the others by a fork server.
+    `cold_share` of them are started by the interpreter, the others by a fork server. A trial of its workers takes
+    `trial_seconds`.
     """
 
     def __init__(
-        self, database_url: str, folder: Path, num_workers: int, port: int | None = None, cold_share: float = 0.05
+        self,
+        database_url: str,
+        folder: Path,
+        num_workers: int,
+        port: int | None = None,
+        cold_share: float = 0.05,
+        trial_seconds: float = 0.0,
     ) -> None:
         self.database_url = database_url
         self.exits: dict[str, int] = {}
@@ -49,6 +57,7 @@ class Service:
             "BEXP_MAX_ATTEMPTS": "100",  # faults come so fast that one job may be struck 20 times before its next trial
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
+            VARIABLE: str(trial_seconds),
             "TMPDIR": str(folder),
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
@@ -124,7 +133,7 @@ class Service:
         return self._start("api.cli", "serve", "--port", str(self.port))
 
     def _start_worker(self) -> StartedProcess:
-        return self._start("workers", "--device", f"replay:{TABLE}")
+        return self._start("tests.chaos.slow_worker", "--device", f"replay:{TABLE}")
 
     def _start(self, module: str, *arguments: str) -> StartedProcess:
         if self._rng.random() >= self._cold_share:

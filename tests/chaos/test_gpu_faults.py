@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from tests.chaos import faulty_profiler
-from tests.chaos.gpu_faults import KINDS, PHASES, Round, add_up, next_kind, read_rounds
+from tests.chaos.gpu_faults import KINDS, PHASES
+from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
 
 
 def test_a_fault_strikes_once_at_its_place_after_as_many_passes_as_told(
@@ -20,8 +20,8 @@ def test_a_fault_strikes_once_at_its_place_after_as_many_passes_as_told(
     monkeypatch.setenv(faulty_profiler.VARIABLE, str(file))
     monkeypatch.setitem(faulty_profiler.FAULTS, "hang", struck.append)
     faulty_profiler.strike("component", "cuda:1")
-    file.write_text(json.dumps({"kind": "hang", "place": "component", "passes": 2}))
-    for place in ("component", "timed", "component"):
+    file.write_text(json.dumps({"kind": "hang", "place": "component", "trials": 1, "passes": 2}))
+    for place in ("component", "reply", "component", "timed", "component"):
         faulty_profiler.strike(place, "cuda:1")
     assert struck == []
     for _ in range(2):
@@ -37,7 +37,8 @@ def test_rounds_are_summed_up_over_calls(tmp_path: Path) -> None:
         Round("hang", "c", "cuda:0", struck=True, used_bytes=5),
         Round("cancel", "c", "cuda:0", struck=True, cancel_seconds=7.0, violations=["3 MiB are not free again"]),
     ]
-    file.write_text("".join(json.dumps(asdict(done)) + "\n" for done in rounds))
+    for done in rounds:
+        append_round(file, done)
     found = add_up(read_rounds(file))
     assert found["rounds"] == {"cancel": 1, "hang": 1}
     assert found["violations"] == ["cancel: 3 MiB are not free again", "of 1 cancels, 1% took 7 s or longer"]

@@ -161,6 +161,22 @@ def test_devices_that_share_a_sequence_are_named() -> None:
     assert "context parallel" not in " ".join(render_recommendation(RECOMMENDATION, REQUEST))
 
 
+def test_variants_with_a_capacity_show_their_memory_and_what_they_drop() -> None:
+    main = ANSWER.variants[0]
+    assert main.recommendation is not None
+    candidate = main.recommendation.candidate.model_copy(update={"capacity_factor": 1.25})
+    best = main.recommendation.model_copy(update={"candidate": candidate, "dropped_share": 0.0625})
+    other = main.model_copy(update={"capacity_factor": 1.25, "recommendation": best})
+    failed = other.model_copy(update={"recommendation": None, "capacity_factor": 2.0})
+    text = render_answer(Answer(variants=(main, other, failed)), REQUEST, width=120)
+    table = text[text.index("Variants by num_query_groups and capacity_factor (separate") :].splitlines()
+    rows = [line.split() for line in table if line.split()[:1] == ["4"]]
+    assert [row[1] for row in rows] == ["none", "1.25", "2"]
+    assert [row[-1] for row in rows] == ["0.0%", "6.2%", "-"]
+    alone = render_answer(Answer(variants=(other,)), REQUEST, width=120)
+    assert "1.25: experts drop 6.2% of the token-expert pairs under this routing" in alone
+
+
 def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
     other = VariantAnswer(num_query_groups=1, num_parameters=99, recommendation=None, reason="needs 9 GiB")
     text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST, width=120)

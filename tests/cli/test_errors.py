@@ -65,11 +65,25 @@ def test_a_missing_file_and_a_folder(bexp: Run, tmp_path: Path) -> None:
     assert_usage(bexp("submit", tmp_path), "Is a directory")
 
 
+def test_what_is_no_file_but_looks_like_something_else_is_answered_with_the_command_to_use(
+    bexp: Run, tmp_path: Path
+) -> None:
+    assert_usage(bexp("submit", "Qwen/Qwen3-30B-A3B"), "hf download Qwen/Qwen3-30B-A3B config.json")
+    assert_usage(bexp("submit", "train.py"), "train.py is Python", "--target train.py:CLASS")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "batch_size": 0}')
+    assert_usage(bexp("submit", tmp_path), "batch_size: ")  # the folder's config.json was read
+    assert_usage(
+        bexp("submit", changed(tmp_path), "--set", "routing=zipf"), "routing: must be a mapping of its fields: "
+    )
+    assert_usage(bexp("best", "0000"), "no exploration begins with '0000'; `bexp list` shows them")
+
+
 @pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
         ("--micro-batch-size", "many", "--micro-batch-size 'many'"),
         ("--micro-batch-size", "8-2", "min (8) exceeds max (2)"),
+        ("--micro-batch-size", "2,4,0", "micro_batch_size: "),
         ("--device", "tpu", "--device 'tpu'"),
         ("--batch-size", "0", "batch_size: "),
         ("--memory-limit-gib", "nan", "memory_limit_gib: "),

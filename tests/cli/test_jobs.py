@@ -233,7 +233,7 @@ def test_cancel_ends_it_and_watch_says_so(bexp: Run, config: Path) -> None:
     done = bexp("cancel", job_id)
     assert (done.code, done.stdout) == (0, "")
     assert done.stderr == f"exploration {job_id} is cancelled\n"
-    assert bexp("cancel", job_id).stderr == f"exploration {job_id} had ended before: it is cancelled\n"
+    assert bexp("cancel", job_id).stderr == f"exploration {job_id} had ended before: cancelled\n"
     watched = bexp("watch", job_id)
     assert watched.code == 1
     assert "BEXP404" in watched.stdout

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 
 import pytest
@@ -15,11 +14,10 @@ from benchmarks.expert_reference import expert_ffn
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
-from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN
-from bexp.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
 from bexp.kernels.experts.registry import expert_support
 from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references
+from tests.gpu.fused_paths import PATHS, tiles_of
 from tests.gpu.test_kernels import experts_shape
 
 CUDA = torch.device("cuda")
@@ -34,18 +32,6 @@ if torch.cuda.is_available() and (REASON := FUSED.unsupported_reason(experts_sha
 TOLERANCE = 1e-2
 
 
-def tiles_of(path: str) -> FusedTiles | None:
-    """The tiles of a path: what the host would choose, all in Triton, or Hopper's own kernels however few the rows."""
-    gathered = replace(GRAD_HIDDEN, gathered=True)
-    copied = replace(GATE_UP_GEMM, gathered=False)
-    return {
-        "chosen": None,
-        "triton": default_tiles(1 << 20, 1 << 10, True, 2),
-        "hopper": ON_HOPPER,
-        "hopper, the other way to gather": ON_HOPPER.replaced(gate_up_gemm=copied, grad_hidden=gathered),
-    }[path]
-
-
 def backend(path: str) -> ExpertBackend:
     """The fused experts on that path."""
     from bexp.kernels.experts.fused.function import fused_ffn  # needs Triton
@@ -55,7 +41,6 @@ def backend(path: str) -> ExpertBackend:
     return ExpertBackend("fused", False, lambda shape, device: None, partial(fused_ffn, tiles=tiles_of(path)))
 
 
-PATHS = ("chosen", "triton", "hopper", "hopper, the other way to gather")
 LARGE = (
     expert_cases.ExpertCase("many experts", 4096, 512, 2, hidden=256, width=128, skew=1.0),
     expert_cases.ExpertCase("long rows", 2000, 16, 4, hidden=512, width=384, skew=1.0),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,7 +16,7 @@ from bexp.kernels.experts.comparisons.cublas_grouped import CublasGemm
 from bexp.kernels.experts.hopper import gemm as hopper
 from bexp.kernels.experts.hopper import tiles as hopper_tiles
 from bexp.kernels.experts.registry import expert_backend, expert_support
-from bexp.kernels.experts.triton_gemm import TritonGemm, multiply_rows, sum_over_rows
+from bexp.kernels.experts.triton_gemm import multiply, multiply_rows, sum_over_rows
 from bexp.kernels.experts.triton_tiles import LARGE, LOW, SHALLOW, SMALL, SQUARE
 from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, gemm_cases
@@ -104,13 +104,11 @@ def cublas_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
 
 
 def triton_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out: Tensor = TritonGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]
-    return out
+    return multiply(x, w, gemm_cases.ends_of(counts, CUDA))
 
 
 def hopper_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out: Tensor = hopper.HopperGemm.apply(x, w, gemm_cases.ends_of(counts, CUDA))  # type: ignore[no-untyped-call]
-    return out
+    return hopper.multiply(x, w, gemm_cases.ends_of(counts, CUDA))
 
 
 on_hopper = pytest.mark.skipif(
@@ -325,17 +323,17 @@ def test_back_ends_agree_with_the_loop(name: str, num_experts: int, top_k: int) 
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")
-@pytest.mark.parametrize("function", [TritonGemm, hopper.HopperGemm])
-def test_triton_never_waits_for_the_device(function: type[torch.autograd.Function]) -> None:
+@pytest.mark.parametrize("function", [multiply, hopper.multiply])
+def test_triton_never_waits_for_the_device(function: Callable[[Tensor, Tensor, Tensor], Tensor]) -> None:
     case = CASES[7]
     x, w, grad = gemm_cases.inputs(case, torch.bfloat16, CUDA)
     ends = gemm_cases.ends_of(case.counts, CUDA)
     x.requires_grad_()
     w.requires_grad_()
-    function.apply(x, w, ends).backward(grad)
+    function(x, w, ends).backward(grad)
     torch.cuda.set_sync_debug_mode("error")
     try:
-        function.apply(x, w, ends).backward(grad)
+        function(x, w, ends).backward(grad)
     finally:
         torch.cuda.set_sync_debug_mode("default")
 

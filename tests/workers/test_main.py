@@ -131,6 +131,7 @@ def test_a_worker_can_be_told_its_jobs_on_standard_input(
     [
         (["--device", "tpu"], "tpu"),
         (["--device", "cuda:9999"], "cuda:9999"),
+        (["--device", "cpu,cpu"], "names a device twice"),
         (["--device", "cpu", "--database-url", "mysql://host/name"], "mysql"),
         (["--device", "cpu", "--database-url", "sqlite:////proc/none/bexp.db"], "/proc/none"),
         (["--max-jobs", "none"], "none"),

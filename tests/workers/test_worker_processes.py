@@ -168,10 +168,9 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
     assert list_workers(sqlite_database) == []
 
 
-def test_a_mesh_whose_whole_model_is_cancelled_and_then_killed_has_the_answer_of_its_stored_blocks(
+def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_blocks_and_is_resumed(
     sqlite_database: Database, workers: Workers
 ) -> None:
-    """Cancelled in the middle of the whole model, resumed, its worker killed there, and resumed by another worker."""
     queue = Queue(sqlite_database)
     long = MODEL.model_copy(update={"hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 256})
     mesh = {"model": long, "num_devices": 2, "batch_size": 8, "micro_batch_size": (2,), "verify": True}
@@ -201,16 +200,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_and_then_killed_has_the_answer_of
     composed = get_job(sqlite_database, job.id).recommendation
     assert composed is not None
     queue.resume(job.id)
-    wait_until(trains(first))
-    ranks = profilers(first)
-    first.send_signal(signal.SIGKILL)
-    first.wait(300)
-    assert psutil.wait_procs(ranks, timeout=300)[1] == [], "a rank outlives its worker"
-    with sqlite_database.begin() as connection:  # rather than wait for the lease to run out
-        past = sqlite_database.clock(timedelta(seconds=-1))
-        connection.execute(sa.update(jobs).values(lease_expires_at=past))
-    second = workers.start("--group", "--device", "cpu,cpu", "--once")
-    assert second.wait(300) == 0
+    wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.SUCCEEDED)
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
     trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]

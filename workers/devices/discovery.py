@@ -47,7 +47,10 @@ def device_key(device: str, environment: Mapping[str, str]) -> str:
         raise ValueError(f"unknown device {device!r}: use cpu or cuda:0, cuda:1, ...")
     gpus = _visible_gpus(environment)
     if int(index or 0) >= len(gpus):
-        raise ValueError(f"device {device!r} does not exist: {len(gpus)} CUDA devices are visible")
+        raise ValueError(
+            f"device {device!r} does not exist: {len(gpus)} CUDA devices are visible (`bexp doctor` shows what can be "
+            "used)"
+        )
     return gpus[int(index or 0)]
 
 

@@ -16,6 +16,7 @@ import torch
 from bexp.measure import host_limits as host
 from explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
+from workers.profiler.instruments import clear_workspaces
 from workers.targets.reference.shapes import torch_dtype
 
 CUDA_MATMUL_SIZE = 8192
@@ -56,6 +57,7 @@ def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec
     matmul = _matmul_peaks(device, _cuda_matmul_peak)
     bandwidth = _bandwidth(device, CUDA_COPY_BYTES)
     launch = _launch_seconds(device)
+    workspaces = _workspace_bytes(device)
     torch.cuda.empty_cache()
     total, limit, context = cuda_memory(device, used_before)
     return HardwareSpec(
@@ -64,6 +66,7 @@ def _measure_cuda(device: torch.device, used_before: int | None) -> HardwareSpec
         memory_bytes=total,
         memory_limit_bytes=limit,
         context_bytes=context,
+        workspace_bytes=workspaces,
         matmul_flops_per_second=matmul,
         memory_bandwidth_bytes_per_second=bandwidth,
         launch_seconds=launch,
@@ -137,6 +140,16 @@ def _launch_seconds(device: torch.device) -> float:
             x.add_(1.0)
         seconds.append((time.perf_counter() - started) / TINY_OPERATIONS)
     return statistics.median(seconds)
+
+
+def _workspace_bytes(device: torch.device) -> int:
+    """Return the bytes that cuBLAS keeps: a workspace for this thread, and one for autograd's, which runs backward."""
+    clear_workspaces()
+    before = torch.cuda.memory_allocated(device)
+    x = torch.ones(64, 64, device=device, dtype=torch.bfloat16, requires_grad=True)
+    (x @ x).sum().backward()
+    del x
+    return max(0, torch.cuda.memory_allocated(device) - before)
 
 
 def _median_device_seconds(device: torch.device, run: Callable[[], object], warm_up: int, repeats: int) -> float:

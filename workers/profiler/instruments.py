@@ -62,7 +62,9 @@ class Instruments:
         """Allocate from now on as the job's training will; call it while nothing is cached."""
         if self.device.type == "cuda":
             expandable = allocator == "expandable_segments"
-            torch.cuda.memory._set_allocator_settings(f"expandable_segments:{expandable}")
+            # Newer torch warns of the name in torch.cuda.memory, and the warning would stand in each crash's reason.
+            change = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+            (change or torch.cuda.memory._set_allocator_settings)(f"expandable_segments:{expandable}")
 
     def settle(self, *, release: bool, kept_bytes: int = 0) -> int:
         """Free what a trial left; returns the bytes that cannot be freed, 0 if they are tolerated.
@@ -92,7 +94,12 @@ class Instruments:
         if self.device.type != "cuda":
             return 0
         torch.cuda.synchronize(self.device)
-        clear_workspaces = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
-        if clear_workspaces is not None:  # cuBLAS keeps one for every stream that it was used on
-            clear_workspaces()
+        clear_workspaces()
         return torch.cuda.memory_allocated(self.device)
+
+
+def clear_workspaces() -> None:
+    """Free the memory that cuBLAS keeps for each thread and stream that it was used on."""
+    clear = getattr(torch._C, "_cuda_clearCublasWorkspaces", None)
+    if clear is not None:
+        clear()

@@ -90,7 +90,7 @@ class Recording:
         Raises:
             RecordingError: no size was recorded completely.
         """
-        request = self.header.request.model_copy(update={"num_query_groups": None})
+        request = self.header.request.model_copy(update={"num_query_groups": None, "capacity_factors": None})
         missing = set(self.missing_sizes(request, request.model))
         if not missing:
             return request

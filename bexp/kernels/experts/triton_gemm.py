@@ -8,19 +8,16 @@ groups.
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.allocation import empty
+from bexp.kernels.allocation import checked, empty
 from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.gemm_function import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
-from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows, sorted_rows
 from bexp.kernels.experts.triton_tiles import Tiles, rows_tiles, weights_tiles
 from bexp.kernels.launcher import (
@@ -69,7 +66,7 @@ def multiply_rows(
     shape, strides, launch = _multiply_rows(
         x_RK.shape, stride, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, aligned, tiles, device
     )
-    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else _checked(out, x_RK, shape)
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is not None:
         launch(current_stream(device), x_RK, w, out, ends)
     return out
@@ -103,7 +100,7 @@ def sum_over_rows(
         tiles,
         device,
     )
-    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else _checked(out, x_RK, shape)
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is None:
         return out.zero_()
     launch(current_stream(device), x_RK, grad_RN, out, ends)
@@ -230,34 +227,13 @@ def _sum_over_rows(
     return shape, strides, Launches(("x", "grad", "out", "ends"), (launch,))
 
 
-class TritonGemm(Function):
-    """Forward by `multiply_rows`; backward by it with the matrices transposed, and by `sum_over_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-        """x (R, K), w (E, K, N), or the transpose of a contiguous tensor, ends (E,) to (R, N)."""
-        ctx.save_for_backward(x_RK, w_EKN, ends)
-        w, transposed = stored(w_EKN)
-        return multiply_rows(x_RK, w, ends, transposed=transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and w, the latter in the layout of w."""
-        x_RK, w_EKN, ends = ctx.saved_tensors
-        w, transposed = stored(w_EKN)
-        grad_RN = _with_dense_rows(grad_RN)
-        grad_x = multiply_rows(grad_RN, w, ends, transposed=not transposed) if ctx.needs_input_grad[0] else None
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            grad_w = sum_over_rows(grad_RN, x_RK, ends).mT if transposed else sum_over_rows(x_RK, grad_RN, ends)
-        return grad_x, grad_w, None
+multiply = differentiable_gemm(GemmProducts(multiply_rows, multiply_rows, sum_over_rows))
+"""`multiply_rows`, differentiable in x (R, K) and w (E, K, N)."""
 
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = TritonGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
+    return multiply(x_RK, w_EKN, rows.ends)
 
 
 def _forward(
@@ -277,7 +253,7 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
     x = torch.randn(32, 64, dtype=dtype, device=device, requires_grad=True)
     w = torch.randn(4, 64, 64, dtype=dtype, device=device, requires_grad=True)
     ends = torch.tensor([8, 8, 24, 32], dtype=torch.int32, device=device)
-    return triton_failure(lambda: TritonGemm.apply(x, w, ends), device)  # type: ignore[no-untyped-call]
+    return triton_failure(lambda: multiply(x, w, ends), device)
 
 
 def _programs(tiles: Tiles, num_tiles: int, device: torch.device) -> int:
@@ -289,11 +265,6 @@ def _bulk_copies(device: torch.device, dtype: torch.dtype, *widths: int) -> bool
     return has_bulk_copies(device) and all(
         width > 0 and width * dtype.itemsize % ALIGNMENT_BYTES == 0 for width in widths
     )
-
-
-def _checked(out: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
-    assert out.shape == shape and out.dtype == like.dtype and out.is_contiguous(), "the result's shape and dtype"
-    return out
 
 
 def _device(index: int) -> torch.device:

@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element
+
 _WARNING = "Conversion of an array with ndim > 0"
 """NumPy's, about the interpreter; from 2.4 on it is an error."""
 
@@ -23,6 +25,8 @@ def unavailable() -> str | None:
         return "the kernels run on the CUDA device: tests/gpu"
     os.environ["TRITON_INTERPRET"] = "1"
     from triton.runtime.errors import InterpreterError
+
+    accept_scalars_of_one_element()
 
     from bexp.kernels.experts.triton_gemm import multiply_rows
 

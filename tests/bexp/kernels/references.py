@@ -51,6 +51,16 @@ def experts(x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Ten
     return torch.stack(tokens)
 
 
+def kept_pairs(routes: Tensor, weights: Tensor, capacity: int) -> Tensor:
+    """Whether each expert takes a pair (T, K): the `capacity` pairs of largest weight, the earlier of equal ones."""
+    kept = torch.zeros_like(routes, dtype=torch.bool)
+    for expert in routes.unique().tolist():
+        pairs = (routes == expert).nonzero().tolist()
+        for t, k in sorted(pairs, key=lambda pair: -weights[pair[0], pair[1]].item())[:capacity]:
+            kept[t, k] = True
+    return kept
+
+
 def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Causal softmax attention; q (B, H, S, D), k and v (B, G, S, D)."""
     heads, groups, length = q.shape[1], k.shape[1], q.shape[2]

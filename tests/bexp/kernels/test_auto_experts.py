@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.experts import loop
+from bexp.kernels.experts.auto import __main__ as command
 from bexp.kernels.experts.auto import backend as auto_module
 from bexp.kernels.experts.auto import plans, products
 from bexp.kernels.experts.auto.backend import PLANNED, AutoExperts, auto_backend
-from bexp.kernels.experts.auto.choice import ByLoad, Seconds, choose
+from bexp.kernels.experts.auto.choice import ByLoad, Seconds, Times, choose
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_ffn, measure_gemm
-from bexp.kernels.experts.auto.products import STOCK, Products, gemm_of
+from bexp.kernels.experts.auto.products import EVEN, STOCK, Products, gemm_of
 from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, folder, row_class, rows_of_class
 from bexp.kernels.experts.backend import ExpertBackend, ExpertFFN
 from bexp.kernels.experts.registry import expert_backend
@@ -32,9 +33,18 @@ OTHER = "other"
 GEMM = GemmShape(4, 32, 16, torch.bfloat16)
 
 
-def seconds(uniform: Mapping[str, float], zipf: Mapping[str, float], error: float = 0.0) -> ByLoad:
+def seconds(
+    uniform: Mapping[str, float],
+    zipf: Mapping[str, float],
+    error: float = 0.0,
+    device: Mapping[str, float] | None = None,
+) -> ByLoad:
+    """Times by load; those on the device are those by the clock unless they are given."""
     loads = {"uniform": uniform, "zipf": zipf}
-    return {load: {name: Seconds(value, error) for name, value in times.items()} for load, times in loads.items()}
+    return {
+        load: {name: Times(Seconds(value, error), Seconds((device or times)[name])) for name, value in times.items()}
+        for load, times in loads.items()
+    }
 
 
 FASTER = seconds({STOCK: 2.0, OTHER: 1.0}, {STOCK: 2.0, OTHER: 1.0})
@@ -56,7 +66,6 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     [
         ({STOCK: 1.0, "a": 0.9}, {STOCK: 1.0, "a": 0.9}, 0.0, "a"),
         ({STOCK: 1.0, "a": 0.995}, {STOCK: 1.0, "a": 0.995}, 0.0, STOCK),
-        ({STOCK: 1.0, "a": 0.9}, {STOCK: 1.0, "a": 0.9}, 0.1, STOCK),
         ({STOCK: 1.0, "a": 1.1}, {STOCK: 1.0, "a": 0.5}, 0.0, STOCK),
         ({STOCK: 1.0, "a": 1.0}, {STOCK: 1.0, "a": 0.5}, 0.0, "a"),
         ({STOCK: 1.0, "a": 0.5, "b": 0.6}, {STOCK: 1.0, "a": 0.9, "b": 0.7}, 0.0, "b"),
@@ -68,7 +77,6 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
         *(
             "faster",
             "level",
-            "within the noise",
             "slower under one load",
             "faster under one load and level under the other",
         ),
@@ -77,6 +85,23 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 )
 def test_what_is_chosen(uniform: dict[str, float], zipf: dict[str, float], error: float, chosen: str) -> None:
     assert choose(seconds(uniform, zipf, error), STOCK) == chosen
+
+
+@pytest.mark.parametrize(
+    ("device", "chosen"),
+    [
+        ({STOCK: 1.0, "a": 0.7, "b": 0.9}, "a"),
+        ({STOCK: 1.0, "a": 0.705, "b": 0.7}, "a"),
+        ({STOCK: 1.0, "a": 0.995, "b": 1.1}, STOCK),
+        ({STOCK: 1.0, "a": 1.1, "b": 1.1}, STOCK),
+        ({STOCK: 1.0, "a": 1.0, "b": 1.0, "slow": 0.1}, STOCK),
+    ],
+    ids=["faster", "level with another: by the clock", "level with the stock one", "slower", "slower by the clock"],
+)
+def test_the_device_decides_between_plans_that_are_level_by_the_clock(device: dict[str, float], chosen: str) -> None:
+    clock = {"slow": 9.0, STOCK: 1.0, "a": 0.99, "b": 1.05}
+    times = {name: seconds for name, seconds in clock.items() if name in device}
+    assert choose(seconds(times, times, 0.05, device), STOCK) == chosen
 
 
 def test_a_class_is_measured_at_a_number_of_rows_within_it() -> None:
@@ -119,6 +144,9 @@ def test_a_table_is_read_by_a_later_process_with_the_same_versions_only(monkeypa
     assert other.plan("shape", 32, STOCK) == STOCK
 
 
+BROKEN_TIMES = ("[0.0, 0.0, 1.0, 0.0]", "[1.0, 0.0, NaN, 0.0]", "[1.0, 0.0]")
+
+
 def of_this_machine(classes: str) -> str:
     return f'{{"of": OF, "seconds": {{"shape": {classes}}}}}'
 
@@ -128,7 +156,7 @@ def of_this_machine(classes: str) -> str:
     [
         *("", "{", "[]", '{"of": {}}', '{"of": OF}', '{"of": OF, "seconds": []}', of_this_machine('{"x": {}}')),
         *(of_this_machine('{"10": []}'), of_this_machine('{"1000000000": {}}')),
-        *(of_this_machine(f'{{"10": {{"uniform": {{"other": {value}}}}}}}') for value in ("[0.0, 0.0]", "[NaN, 0]")),
+        *(of_this_machine(f'{{"10": {{"uniform": {{"other": {value}}}}}}}') for value in BROKEN_TIMES),
     ],
 )
 def test_a_broken_file_is_no_table_and_is_replaced(text: str, caplog: pytest.LogCaptureFixture) -> None:
@@ -261,12 +289,12 @@ class FakeTimer:
 
     def __call__(
         self, runs: Mapping[str, Callable[[], object]], device: torch.device, budget: object, /
-    ) -> dict[str, tuple[Seconds, Seconds]]:
+    ) -> dict[str, Times]:
         self.names.append(tuple(runs))
         for run in runs.values():
             run()
         found = {name: self.by_name.get(name, (1.0, 1.0)) for name in runs}
-        return {name: (Seconds(clock), Seconds(device_time)) for name, (clock, device_time) in found.items()}
+        return {name: Times(Seconds(clock), Seconds(device_time)) for name, (clock, device_time) in found.items()}
 
 
 @pytest.fixture
@@ -274,11 +302,11 @@ def called(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The products of a second back end that were called; its numbers are those of the loop."""
     names: list[str] = []
 
-    def multiply(x: Tensor, w: Tensor, ends: Tensor) -> Tensor:
+    def multiply(x: Tensor, w: Tensor, ends: Tensor, /, *, transposed: bool = False) -> Tensor:
         names.append("multiply")
-        return loop.grouped_gemm(x, w, _counted(ends))
+        return loop.grouped_gemm(x, w.mT if transposed else w, _counted(ends))
 
-    def add_up(x: Tensor, grad: Tensor, ends: Tensor) -> Tensor:
+    def add_up(x: Tensor, grad: Tensor, ends: Tensor, /) -> Tensor:
         names.append("add_up")
         parts = zip(x.split(_counted(ends).counts), grad.split(_counted(ends).counts), strict=True)
         return torch.stack([a.t() @ b for a, b in parts])
@@ -327,6 +355,50 @@ def test_each_product_comes_from_the_kernel_that_the_plan_names(
         torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("plan", [EVEN, f"{EVEN}+{STOCK}+{STOCK}", f"{STOCK}+{EVEN}+{EVEN}"])
+def test_even_rows_are_multiplied_in_one_batch(plan: str, transposed: bool) -> None:
+    torch.manual_seed(0)
+    ends = torch.tensor([8, 16, 24, 32], dtype=torch.int32)
+    stored = torch.randn((4, 16, 32) if transposed else (4, 32, 16)).bfloat16()
+    x, grad = torch.randn(32, 32).bfloat16(), torch.randn(32, 16).bfloat16()
+    found = []
+    for gemm in (gemm_of(plan), loop.grouped_gemm):
+        assert gemm is not None
+        a, b = x.clone().requires_grad_(), stored.clone().requires_grad_()
+        out = gemm(a, b.mT if transposed else b, _counted(ends))
+        out.backward(grad)
+        found.append((out, a.grad, b.grad))
+    for mine, wanted in zip(*found, strict=True):
+        torch.testing.assert_close(mine, wanted, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize(
+    ("counts", "is_known", "names"),
+    [
+        ((8, 8, 8, 8), True, {STOCK, EVEN, OTHER}),
+        ((8, 8, 8, 8), False, set()),
+        ((8, 8, 0, 16), True, {STOCK, OTHER}),
+        ((), True, {STOCK, OTHER}),
+    ],
+    ids=["even", "even and not measured", "uneven", "unknown to the host"],
+)
+def test_a_batched_product_is_a_plan_where_the_host_knows_that_rows_are_even(
+    counts: tuple[int, ...], is_known: bool, names: set[str], called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if is_known:
+        monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
+    timer = FakeTimer({})
+    monkeypatch.setattr(plans, "measure_gemm", partial(measure_gemm, timer=timer))
+    gemms = experts_with_another().gemms
+    gemms.backends = {**gemms.backends, EVEN: expert_backend(EVEN)}
+    ends = torch.tensor([8, 16, 16 if counts == (8, 8, 0, 16) else 24, 32], dtype=torch.int32)
+    x, w = torch.randn(32, 32).bfloat16(), torch.randn(4, 32, 16).bfloat16()
+    rows = Rows(ends, ends, ends, counts)
+    torch.testing.assert_close(gemms(x, w, rows), loop.grouped_gemm(x, w, _counted(ends)), rtol=2e-2, atol=2e-2)
+    assert {name for names_of_a_turn in timer.names for name in names_of_a_turn} == names
+
+
 def test_a_plan_of_a_back_end_that_is_not_here_is_none() -> None:
     assert gemm_of("of_a_later_version") is None
     assert gemm_of(f"{STOCK}+{STOCK}") is None
@@ -337,7 +409,8 @@ def test_the_mix_takes_the_fastest_on_the_device_and_is_timed_by_the_clock(calle
     found = measure_gemm(GEMM, 24, [STOCK, OTHER], CPU, timer)
     assert timer.names == [(STOCK, OTHER)] * 8, "three products and the plans, under two loads; the mix is no mix here"
     assert found.keys() == {"uniform", "zipf"}
-    assert {name: each.median for name, each in found["zipf"].items()} == {STOCK: 1.0 / 8, OTHER: 3.0 / 8}
+    assert {name: each.clock.median for name, each in found["zipf"].items()} == {STOCK: 1.0 / 8, OTHER: 3.0 / 8}
+    assert {name: each.device.median for name, each in found["zipf"].items()} == {STOCK: 1.0 / 8, OTHER: 0.5 / 8}
     assert choose(found, STOCK) == STOCK, "by the clock"
 
 
@@ -416,6 +489,24 @@ def test_a_graph_takes_the_choice_with_it_and_only_what_can_be_traced(monkeypatc
     found = [chosen(frozenset({torch.bfloat16}), tokens) for tokens in (16, 20, 256, 300)]
     assert found == [True, True, False, False]
     assert not chosen(frozenset(), 16)
+
+
+def test_a_command_measures_a_layer_beforehand(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experts = experts_with_another()
+    monkeypatch.setattr(command, "AUTO_EXPERTS", experts)
+    monkeypatch.setattr(command, "AUTO", ExpertBackend("auto", False, experts.check, experts.forward))
+    monkeypatch.setattr(auto_module, "measure_ffn", partial(measure_ffn, timer=FakeTimer({OTHER: (0.5, 0.5)})))
+    sizes = ["--num-experts", "4", "--top-k", "2", "--hidden-size", "32", "--ffn-hidden-size", "16", "--device", "cpu"]
+    assert command.main([*sizes, "--tokens", "8", "16"]) == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[:2] == ["8 tokens: other", "16 tokens: other"]
+    assert str(plans.table_of(CPU).path) in printed
+    assert KernelTable.of_device(CPU).plan(FFNShape(4, 2, 32, 16, True, torch.bfloat16).key, 16, STOCK) == OTHER
+    monkeypatch.setattr(command, "AUTO", expert_backend("auto"))
+    assert command.main([*sizes, "--tokens", "8"]) == 1
+    assert "nothing to choose from" in capsys.readouterr().err
 
 
 def test_there_must_be_a_choice_that_does_not_wait() -> None:

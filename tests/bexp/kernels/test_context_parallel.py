@@ -23,6 +23,8 @@ from tests.bexp.kernels import references
 from tests.bexp.kernels.thread_ring import run_ranks
 from tests.bexp.kernels.triton_interpreter import is_interpreting
 
+pytestmark = pytest.mark.slow(together=True)
+
 CPU = torch.device("cpu")
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2}
 LENGTH = 48

@@ -6,6 +6,8 @@ import pytest
 
 from tests.bexp.kernels import expert_parallel_ranks as ranks
 
+pytestmark = pytest.mark.slow(together=True)
+
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 Found = list[dict[str, Any]]
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.experts import triton_gemm
-from bexp.kernels.experts.triton_gemm import TRITON_GROUPED, TritonGemm, multiply_rows, sum_over_rows
+from bexp.kernels.experts.triton_gemm import TRITON_GROUPED, multiply, multiply_rows, sum_over_rows
 from bexp.kernels.experts.triton_tiles import Tiles, rows_tiles, weights_tiles
 from bexp.kernels.launcher import KEPT_LAUNCHES
 from tests.bexp.kernels import gemm_cases
@@ -95,7 +95,7 @@ def test_matrices_are_read_as_they_lie_and_their_gradient_lies_the_same_way() ->
     lying = w.mT.contiguous().mT.requires_grad_()
     found = []
     for matrices in (contiguous, lying):
-        out = TritonGemm.apply(x, matrices, ends)  # type: ignore[no-untyped-call]  # untyped in torch
+        out = multiply(x, matrices, ends)
         found.append((out, *torch.autograd.grad(out, (x, matrices), grad)))
     assert found[1][2].stride() == lying.stride() != contiguous.stride()
     for actual, wanted in zip(found[1], found[0], strict=True):
@@ -138,7 +138,7 @@ def test_gradients_of_a_strided_input_and_an_expanded_gradient() -> None:
     wide = torch.randn(6, 40)
     x = wide[:, :16].requires_grad_()
     w = torch.randn(3, 16, 16).requires_grad_()
-    TritonGemm.apply(x, w, ends).sum().backward()  # type: ignore[no-untyped-call]  # untyped in torch
+    multiply(x, w, ends).sum().backward()
     assert x.grad is not None
     assert w.grad is not None
     wanted = w.detach().sum(-1)[[0, 0, 2, 2, 2, 2]]

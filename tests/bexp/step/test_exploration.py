@@ -180,6 +180,20 @@ def test_nothing_fits() -> None:
     assert found.notes == ("no size fits",)
 
 
+def test_a_step_without_a_backward_pass_and_a_batch_that_runs_out_of_samples_are_no_answers(clock: Clock) -> None:
+    example = Example(clock)
+    found = explore(example, step=lambda x: example.model(x).sum())
+    assert found.micro_batch_size is None
+    assert any("could be measured: the step leaves no gradients" in note for note in found.notes)
+
+    samples = torch.randn(3, 4)
+    found = explore(example, batch=lambda m: samples[:m], sizes=(1, 2, 8))
+    assert {each.micro_batch_size: each.reason for each in found.results if each.outcome != "ok"} == {
+        8: "batch(8) returns 3 sequences: it must return 8"
+    }
+    assert found.micro_batch_size == 2
+
+
 def test_nothing_is_measured_when_the_time_is_used_up(clock: Clock) -> None:
     found = explore(Example(clock), max_seconds=1e-9)
     assert [result.micro_batch_size for result in found.results] == [1]

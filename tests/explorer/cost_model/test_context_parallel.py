@@ -26,6 +26,7 @@ from explorer.spec.candidate import Candidate
 from explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.variant import Variant
 from tests.explorer.explorations import pruned
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -369,7 +370,7 @@ def test_a_trial_from_before_context_parallelism_is_still_read() -> None:
     space = distributions(candidates)
     assert set(space) == set(DIMENSIONS)
     old = {name: to_params(candidates[0])[name] for name in DIMENSIONS[:5]}
-    assert to_candidate(old, 4) == candidates[0]
+    assert to_candidate(old, Variant(4)) == candidates[0]
 
 
 def test_predicted_bytes_of_shared_attention_follow_the_device() -> None:

@@ -228,3 +228,14 @@ def test_meshes_share_their_blocks() -> None:
     blocks: set[Component] = {c for one in found.candidates for c in found.composer.components(one)}
     assert len(found.candidates) > 100
     assert len(blocks) < 40
+
+
+def test_a_norm_over_all_heads_adds_one_exchange_of_two_numbers_a_token() -> None:
+    exchanged = []
+    for norm in ("head", "full"):
+        found = space({"tensor": 2}, num_devices=2, model={**MODEL, "qk_norm": norm})
+        blocks = found._decompose()(only(found))
+        (attention, _), *_ = blocks.blocks.values()
+        exchanged.append([transfer.seconds for transfer in attention.exchanges])
+    assert exchanged[1][:2] == exchanged[0]
+    assert exchanged[1][2] == pytest.approx(exchanged[0][0] * 2 * 4 * 2 / (512 * 2))

@@ -6,7 +6,7 @@ import pytest
 
 from explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
 from explorer.exports.plan import Plan, build_plan
-from explorer.exports.registry import FORMATS, export
+from explorer.exports.registry import FORMATS, export, formats_for
 from explorer.records.measurement import Outcome
 from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
@@ -112,3 +112,14 @@ def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
 def test_a_provisional_answer_says_so() -> None:
     assert any(line.startswith("provisional:") for line in plan(exploration(final=False)).header)
     assert not any(line.startswith("provisional:") for line in plan(exploration()).header)
+
+
+def test_only_a_framework_that_knows_the_capacity_of_experts_is_told_such_a_model() -> None:
+    answer = exploration(candidate(capacity_factor=1.25))
+    assert answer.recommendation is not None
+    assert formats_for(answer.recommendation) == ["megatron"]
+    text = export("megatron", answer).text
+    for flag in ("capacity-factor 1.25", "token-drop-policy probs", "token-dispatcher-type alltoall"):
+        assert flag in text
+    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told the capacity factor of the experts \(1.25\)"):
+        export("deepspeed", answer)

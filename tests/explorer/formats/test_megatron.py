@@ -16,6 +16,7 @@ FLAGS = """
 --vocab-size 500 --micro-batch-size 2 --global-batch-size 32 --bf16
 """
 LLAMA = f"{FLAGS} --swiglu --disable-bias-linear --normalization RMSNorm --position-embedding-type rope"
+DROPPING = "--num-experts 8 --disable-bias-linear --moe-expert-capacity-factor 1.25"
 NEMO = """
 name: megatron_gpt
 trainer: {devices: 8, num_nodes: 2, accelerator: gpu, precision: bf16-mixed, max_steps: 10}
@@ -88,6 +89,15 @@ def test_layers_with_experts(frequency: str, expected: tuple[int, int]) -> None:
     assert moe is not None
     assert (moe.num_experts, moe.top_k, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (8, 2, 32, True)
     assert (moe.first_k_dense, moe.moe_layer_frequency) == expected
+    assert moe.capacity_factor is None
+
+
+def test_a_capacity_factor_is_read_with_the_policy_that_is_supported() -> None:
+    text = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 32 --moe-token-drop-policy"
+    for more, factor in (("position", None), ("probs --moe-expert-capacity-factor 1.25", 1.25)):
+        moe = parse_request(load_document(f"{text} {more}")).model.moe
+        assert moe is not None
+        assert moe.capacity_factor == factor
 
 
 def test_sharding_and_context_parallelism() -> None:
@@ -154,6 +164,8 @@ def test_what_a_request_says_of_recomputation_stands_beside_the_flags() -> None:
         ("--fp16", "fp16", "contradicts bf16"),
         ("--use-distributed-optimizer", "use_distributed_optimizer", "needs num_devices > 1"),
         ("--num-experts 8", "disable_bias_linear", "biases in experts"),
+        (f"{DROPPING} --moe-token-drop-policy position", "moe_token_drop_policy", "supported: probs"),
+        (f"{DROPPING} --moe-pad-expert-input-to-capacity", "moe_pad_expert_input_to_capacity", "not padded"),
         ("--num-experts 8 --disable-bias-linear --moe-layer-freq 2", "moe_layer_freq", "must be a number, or a list"),
     ],
 )

@@ -80,7 +80,7 @@ def test_faults_are_located_in_the_document(document: Any, location: tuple[str, 
 def test_the_code_that_a_published_config_names_is_left_out_and_noted(place: Callable[[Any], Any]) -> None:
     request = parse_request(place({**GEMMA, "auto_map": {"AutoConfig": "configuration_gemma.Config"}}))
     assert request.hf_config == GEMMA
-    assert "auto_map is left out" in request.notices[0]
+    assert any("auto_map is left out" in notice for notice in request.notices)
 
 
 @pytest.mark.parametrize("place", [lambda config: config, lambda config: {"model": config}])
@@ -92,10 +92,31 @@ def test_a_time_step_without_a_limit_is_left_out(place: Callable[[Any], Any]) ->
 
 
 def test_a_misspelt_field_beside_a_config_is_noted() -> None:
-    assert parse_request({**GEMMA, "bach_size": 4}).notices == (
+    assert parse_request({**GEMMA, "seq_length": 256, "bach_size": 4}).notices == (
         "bach_size is read as a key of config.json (did you mean 'batch_size'?)",
     )
-    assert parse_request({**GEMMA, "text_config": {}, "attention_bias": True}).notices == ()
+    assert parse_request({**GEMMA, "seq_length": 256, "text_config": {}, "attention_bias": True}).notices == ()
+
+
+@pytest.mark.parametrize("target", ["transformers", "bexp"])
+def test_a_length_that_nobody_states_is_assumed_and_noted_where_the_model_allows_another(target: str) -> None:
+    config = {"model_type": "llama", "max_position_embeddings": 40960}
+    request = parse_request(config, overrides={"target": target})
+    assert request.seq_length == 4096
+    assert request.notices == (
+        "a sequence is assumed to have 4,096 tokens, although config.json allows 40,960: --seq-length sets it",
+    )
+    for stated in ({"model.seq_length": 512}, {"hf_seq_length": 512})[: 1 if target == "bexp" else 2]:
+        request = parse_request(config, overrides={"target": target, **stated})
+        assert (request.seq_length, request.notices) == (512, ())
+    shorter = parse_request({**config, "max_position_embeddings": 2048}, overrides={"target": target})
+    assert (shorter.seq_length, shorter.notices) == (2048, ())
+
+
+@pytest.mark.parametrize("place", [lambda config: config, lambda config: {"model": config}])
+def test_a_length_beside_a_config_is_kept(place: Callable[[Any], Any]) -> None:
+    request = parse_request({**place({"model_type": "llama"}), "hf_seq_length": 128})
+    assert (request.seq_length, request.notices) == (128, ())
 
 
 def test_a_number_of_query_groups_in_a_config_is_the_models_own() -> None:

@@ -19,6 +19,7 @@ from explorer.search.explore import explore
 from explorer.search.optuna_sampler import ComponentSampler
 from explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from explorer.spec.candidate import Candidate, Recompute
+from explorer.spec.variant import Variant
 from tests.explorer.explorations import MODEL, answer_of, explored, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -170,6 +171,26 @@ def test_variants_stand_side_by_side() -> None:
     assert len(lines(steps, EventCode.VARIANT)) == 3
 
 
+def test_capacity_factors_are_compared_and_share_all_but_their_experts() -> None:
+    moe = MODEL["moe"] | {"capacity_factor": [None, 1.0, 2.0]}
+    req = request(model=MODEL | {"moe": moe}, routing={"kind": "zipf"}, micro_batch_size=[2, 4])
+    device = SimulatedDevice(req)
+    steps = run(req, device)
+    answer = answer_of(steps)
+    assert [v.capacity_factor for v in answer.variants] == [None, 1.0, 2.0]
+    dropped = [v.recommendation.dropped_share for v in answer.variants if v.recommendation is not None]
+    assert dropped[0] is None
+    assert dropped[1] is not None
+    assert dropped[2] is not None
+    assert 0.1 < dropped[2] < dropped[1] < 0.6
+    assert any("num_query_groups=4,capacity_factor=2," in line for line in lines(steps, EventCode.VARIANT))
+    assert {trial.candidate.capacity_factor for trial in trials_of(steps)} == {None, 1.0, 2.0}
+    measured = [c for plan in device.plans for c in plan.components]
+    assert len(measured) == len({c.key for c in measured})
+    assert {c.capacity_factor for c in measured if c.kind.value == "moe_ffn"} == {None, 1.0, 2.0}
+    assert {c.capacity_factor for c in measured if c.kind.value != "moe_ffn"} == {None}
+
+
 def test_eval_mode_has_no_recomputation_and_no_optimizer() -> None:
     req = request(mode="eval")
     device = SimulatedDevice(req)
@@ -213,7 +234,7 @@ def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it() -> N
     trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
     told = [t for t in studies[""].trials if MEASUREMENT in t.user_attrs]
     assert [t.user_attrs[TRIAL_NUMBER] for t in told] == [t.number for t in trials]
-    assert [to_candidate(t.params, 4) for t in told] == [t.candidate for t in trials]
+    assert [to_candidate(t.params, Variant(4)) for t in told] == [t.candidate for t in trials]
     assert found is not None
     assert studies[""].best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
 

@@ -8,6 +8,7 @@ from explorer.records.measurement import Outcome, PhaseSeconds
 from explorer.records.trial import Trial, TrialKind
 from explorer.search.history import GRACE, HOPELESS_CONTAMINATED, HOPELESS_FAILURES, TrialHistory
 from explorer.spec.options import Budget
+from explorer.spec.variant import Variant
 from tests.explorer.search.small import candidate, trial
 
 
@@ -74,7 +75,7 @@ def failures(number: int, outcome: Outcome = Outcome.CRASHED, reason: str = "no 
 
 
 def is_hopeless(*trials: Trial) -> bool:
-    return TrialHistory(trials, Budget(), 1).is_hopeless(4)
+    return TrialHistory(trials, Budget(), 1).is_hopeless(Variant(4))
 
 
 def test_a_device_is_given_up_after_five_equal_failures() -> None:
@@ -110,17 +111,17 @@ def test_failures_of_one_component_do_not_make_a_device_hopeless() -> None:
 def test_variants_are_told_apart_by_their_query_groups() -> None:
     other = candidate(num_query_groups=1)
     found = TrialHistory([trial(0), trial(1, other), *failures(5)], Budget(), 2)
-    assert [t.number for t in found.trials_of(1)] == [1]
-    assert not found.is_hopeless(1)
-    assert found.commonest_failure(1) is None
-    assert found.commonest_failure(4) == "crashed: no compiler"
+    assert [t.number for t in found.trials_of(Variant(1))] == [1]
+    assert not found.is_hopeless(Variant(1))
+    assert found.commonest_failure(Variant(1)) is None
+    assert found.commonest_failure(Variant(4)) == "crashed: no compiler"
 
 
 def test_the_commonest_failure_is_named_with_its_reason() -> None:
     trials = [*failures(1, reason="rare"), *failures(2, outcome=Outcome.TIMED_OUT, reason="slow"), trial(9)]
-    assert TrialHistory(trials, Budget(), 1).commonest_failure(4) == "timed_out: slow"
+    assert TrialHistory(trials, Budget(), 1).commonest_failure(Variant(4)) == "timed_out: slow"
     nameless = [trial(0, outcome=Outcome.CRASHED)]
-    assert TrialHistory(nameless, Budget(), 1).commonest_failure(4) == "crashed: no reason given"
+    assert TrialHistory(nameless, Budget(), 1).commonest_failure(Variant(4)) == "crashed: no reason given"
 
 
 def test_of_several_whole_model_runs_the_first_sound_one_counts() -> None:
@@ -130,7 +131,7 @@ def test_of_several_whole_model_runs_the_first_sound_one_counts() -> None:
     ]
     found = TrialHistory([trial(7), *runs], Budget(), 1)
     assert found.whole_model(candidate()) == runs[1]
-    assert found.whole_models(4) == runs
+    assert found.whole_models(Variant(4)) == runs
     assert found.whole_model(candidate(2)) is None
     only = TrialHistory(runs[:1], Budget(), 1)
     assert only.whole_model(candidate()) == runs[0]

@@ -19,6 +19,7 @@ from explorer.search.optuna_trials import (
     to_params,
 )
 from explorer.spec.candidate import Recompute
+from explorer.spec.variant import Variant
 from tests.explorer.search.small import candidate, small_state, trial
 
 
@@ -41,7 +42,7 @@ def test_a_stored_trial_has_a_value_only_if_it_tells_something_of_its_candidate(
     assert found.constraints == {FEASIBLE: violation}
     assert found.user_attrs[TRIAL_NUMBER] == 5
     assert read_measurement(found) == (5, stored.measurement)
-    assert to_candidate(found.params, 4) == candidate(2)
+    assert to_candidate(found.params, Variant(4)) == candidate(2)
 
 
 def test_a_trial_without_a_measurement_is_not_read() -> None:
@@ -56,7 +57,7 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
     assert tuple(space) == DIMENSIONS
     for each in candidates:
         params = to_params(each)
-        assert to_candidate(params, each.num_query_groups) == each
+        assert to_candidate(params, each.variant) == each
         for name, value in params.items():
             assert value in space[name].choices  # type: ignore[attr-defined]
     assert to_params(candidate(recompute=Recompute.FULL))["recompute"] == "full"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from explorer.spec.variant import Variant
 from tests.explorer.search.small import candidate, context, small_request, trial
 
 
@@ -9,13 +10,13 @@ def test_the_first_variant_is_the_main_one_and_its_study_has_no_suffix() -> None
     first = context(small_request())
     assert first.is_main
     assert first.study_name == ""
-    assert first.num_query_groups == 4
+    assert first.variant == Variant(4)
 
 
 def test_other_variants_name_their_study_by_their_query_groups() -> None:
     second = context(small_request(num_query_groups=[4, 2]), index=1)
     assert not second.is_main
-    assert second.num_query_groups == 2
+    assert second.variant == Variant(2)
     assert second.study_name == "num_query_groups=2"
 
 

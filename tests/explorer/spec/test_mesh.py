@@ -114,11 +114,6 @@ def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
         ),
         ({"expert_mode": "shadowed"}, {"fabric": None, "model": MOE}, "needs experts on several devices"),
         (
-            {"tensor": 2},
-            {"fabric": None, "num_devices": 2, "model": {**MODEL, "qk_norm": "full"}},
-            r"tensor \(2\) needs a model without qk_norm 'full'.*the nearest that can be is 1",
-        ),
-        (
             {"pipeline": 2, "sharding": "zero3"},
             {"fabric": None, "num_devices": 4},
             "a pipeline needs sharding none or zero1",

@@ -19,6 +19,10 @@ MODEL: dict[str, Any] = {
 MOE: dict[str, Any] = {**MODEL, "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32}}
 
 
+def moe_with(factor: Any) -> dict[str, Any]:
+    return {**MODEL, "moe": {**MOE["moe"], "capacity_factor": factor}}
+
+
 def build(**changes: Any) -> ExplorationRequest:
     return ExplorationRequest.model_validate({"model": MODEL, **changes})
 
@@ -70,6 +74,13 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"num_query_groups": []}, "num_query_groups"),
         ({"num_query_groups": [1] * 9}, "num_query_groups"),
         ({"model": {**MODEL, "num_query_groups": [1, 2]}, "num_query_groups": [4]}, "twice"),
+        ({"model": moe_with(0)}, "capacity_factor"),
+        ({"model": moe_with([1.0, -1])}, "capacity_factors"),
+        ({"model": moe_with([1.0]), "capacity_factors": [2]}, "capacity_factor is given as a list twice"),
+        ({"capacity_factors": [1.0]}, "capacity_factors given for a model without experts"),
+        ({"model": moe_with(1.0), "execution": "graph"}, "need execution 'eager' or 'compile'"),
+        ({"model": moe_with([None, 1.0]), "num_devices": 2, "parallelism": {"expert": 2}}, "not for meshes"),
+        ({"model": moe_with(1.0), "num_devices": 8, "fabric": "h100-nvl-ib400"}, "leave out capacity_factor"),
         ({"memory_limit_gib": 0}, "memory_limit_gib"),
         ({"memory_limit_gib": float("nan")}, "memory_limit_gib"),
         ({"tolerance": 0.5}, "tolerance"),
@@ -140,6 +151,21 @@ def test_a_list_in_the_model_names_variants() -> None:
     request = build(model={**MODEL, "num_query_groups": [2, 1]})
     assert request.model.num_query_groups == 2
     assert [model.query_groups for model in request.variants()] == [2, 1]
+
+
+def test_a_list_of_capacity_factors_names_variants_of_each_attention() -> None:
+    request = build(model={**moe_with([None, 1.25]), "num_query_groups": [4, 2]})
+    assert request.model.moe == build(model=MOE).model.moe
+    assert [model.variant for model in request.variants()] == [(4, None), (4, 1.25), (2, None), (2, 1.25)]
+    assert request.drops_tokens
+    assert not build(model=MOE).drops_tokens
+
+
+@pytest.mark.parametrize(("factor", "capacity"), [(None, 10), (1.0, 5), (1.1, 6), (0.01, 1)])
+def test_a_capacity_is_rounded_up(factor: float | None, capacity: int) -> None:
+    moe = build(model=moe_with(factor)).model.moe
+    assert moe is not None
+    assert moe.capacity(10) == capacity
 
 
 def test_a_stored_request_is_read_back_as_it_was() -> None:

@@ -30,6 +30,8 @@ from workers.process.interface import ProfilerError, ProfilerInterruptedError, P
 from workers.process.profiler import Profiler
 from workers.process.protocol import Begin, Reply, ReportReply
 
+pytestmark = pytest.mark.slow(together=True)
+
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """Threads that wait for each other on a busy host take longer than one alone."""
 

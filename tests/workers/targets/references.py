@@ -89,6 +89,8 @@ def moe_ffn(model: ModelSpec, p: Mapping[str, Tensor], x: Tensor, routes: Tensor
     weights = (scores / scores.sum(-1, keepdim=True)).gather(1, routes)
     if moe.norm_topk_prob:
         weights = weights / weights.sum(-1, keepdim=True)
+    if moe.capacity_factor is not None:
+        weights = weights * kernels.kept_pairs(routes, weights, moe.capacity(h.shape[0]))
     out = kernels.experts(h, routes, weights, p["w_in"], p["w_out"], model.activation)
     if moe.shared_expert_ffn_hidden_size:
         shared = mlp(model, p, "shared.", h)

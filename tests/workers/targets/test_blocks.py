@@ -99,6 +99,8 @@ def test_dense_ffn(fields: dict[str, Any]) -> None:
         ({"shared_expert_ffn_hidden_size": 40, "shared_expert_gate": True}, {"mlp_bias": True, "norm": "layernorm"}),
         ({"top_k": 6, "norm_topk_prob": True}, {"activation": "relu"}),
         ({"norm_topk_prob": True}, {"dtype": "bfloat16"}),
+        ({"capacity_factor": 0.7, "shared_expert_ffn_hidden_size": 40}, {}),
+        ({"capacity_factor": 0.5, "top_k": 1}, {}),
     ],
     ids=str,
 )

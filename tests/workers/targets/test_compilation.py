@@ -54,7 +54,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
             {"expert_backend": "grouped_mm", "bta_tile": 1, "recompute": "full"},
         ),
         ("chunked", {"moe": small_moe(norm_topk_prob=True)}, {"expert_backend": "loop"}),
-        ("full", {"moe": small_moe(), "dtype": "bfloat16"}, {"expert_backend": "grouped_mm"}),
+        (
+            "full",
+            {"moe": small_moe(capacity_factor=0.7), "dtype": "bfloat16"},
+            {"expert_backend": "grouped_mm", "capacity_factor": 0.7},
+        ),
     ],
     ids=str,
 )

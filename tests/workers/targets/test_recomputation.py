@@ -94,6 +94,7 @@ def test_dense_ffn_is_the_same_to_the_bit(fields: dict[str, Any]) -> None:
         ({"shared_expert_ffn_hidden_size": 40, "shared_expert_gate": True}, {"mlp_bias": True}),
         ({"norm_topk_prob": True}, {"gated_mlp": False, "activation": "gelu", "dtype": "bfloat16"}),
         ({}, {"gated_mlp": False, "activation": "relu"}),
+        ({"capacity_factor": 0.7}, {"dtype": "bfloat16"}),
     ],
     ids=str,
 )

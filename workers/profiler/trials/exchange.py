@@ -22,7 +22,7 @@ class _Exchange:
     """One operation on buffers of bfloat16. A timer treats it as the forward of a block."""
 
     training = False
-    is_chainable = False
+    is_chainable = True
 
     def __init__(
         self,
@@ -43,6 +43,7 @@ class _Exchange:
             return empty.normal_(0.0, 1e-3, generator=generator)
 
         self._neighbours = (own - 1) % ranks, (own + 1) % ranks
+        self._turns: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]] | None = None
         self._sent: list[int] | None = None
         self._received: list[int] | None = None
         if asked.operation is Operation.ALL_TO_ALL:
@@ -53,8 +54,9 @@ class _Exchange:
         elif asked.operation in {Operation.SEND, Operation.BROADCAST}:
             self._own, self._whole = draw(share * ranks), draw(share * ranks)
         else:  # as blocks of ranks do it, because the host's time counts too
-            self._ranks = SequenceParallel(group)
-            length = share if asked.operation is Operation.ALL_GATHER else share * ranks
+            shared, gathers = SequenceParallel(group), asked.operation is Operation.ALL_GATHER
+            self._turns = (shared.gather, shared.reduce) if gathers else (shared.reduce, shared.gather)
+            length = share if gathers else share * ranks
             self._own = draw(length).view(1, length, 1).requires_grad_()
 
     def prepare_forward(self) -> None:
@@ -65,10 +67,8 @@ class _Exchange:
         """Run the operation; a rank that has no group does nothing."""
         if self._group is None:
             return
-        if self._operation is Operation.ALL_GATHER:
-            self._ranks.gather(self._own)
-        elif self._operation is Operation.REDUCE_SCATTER:
-            self._ranks.reduce(self._own)
+        if self._turns is not None:
+            self._turns[0](self._own)
         elif self._operation is Operation.ALL_TO_ALL:
             dist.all_to_all_single(self._whole, self._own, self._received, self._sent, group=self._group)
         elif self._operation is Operation.BROADCAST:
@@ -90,7 +90,20 @@ class _Exchange:
         """An exchange has no backward."""
 
     def run_chain(self, length: int) -> None:
-        """Exchanges are timed one at a time."""
+        """Run `length` operations in a row.
+
+        Blocks gather and reduce in turns, and do the same in backward, where the host needs longer.
+        """
+        if self._group is None:
+            return
+        if self._turns is None:
+            for _ in range(length):
+                self.forward()
+            return
+        (first, second), x = self._turns, self._own
+        for _ in range(length // 4):
+            x = second(first(x))
+        torch.autograd.backward(x, self._own.detach())
 
 
 def measure_exchange(

@@ -32,6 +32,8 @@ from workers.targets.target import Target, TrainingRun
 
 MIN_STEPS = 3
 MAX_STEPS = 10
+MAX_MESH_STEPS = 30
+"""Steps of several ranks, each with a host of its own, vary more."""
 TIMED_SECONDS = 3.0
 LONG_STEP_SECONDS = 5.0
 """A longer step is run only once, because warm-up and variation are a small part of it."""
@@ -108,7 +110,12 @@ def run_mesh_model(
         UnsupportedTrialError: the model cannot be spread like this.
     """
     instruments.settle(release=True)
-    run = _run(instruments, lambda: MeshTrainingRun(instruments, model, candidate, mesh_run, request), clock)
+    run = _run(
+        instruments,
+        lambda: MeshTrainingRun(instruments, model, candidate, mesh_run, request),
+        clock,
+        most_steps=MAX_MESH_STEPS,
+    )
     steps = [(before.seconds_until(updated), updated.seconds_until(end)) for before, updated, end in run.marks]
     number = mesh_run.num_micro_batches
     computed = [seconds / number for seconds, _ in steps]
@@ -151,7 +158,7 @@ class _Run(Generic[R]):
     watch: Watch
 
 
-def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock) -> _Run[R]:
+def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock, most_steps: int = MAX_STEPS) -> _Run[R]:
     cuda = instruments.device.type == "cuda"
     with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
@@ -168,7 +175,7 @@ def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock) ->
             training.step()  # without the meter, which slows the host down and prevents compilation
             step_seconds = _step_seconds(instruments, training)
     (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
-    num_steps = 1 if is_long else max(MIN_STEPS, min(MAX_STEPS, int(TIMED_SECONDS / step_seconds)))
+    num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(TIMED_SECONDS / step_seconds)))
     with clock.phase("timed"), instruments.monitor.watch() as watch, collector_paused():
         marks = []
         for _ in range(num_steps):

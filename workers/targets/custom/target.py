@@ -81,7 +81,8 @@ class CustomTarget:
             assert self._process is not None, "it was opened"
             found = self._process.ask("describe", self._deadline)
         except TrialFailedError as error:
-            raise UnsupportedTrialError(f"target '{self._source.name}': {error.outcome}: {error}") from error
+            how = "" if error.outcome is Outcome.UNSUPPORTED else f"{error.outcome}: "
+            raise UnsupportedTrialError(f"target '{self._source.name}': {how}{error}") from error
         self._open_choice = next(iter(self._choices), None)
         self._parts = self._describe(found)
         own = BackendSupport(name=OWN_ATTENTION, usable=True)

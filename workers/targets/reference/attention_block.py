@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -27,6 +28,7 @@ class AttentionBlock(ResidualBlock):
     `backend` names the kernel. Selective recomputation runs the attention core (the kernel alone) again in backward;
     recomputation of the projections runs all that comes before it, and keeps what the kernel itself keeps. With
     `context_parallel` the block has this rank's tokens of each sequence, and attention alone asks the other ranks.
+    `norm_over_ranks` is set where other ranks have heads that a norm spans, too.
     """
 
     recompute_to_the_end = True
@@ -64,6 +66,7 @@ class AttentionBlock(ResidualBlock):
         self.w_out = weights.normal(model.hidden_size, query)
         self.b_out = weights.normal(model.hidden_size) if model.attention_output_bias else None
         self.norm_heads = model.qk_norm == "head"
+        self.norm_over_ranks: Callable[[Tensor, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
         sizes = {"none": None, "head": (self.head_size, self.head_size), "full": (query, key)}[model.qk_norm]
         self.q_norm = RMSNorm(sizes[0], weights) if sizes else None
         self.k_norm = RMSNorm(sizes[1], weights) if sizes else None
@@ -106,6 +109,8 @@ class AttentionBlock(ResidualBlock):
         assert self.k_norm is not None
         if self.norm_heads:
             q, k = self.q_norm(q), self.k_norm(k)
+        elif self.norm_over_ranks is not None:
+            q, k = self.norm_over_ranks(q, k, self.q_norm.weight, self.k_norm.weight)
         else:
             q = self.q_norm(q.flatten(2)).unflatten(-1, (-1, self.head_size))
             k = self.k_norm(k.flatten(2)).unflatten(-1, (-1, self.head_size))

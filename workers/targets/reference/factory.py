@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor, nn
 
@@ -17,10 +19,11 @@ from workers.targets.reference.head import Head
 from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.routes import device_routes
 from workers.targets.reference.shapes import torch_dtype
+from workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from workers.targets.reference.spread_experts import build_busiest_rank
-from workers.targets.reference.tensor_parallel import lose_alone
+from workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
 
-Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | Head
+Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 
 
 def build_block(
@@ -47,6 +50,8 @@ def build_block(
     if component.kind is ComponentKind.EMBEDDING:
         positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
         block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
+        if request.is_mesh and component.tensor_parallel_size > 1:
+            return VocabularyEmbedding(block, (0, model.vocab_size), None)
     elif component.kind is ComponentKind.ATTENTION:
         assert component.backend is not None, "an attention component names its back end"
         assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
@@ -60,6 +65,9 @@ def build_block(
             generator=generator,
             context_parallel=context_parallel,
         )
+        if model.qk_norm == "full" and request.is_mesh and component.tensor_parallel_size > 1:
+            size = component.tensor_parallel_size
+            block.norm_over_ranks = partial(norm_over_ranks, size=size, total=total_alone)
     elif component.kind is ComponentKind.DENSE_FFN:
         block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
     elif component.part == SPREAD_EXPERTS:

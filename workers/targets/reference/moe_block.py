@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.capacity import ExpertsWithCapacity
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.router import route, score
 from bexp.kernels.selective_recompute import recomputable
@@ -46,6 +47,8 @@ class MoEFFN(ResidualBlock):
         self.top_k, self.norm_topk_prob = moe.top_k, moe.norm_topk_prob
         self.backend = expert_backend(backend)
         self.run_experts: ExpertFFN = self.backend.forward
+        if moe.capacity_factor is not None:
+            self.run_experts = ExpertsWithCapacity(self.backend.forward, moe.capacity)
         self.norm = build_norm(model, weights)
         self.w_router = weights.normal(moe.num_experts, hidden)
         self.w_in = weights.normal(moe.num_experts, hidden, 2 * width if model.gated_mlp else width)
@@ -78,8 +81,10 @@ class MoEFFN(ResidualBlock):
         return out.view(x_BSD.shape[0], -1, x_BSD.shape[2])
 
     def compile_core(self) -> None:
-        """Compile the branch; experts on several ranks, and a back end that cannot be traced, stay eager inside."""
-        if self.is_spread or self.w_in.dtype not in self.backend.traceable_dtypes:
+        """Compile the branch; experts that several ranks have, that wait for what they drop or that cannot be traced,
+        stay eager inside."""
+        has_waits = self.is_spread or isinstance(self.run_experts, ExpertsWithCapacity)
+        if has_waits or self.w_in.dtype not in self.backend.traceable_dtypes:
             self.run_experts = left_eager(self.run_experts)
         super().compile_core()
 

@@ -1,15 +1,14 @@
 """Blocks that several ranks share, with tensor and sequence parallelism.
 
 Each rank has the blocks of one device of a mesh (see `explorer.cost_model.shards`), which are also timed by themselves.
-Between blocks a rank has 1 / size of each sequence. A block gathers its sequences behind its norm, and its partial
-results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of the
-vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
+Between blocks a rank has 1 / size of a micro-batch's tokens. A block gathers all of them behind its norm, and its
+partial results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of
+the vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -19,16 +18,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-from torch.distributed.distributed_c10d import _coalescing_manager
 
 from explorer.spec.model import ModelSpec
-from workers.profiler.failures import UnsupportedTrialError
 from workers.targets.reference.attention_block import AttentionBlock
 from workers.targets.reference.block import ResidualBlock
 from workers.targets.reference.embedding import Embedding
 from workers.targets.reference.ffn_block import DenseFFN
 from workers.targets.reference.head import Head
 from workers.targets.reference.mlp import MLP
+from workers.targets.reference.shared_norm import norm_over_ranks
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -39,69 +37,65 @@ WHOLE = ("weight", "bias", "w_router", "w_shared_gate", "w_positions")
 
 
 class SequenceParallel:
-    """The ranks of a group, each of which has a part of every sequence between blocks."""
+    """The ranks of a group, each of which has a part of a micro-batch's tokens between blocks.
+
+    The tokens (B, S) count row by row. Rank r of N has those from r * B * S / N on, with the shape (B, S / N, D). A row
+    of a part is a row of the micro-batch only if B is 1. All that runs between blocks treats each token alike.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.size, self.rank = group.size(), group.rank()
 
     def gather(self, x_BSD: Tensor) -> Tensor:
-        """Return whole sequences; the gradients are summed and scattered."""
+        """Return all tokens; the gradients are summed and scattered."""
         out: Tensor = _Exchange.apply(x_BSD, self.gathered, self.reduced)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def reduce(self, x_BSD: Tensor) -> Tensor:
-        """Return this rank's part of the sequences, summed over the ranks; the gradients are gathered."""
+        """Return this rank's tokens, summed over the ranks; the gradients are gathered."""
         out: Tensor = _Exchange.apply(x_BSD, self.reduced, self.gathered)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def gathered(self, x_BSD: Tensor) -> Tensor:
-        """Gather without a graph, each sequence straight to its place."""
-        x_BSD = x_BSD.contiguous()
-        out_BSD = x_BSD.new_empty((x_BSD.shape[0], self.size * x_BSD.shape[1], x_BSD.shape[2]))
-        with self._as_one(x_BSD):
-            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
-                _gather(out_SD, x_SD, group=self.group)
+        """Gather without a graph, straight to its place."""
+        rows, length, width = x_BSD.shape
+        out_BSD = x_BSD.new_empty((rows, self.size * length, width))
+        _gather(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
         return out_BSD
 
     def reduced(self, x_BSD: Tensor) -> Tensor:
-        """Sum and scatter without a graph, each sequence straight from its place."""
-        x_BSD = x_BSD.contiguous()
-        out_BSD = x_BSD.new_empty((x_BSD.shape[0], x_BSD.shape[1] // self.size, x_BSD.shape[2]))
-        with self._as_one(x_BSD):
-            for out_SD, x_SD in zip(out_BSD, x_BSD, strict=True):
-                _scatter(out_SD, x_SD, group=self.group)
+        """Sum and scatter without a graph, straight from its place."""
+        rows, length, width = x_BSD.shape
+        out_BSD = x_BSD.new_empty((rows, length // self.size, width))
+        _scatter(out_BSD.view(-1, width), x_BSD.reshape(-1, width), group=self.group)
         return out_BSD
 
-    def _as_one(self, x_BSD: Tensor) -> AbstractContextManager[object]:
-        """Return a context in which the exchanges of several sequences are one of the device."""
-        if x_BSD.shape[0] == 1:
-            return nullcontext()
-        manager: AbstractContextManager[object] = _coalescing_manager(self.group)
-        return manager
+    def total(self, own: Tensor) -> Tensor:
+        """Return the sum over the ranks, without a graph. A few numbers are gathered sooner than they are reduced."""
+        each = own.new_empty((self.size, *own.shape))
+        _gather(each.view(-1), own.contiguous().view(-1), group=self.group)
+        return each.sum(dim=0)
 
 
 class TensorParallel(SequenceParallel):
     """The ranks that share the blocks of a device mesh's stage, seen from one of them."""
 
     def __init__(self, group: dist.ProcessGroup, model: ModelSpec) -> None:
-        """`model` is the whole model.
-
-        Raises:
-            UnsupportedTrialError: a norm spans all heads, so that no rank can compute it from its own.
-        """
-        if model.qk_norm == "full":
-            raise UnsupportedTrialError("queries and keys are normalised over all heads, of which a rank has a part")
+        """`model` is the whole model."""
         super().__init__(group)
         self._vocab_size = model.vocab_size
         self._share = -(-model.vocab_size // self.size)
 
     def spread(self, block: ResidualBlock) -> None:
-        """Make a block take and return this rank's part of the sequences."""
+        """Make a block take and return this rank's tokens."""
+        assert block.bta_tile is None, "a tile of rows would be of several sequences"
         block.norm = _Gathered(block.norm, self)
         owner: AttentionBlock | MLP | None = None
         if isinstance(block, AttentionBlock):
             owner = block
+            if block.q_norm is not None and not block.norm_heads:
+                block.norm_over_ranks = partial(norm_over_ranks, size=self.size, total=self.total)
         elif isinstance(block, DenseFFN):
             owner = block.mlp
         bias: nn.Parameter | None = None
@@ -111,7 +105,7 @@ class TensorParallel(SequenceParallel):
 
     def embed(self, embedding: Embedding) -> nn.Module:
         """Return an embedding of this rank's part of the vocabulary, for all tokens."""
-        return _VocabularyEmbedding(embedding, self)
+        return VocabularyEmbedding(embedding, self.vocabulary, self)
 
     def lose(self, head: Head) -> None:
         """Make a head with this rank's part of the vocabulary return the loss of all tokens."""
@@ -162,14 +156,16 @@ def _vocabulary_loss(
 
 
 def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
-    """Yield the parameters that every rank has whole."""
+    """Yield the parameters that every rank has whole: those of `WHOLE`, but for norms that span all ranks' heads."""
+    blocks = [each for each in module.modules() if isinstance(each, AttentionBlock) and each.norm_over_ranks]
+    parts = {norm.weight for block in blocks for norm in (block.q_norm, block.k_norm) if norm is not None}
     for name, parameter in module.named_parameters():
-        if name.rsplit(".", 1)[-1] in WHOLE:
+        if name.rsplit(".", 1)[-1] in WHOLE and parameter not in parts:
             yield parameter
 
 
 class _Gathered(nn.Module):
-    """A norm of this rank's tokens, gathered to whole sequences."""
+    """A norm of this rank's tokens, and then all of them."""
 
     def __init__(self, norm: nn.Module, ranks: SequenceParallel) -> None:
         super().__init__()
@@ -191,21 +187,33 @@ class _Reduced(nn.Module):
         return out if self.bias is None else out + self.bias
 
 
-class _VocabularyEmbedding(nn.Module):
-    def __init__(self, embedding: Embedding, ranks: TensorParallel) -> None:
+class VocabularyEmbedding(nn.Module):
+    """An embedding of tokens `first` to `end`, which is zero for all others.
+
+    `ranks` have the other tokens. Without them it does what it does among ranks, for all tokens and without the
+    exchange: a rank's embedding is timed by itself like this.
+    """
+
+    def __init__(self, embedding: Embedding, vocabulary: tuple[int, int], ranks: SequenceParallel | None) -> None:
         super().__init__()
         self.w_tokens, self.w_positions = embedding.w_tokens, embedding.w_positions
-        self._ranks = ranks
+        self._vocabulary, self._ranks = vocabulary, ranks
 
     def forward(self, tokens_BS: Tensor) -> Tensor:
-        first, end = self._ranks.vocabulary
+        """Look this rank's tokens up, and return its part of the sum over the ranks."""
+        first, end = self._vocabulary
         is_own_BS = (tokens_BS >= first) & (tokens_BS < end)
         x_BSD = F.embedding(torch.where(is_own_BS, tokens_BS - first, 0), self.w_tokens)
-        x_BSD = self._ranks.reduce(x_BSD * is_own_BS.unsqueeze(-1))
+        x_BSD = x_BSD * is_own_BS.unsqueeze(-1)
+        if self._ranks is not None:
+            x_BSD = self._ranks.reduce(x_BSD)
         if self.w_positions is None:
             return x_BSD
-        begin = self._ranks.rank * x_BSD.shape[1]
-        return x_BSD + self.w_positions[begin : begin + x_BSD.shape[1]]
+        length, number = tokens_BS.shape[1], x_BSD.shape[0] * x_BSD.shape[1]
+        begin = 0 if self._ranks is None else self._ranks.rank * number % length
+        times = -(-(begin + number) // length)
+        positions_TD = self.w_positions[:length].repeat(times, 1)[begin : begin + number]
+        return x_BSD + positions_TD.view_as(x_BSD)
 
 
 class _Exchange(Function):
@@ -247,14 +255,12 @@ class _VocabularyLoss(Function):
         for start in range(0, h_TD.shape[0], chunk_tokens):
             part = slice(start, start + chunk_tokens)
             logits = F.linear(h_TD[part], weight_VD, bias_V)
-            losses, probabilities = _shared_losses(logits, targets_T[part], num_valid, group)
-            total += losses
-            grad_logits = logits.copy_(probabilities)
-            torch.mm(grad_logits, weight_VD, out=grad_h[part])
-            grad_weight.addmm_(grad_logits.t(), h_TD[part])
+            total += _shared_losses(logits, targets_T[part], num_valid, group)
+            torch.mm(logits, weight_VD, out=grad_h[part])
+            grad_weight.addmm_(logits.t(), h_TD[part])
             if grad_bias is not None:
-                grad_bias += probabilities.sum(dim=0)
-            del logits, grad_logits, probabilities
+                grad_bias += logits.sum(dim=0, dtype=torch.float32)
+            del logits
         ctx.num_tokens, ctx.dtype = h_TD.shape[0], None if bias_V is None else bias_V.dtype
         ctx.gradients = (grad_h, grad_weight, grad_bias)
         return total / h_TD.shape[0]
@@ -271,28 +277,28 @@ class _VocabularyLoss(Function):
         return grad_h, grad_weight, None if grad_bias is None else grad_bias.to(ctx.dtype), *(None,) * 4
 
 
-def _shared_losses(
-    logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: dist.ProcessGroup | None
-) -> tuple[Tensor, Tensor]:
-    """Return a chunk's summed loss over all ranks' vocabularies, and the gradient of this rank's logits in float32.
+def _shared_losses(logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: dist.ProcessGroup | None) -> Tensor:
+    """Return a chunk's summed loss over all ranks' vocabularies, and replace this rank's logits by their gradient.
 
     Ranks exchange two numbers for each token: the logarithm of the sum of their exponentials, and the target's logit,
-    which one of them has. Logits of padding are overwritten.
+    which one of them has. One float32 tensor of the logits' shape is alive besides them, and is rounded once.
     """
     if num_valid < logits_TV.shape[1]:
         logits_TV[:, num_valid:] = torch.finfo(logits_TV.dtype).min
-    highest_T1, place_T1 = logits_TV.max(dim=1, keepdim=True)
-    own_TV = torch.softmax(logits_TV, dim=1, dtype=torch.float32)
-    sums_T = (highest_T1 - own_TV.gather(1, place_T1).log_()).squeeze(1)
     is_own_T = (targets_T >= 0) & (targets_T < num_valid)
     index_T1 = torch.where(is_own_T, targets_T, 0).unsqueeze(1)
-    found_T = logits_TV.gather(1, index_T1).squeeze(1).float().masked_fill(~is_own_T, 0.0)
+    found_T = logits_TV.gather(1, index_T1).squeeze(1).float().masked_fill_(~is_own_T, 0.0)
+    highest_T1 = logits_TV.amax(dim=1, keepdim=True).float()
+    exponentials_TV = torch.sub(logits_TV, highest_T1).exp_()
+    sums_T = exponentials_TV.sum(dim=1).log_().add_(highest_T1.squeeze(1))
     all_T, scores_T = sums_T, found_T
     if group is not None:
         own_2T = torch.stack((sums_T, found_T))
         each_N2T = own_2T.new_empty((group.size(), *own_2T.shape))
         _gather(each_N2T.view(-1), own_2T.view(-1), group=group)
         all_T, scores_T = each_N2T[:, 0].logsumexp(dim=0), each_N2T[:, 1].sum(dim=0)
-    gradient_TV = own_TV.mul_((sums_T - all_T).exp_().unsqueeze(1))
-    gradient_TV.scatter_add_(1, index_T1, -is_own_T.to(gradient_TV.dtype).unsqueeze(1))
-    return (all_T - scores_T).sum(), gradient_TV
+    share_T1 = highest_T1.sub_(all_T.unsqueeze(1)).exp_()
+    torch.mul(exponentials_TV, share_T1, out=logits_TV)
+    at_target_T1 = exponentials_TV.gather(1, index_T1).mul_(share_T1) - is_own_T.unsqueeze(1).float()
+    logits_TV.scatter_(1, index_T1, at_target_T1.to(logits_TV.dtype))
+    return (all_T - scores_T).sum()

@@ -7,7 +7,8 @@ because fused back ends cannot be divided into GEMMs; one of the choices is the 
 **By what.** The table holds seconds by the clock, in a loop that launches forward and backward again and again, as
 training does. So the host's launch cost counts where the host is the limit, and the device's time where that is. The
 host is therefore part of the table's identity, beside the card, torch, Triton, and the sources of our kernels. A table
-of anything else is never read.
+of anything else is never read. Beside the clock's seconds stand the device's. They decide between plans that are level
+by the clock, as most are where the host is the limit.
 
 **For which shapes.** Numbers of experts, widths, dtype and layout must be equal. The number of rows falls into a class:
 powers of the square root of two. A class that was not measured takes the plan of the nearest one that was, at most two
@@ -23,5 +24,7 @@ a worker sets it for its profilers. A trainer's process only reads. Nothing is m
 or torch.compile traces a graph. Apart from that measurement nothing waits for the device. A process keeps the plan that
 it has used first, so that recomputation runs the kernels of the forward.
 
-`loop` and `bmm` wait for the device in every forward, so they are never chosen.
+`loop` and `bmm` wait for the device in every forward, so they are never chosen for a whole FFN. A grouped GEMM whose
+caller has the experts' counts on the host, all equal, is measured on its own, and `bmm` is one of its plans: it needs
+no padding then and does not wait.
 """

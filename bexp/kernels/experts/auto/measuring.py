@@ -11,14 +11,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from bexp.kernels.experts.auto.choice import ByLoad, Seconds, choose
+from bexp.kernels.experts.auto.choice import ByLoad, Seconds, Times, choose
 from bexp.kernels.experts.auto.products import PRODUCTS, STOCK, gemm_of, mixed, product_runs
 from bexp.kernels.experts.backend import ExpertFFN
 from bexp.kernels.experts.rows import Rows
 from bexp.measure.turns import Run, TurnsBudget, chained, time_in_turns
 
 LOADS = ("uniform", "zipf")
-PLANS = TurnsBudget(rounds=5, chain_seconds=3e-3, most_repeats=20)
+PLANS = TurnsBudget(rounds=11, chain_seconds=3e-3, most_repeats=20, most_seconds=0.4)
 PRODUCTS_ALONE = TurnsBudget(rounds=3, chain_seconds=1e-3, most_repeats=20)
 """How long plans are timed, which the choice is made by, and single products, which only say what to mix."""
 
@@ -28,37 +28,42 @@ T = TypeVar("T")
 class Timer(Protocol):
     """Times functions in turns."""
 
-    def __call__(
-        self, runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget, /
-    ) -> Mapping[str, tuple[Seconds, Seconds]]:
-        """Return the seconds of a run by the clock and on the device, by name."""
+    def __call__(self, runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget, /) -> Mapping[str, Times]:
+        """Return the times of a run, by name."""
 
 
-def time_runs(
-    runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget, /
-) -> dict[str, tuple[Seconds, Seconds]]:
+def time_runs(runs: Mapping[str, Run], device: torch.device, budget: TurnsBudget, /) -> dict[str, Times]:
     """The timer of a real device."""
     return {
-        name: (Seconds(t.clock_seconds, t.clock_error_seconds), Seconds(t.device_seconds, t.device_error_seconds))
+        name: Times(Seconds(t.clock_seconds, t.clock_error_seconds), Seconds(t.device_seconds, t.device_error_seconds))
         for name, t in time_in_turns(runs, device, budget).items()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class GemmShape:
-    """A grouped GEMM but for its rows; `transposed` if the matrices are stored as (E, N, K)."""
+    """A grouped GEMM but for its rows; `transposed` if the matrices are stored as (E, N, K).
+
+    `even` if the host knows that every expert has as many rows.
+    """
 
     num_experts: int
     k: int
     n: int
     dtype: torch.dtype
     transposed: bool = False
+    even: bool = False
 
     @property
     def key(self) -> str:
         """The name in a table."""
-        stored = " transposed" if self.transposed else ""
-        return f"gemm {self.num_experts} x {self.k} x {self.n} {_name(self.dtype)}{stored}"
+        words = f"{' transposed' if self.transposed else ''}{' even' if self.even else ''}"
+        return f"gemm {self.num_experts} x {self.k} x {self.n} {_name(self.dtype)}{words}"
+
+    @property
+    def loads(self) -> tuple[str, ...]:
+        """The loads that it is measured under."""
+        return LOADS[:1] if self.even else LOADS
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,21 +105,21 @@ def shares(load: str, num_experts: int) -> Tensor:
 def measure_gemm(
     shape: GemmShape, num_rows: int, names: list[str], device: torch.device, timer: Timer = time_runs
 ) -> ByLoad:
-    """Seconds by the clock of a forward and backward, by load and plan: of each back end, and of the best mix.
+    """The times of a forward and backward, by load and plan: of each back end, and of the best mix.
 
     The mix takes each product from the back end that `choose` names by the products' own time on the device.
     """
     w = _matrices(shape.num_experts, shape.k, shape.n, shape.dtype, shape.transposed, device)
     x, grad = (_random(num_rows, columns, shape.dtype, device) for columns in (shape.k, shape.n))
-    ends = {load: _ends(load, shape.num_experts, num_rows, device) for load in LOADS}
-    by_product: dict[str, dict[str, dict[str, Seconds]]] = {product: {} for product in PRODUCTS}
-    for load in LOADS if len(names) > 1 else ():
+    ends = {load: _ends(load, shape.num_experts, num_rows, device) for load in shape.loads}
+    by_product: dict[str, dict[str, dict[str, Times]]] = {product: {} for product in PRODUCTS}
+    for load in shape.loads if len(names) > 1 else ():
         for product, runs in product_runs(x, w, grad, ends[load], names).items():
             timed = timer(runs, device, PRODUCTS_ALONE)
-            by_product[product][load] = {name: device_seconds for name, (_, device_seconds) in timed.items()}
+            by_product[product][load] = {name: Times(each.device, each.device) for name, each in timed.items()}
     mix = mixed(*(choose(by_product[product], STOCK) for product in PRODUCTS)) if len(names) > 1 else names[0]
-    found: dict[str, dict[str, Seconds]] = {}
-    for load in LOADS:
+    found: dict[str, dict[str, Times]] = {}
+    for load in shape.loads:
         rows = Rows(ends[load], ends[load], ends[load])
         runs, links = {}, 1
         for plan in dict.fromkeys((*names, mix)):
@@ -132,7 +137,7 @@ def measure_ffn(
     device: torch.device,
     timer: Timer = time_runs,
 ) -> ByLoad:
-    """Seconds by the clock of a forward and backward of the whole FFN, by load and back end."""
+    """The times of a forward and backward of the whole FFN, by load and back end."""
     width = shape.ffn_hidden_size * (2 if shape.gated else 1)
     w_in = _matrices(shape.num_experts, shape.hidden_size, width, shape.dtype, shape.transposed, device)
     w_out = _matrices(
@@ -184,8 +189,11 @@ def _current(device: torch.device) -> Iterator[None]:
         torch.cuda.synchronize(device)
 
 
-def _per_call(timed: Mapping[str, tuple[Seconds, Seconds]], links: int) -> dict[str, Seconds]:
-    return {name: Seconds(clock.median / links, clock.error / links) for name, (clock, _) in timed.items()}
+def _per_call(timed: Mapping[str, Times], links: int) -> dict[str, Times]:
+    def share(seconds: Seconds) -> Seconds:
+        return Seconds(seconds.median / links, seconds.error / links)
+
+    return {name: Times(share(each.clock), share(each.device)) for name, each in timed.items()}
 
 
 def _bound(gemm: Any, rows: Rows) -> Callable[..., Tensor]:

@@ -6,14 +6,14 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
 
 from bexp.kernels.experts.auto.choice import ByLoad
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_gemm
-from bexp.kernels.experts.auto.products import KERNELS, STOCK, gemm_of
+from bexp.kernels.experts.auto.products import EVEN, KERNELS, STOCK, gemm_of
 from bexp.kernels.experts.auto.table import MEASURE_VARIABLE, KernelTable, row_class, rows_of_class
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import GroupedGemm
@@ -73,23 +73,29 @@ class GemmPlans:
     def __call__(self, x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
         """As in `GroupedGemm`: the plan for these shapes."""
         # Every microsecond here is one of the host's in each product of a small model.
-        key = (x_RK.shape, w_EKN.shape, w_EKN.is_contiguous(), x_RK.dtype, x_RK.get_device())
-        gemm = self._gemms.get(key) or self._settled(key, x_RK, w_EKN)
+        even = rows.are_even if rows.counts else False
+        key = (x_RK.shape, w_EKN.shape, w_EKN.is_contiguous(), x_RK.dtype, x_RK.get_device(), even)
+        gemm = self._gemms.get(key) or self._settled(key, x_RK, w_EKN, even)
         return gemm(x_RK, w_EKN, rows)
 
     def plan(self, shape: GemmShape, num_rows: int, device: torch.device, *, may: bool) -> str:
-        """The plan of a GEMM; it is measured if `may` is set, which may wait for the device."""
+        """The plan of a GEMM; it is measured if `may` is set, which may wait for the device.
+
+        Even rows that were not measured take the plan of any rows.
+        """
+        if shape.even and not may and not table_of(device).is_near(shape.key, num_rows):
+            shape = replace(shape, even=False)
         return settle(shape.key, num_rows, device, functools.partial(self._measure, shape, device=device), may=may)
 
     def _measure(self, shape: GemmShape, num_rows: int, *, device: torch.device) -> ByLoad:
         like = ExpertsShape(shape.k, shape.n, shape.num_experts, 1, shape.dtype, gated=False)
-        able = (name for name in KERNELS if name in self.backends)
+        able = (name for name in KERNELS if name in self.backends and (shape.even or name != EVEN))
         names = [name for name in able if self.backends[name].unsupported_reason(like, device) is None]
         return measure_gemm(shape, num_rows, names, device) if len(names) > 1 else {}
 
-    def _settled(self, key: tuple[object, ...], x_RK: Tensor, w_EKN: Tensor) -> GroupedGemm:
+    def _settled(self, key: tuple[object, ...], x_RK: Tensor, w_EKN: Tensor, even: bool) -> GroupedGemm:
         (num_experts, k, n), device = w_EKN.shape, x_RK.device
-        shape = GemmShape(num_experts, k, n, x_RK.dtype, not w_EKN.is_contiguous())
+        shape = GemmShape(num_experts, k, n, x_RK.dtype, not w_EKN.is_contiguous(), even)
         gemm = gemm_of(self.plan(shape, x_RK.shape[0], device, may=may_measure(device))) or KERNELS[STOCK].gemm
         if len(self._gemms) < MOST_KEPT and not is_capturing(device):
             self._gemms[key] = gemm

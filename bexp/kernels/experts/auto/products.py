@@ -9,38 +9,33 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.experts import triton_gemm
+from bexp.kernels.experts.gemm_function import GemmProducts, RowsProduct, SumOverRows, differentiable_gemm
 from bexp.kernels.experts.grouped_ffn import GroupedGemm
 from bexp.kernels.experts.hopper import gemm as hopper_gemm
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 
 STOCK = "grouped_mm"
+EVEN = "bmm"
+"""A batched product, for rows of which the host knows that every expert has as many."""
 PRODUCTS = ("forward", "rows", "matrices")
 """The product, the gradient of the rows, and the gradient of the matrices."""
 _SEPARATOR = "+"
 
-RowsProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
-
 
 @dataclass(frozen=True, slots=True)
 class Products:
-    """A back end's kernels, and its own differentiable GEMM.
-
-    `multiply` takes rows (R, K), matrices (E, K, N), which may be the transpose of a contiguous tensor, and ends (E,),
-    and returns (R, N). `add_up` takes rows (R, K), their gradient (R, N) and ends, and returns (E, K, N).
-    """
+    """A back end's kernels, and its own differentiable GEMM."""
 
     multiply: RowsProduct
-    add_up: RowsProduct
+    add_up: SumOverRows
     gemm: GroupedGemm
 
 
-def _stock_multiply(x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-    return F.grouped_mm(x_RK, w_EKN, offs=ends)
+def _stock_multiply(x_RK: Tensor, w: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+    return F.grouped_mm(x_RK, w.mT if transposed else w, offs=ends)
 
 
 def _stock_add_up(x_RK: Tensor, grad_RN: Tensor, ends: Tensor) -> Tensor:
@@ -51,22 +46,28 @@ def _stock_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     return F.grouped_mm(x_RK, w_EKN, offs=rows.ends)
 
 
-def _triton_multiply(x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-    w, transposed = stored(w_EKN)
-    return triton_gemm.multiply_rows(x_RK, w, ends, transposed=transposed)
+def _even_multiply(x_RK: Tensor, w: Tensor, ends: Tensor, *, transposed: bool = False) -> Tensor:
+    w_EKN = w.mT if transposed else w
+    num_experts, k, n = w_EKN.shape
+    return torch.bmm(x_RK.view(num_experts, -1, k), w_EKN).view(-1, n)
 
 
-def _hopper_multiply(x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-    w, transposed = stored(w_EKN)
-    return hopper_gemm.multiply_rows(x_RK, w, ends, transposed=transposed)
+def _even_add_up(x_RK: Tensor, grad_RN: Tensor, ends: Tensor) -> Tensor:
+    num_experts = ends.shape[0]
+    return torch.bmm(x_RK.view(num_experts, -1, x_RK.shape[1]).mT, grad_RN.view(num_experts, -1, grad_RN.shape[1]))
+
+
+def _even_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
+    return _even_multiply(x_RK, w_EKN, rows.ends)
 
 
 KERNELS = {
     STOCK: Products(_stock_multiply, _stock_add_up, _stock_gemm),
-    "triton_grouped": Products(_triton_multiply, triton_gemm.sum_over_rows, triton_gemm.grouped_gemm),
-    "hopper_grouped": Products(_hopper_multiply, hopper_gemm.sum_over_rows, hopper_gemm.grouped_gemm),
+    EVEN: Products(_even_multiply, _even_add_up, _even_gemm),
+    "triton_grouped": Products(triton_gemm.multiply_rows, triton_gemm.sum_over_rows, triton_gemm.grouped_gemm),
+    "hopper_grouped": Products(hopper_gemm.multiply_rows, hopper_gemm.sum_over_rows, hopper_gemm.grouped_gemm),
 }
-"""The back ends whose products can be mixed. None of them waits for the device in bfloat16."""
+"""The back ends whose products can be mixed. None of them waits for the device in bfloat16. `EVEN` takes even rows."""
 
 
 def mixed(forward: str, rows: str, matrices: str) -> str:
@@ -83,57 +84,26 @@ def gemm_of(plan: str) -> GroupedGemm | None:
     if len(names) == 1:
         return KERNELS[plan].gemm
     forward, rows, matrices = (KERNELS[name] for name in names)
-    return lambda x, w, where: _MixedGemm.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        x, w, where.ends, forward.multiply, rows.multiply, matrices.add_up
-    )
-
-
-class _MixedGemm(Function):
-    """Each product by a function of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x_RK: Tensor,
-        w_EKN: Tensor,
-        ends: Tensor,
-        multiply: RowsProduct,
-        multiply_back: RowsProduct,
-        add_up: RowsProduct,
-    ) -> Tensor:
-        ctx.save_for_backward(x_RK, w_EKN, ends)
-        ctx.multiply_back, ctx.add_up = multiply_back, add_up
-        return multiply(x_RK, w_EKN, ends)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, ...]:
-        x_RK, w_EKN, ends = ctx.saved_tensors
-        grad_RN = grad_RN.contiguous()
-        grad_x = grad_w = None
-        if ctx.needs_input_grad[0]:
-            grad_x = ctx.multiply_back(grad_RN, w_EKN.mT, ends)
-        if ctx.needs_input_grad[1]:
-            as_stored = w_EKN.is_contiguous()
-            grad_w = ctx.add_up(x_RK, grad_RN, ends) if as_stored else ctx.add_up(grad_RN, x_RK, ends).mT
-        return grad_x, grad_w, None, None, None, None
+    multiply = differentiable_gemm(GemmProducts(forward.multiply, rows.multiply, matrices.add_up))
+    return lambda x, w, where: multiply(x, w, where.ends)
 
 
 def product_runs(x_RK: Tensor, w_EKN: Tensor, grad_RN: Tensor, ends: Tensor, names: list[str]) -> dict[str, Any]:
     """Return a function for every product of every back end, by product and name, without a graph."""
+    w, transposed = stored(w_EKN)
+    pair = (grad_RN, x_RK) if transposed else (x_RK, grad_RN)
 
-    def without_graph(function: RowsProduct, a: Tensor, b: Tensor) -> Callable[[], Tensor]:
+    def without_graph(function: Callable[..., Tensor], *arguments: Tensor, **options: bool) -> Callable[[], Tensor]:
         def run() -> Tensor:
             with torch.no_grad():
-                return function(a, b, ends)
+                return function(*arguments, ends, **options)
 
         return run
 
     found: dict[str, dict[str, Callable[[], Tensor]]] = {product: {} for product in PRODUCTS}
     for name in names:
         kernels = KERNELS[name]
-        found["forward"][name] = without_graph(kernels.multiply, x_RK, w_EKN)
-        found["rows"][name] = without_graph(kernels.multiply, grad_RN, w_EKN.mT)
-        pair = (x_RK, grad_RN) if w_EKN.is_contiguous() else (grad_RN, x_RK)
+        found["forward"][name] = without_graph(kernels.multiply, x_RK, w, transposed=transposed)
+        found["rows"][name] = without_graph(kernels.multiply, grad_RN, w, transposed=not transposed)
         found["matrices"][name] = without_graph(kernels.add_up, *pair)
     return found

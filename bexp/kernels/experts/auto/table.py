@@ -24,13 +24,15 @@ from typing import Any
 
 import torch
 
-from bexp.kernels.experts.auto.choice import ByLoad, Seconds, choose
+from bexp.kernels.experts.auto.choice import ByLoad, Seconds, Times, choose
 
 FOLDER_VARIABLE = "BEXP_EXPERT_TABLES"
 MEASURE_VARIABLE = "BEXP_MEASURE_EXPERTS"
 CLASSES_AN_OCTAVE = 2
 FARTHEST_CLASSES = 4
 """A class further away than this from all that were measured takes torch's own back end."""
+FORMAT = "2"
+"""A file of another format is another file."""
 MOST_CLASSES = 63 * CLASSES_AN_OCTAVE
 """The class of the most rows that a tensor can have."""
 
@@ -87,16 +89,17 @@ def machine(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _version("triton"),
         "kernels": _kernels_digest(),
+        "format": FORMAT,
     }
 
 
 @dataclass
 class KernelTable:
-    """Seconds by shape and class of rows, in memory and in `path`."""
+    """Times by shape and class of rows, in memory and in `path`."""
 
     path: Path
     of: Mapping[str, str]
-    _seconds: dict[str, dict[int, dict[str, dict[str, Seconds]]]] = field(default_factory=dict)
+    _seconds: dict[str, dict[int, dict[str, dict[str, Times]]]] = field(default_factory=dict)
 
     @classmethod
     def of_device(cls, device: torch.device) -> KernelTable:
@@ -152,9 +155,8 @@ class KernelTable:
 
         `among` are the plans that may be chosen; null: all.
         """
-        number = row_class(num_rows)
-        near = min(self._seconds.get(shape, {}), key=lambda other: (abs(other - number), other), default=None)
-        if near is None or abs(near - number) > FARTHEST_CLASSES:
+        near = self._near(shape, num_rows)
+        if near is None:
             return stock
         loads = self._seconds[shape][near]
         allowed = {
@@ -163,12 +165,21 @@ class KernelTable:
         }
         return choose(allowed, stock)
 
+    def is_near(self, shape: str, num_rows: int) -> bool:
+        """Whether a class was measured that says what this number of rows takes."""
+        return self._near(shape, num_rows) is not None
+
     def steps(self, shape: str, stock: str, among: Collection[str] | None = None) -> tuple[tuple[int, str], ...]:
         """Return `plan` as a function of the rows: each plan after the first number of rows that it does not serve."""
         last = max(self._seconds.get(shape, {0: {}})) + FARTHEST_CLASSES + 1
         plans = [(self.plan(shape, rows_of_class(number), stock, among), number) for number in range(last + 1)]
         ends = [(_first_row(number + 1), plan) for plan, number in plans]
         return tuple(step for step, after in zip(ends, [*ends[1:], (0, "")], strict=True) if step[1] != after[1])
+
+    def _near(self, shape: str, num_rows: int) -> int | None:
+        number = row_class(num_rows)
+        near = min(self._seconds.get(shape, {}), key=lambda other: (abs(other - number), other), default=None)
+        return None if near is None or abs(near - number) > FARTHEST_CLASSES else near
 
     def _replace(self) -> None:
         seconds = {
@@ -187,7 +198,13 @@ def _first_row(number: int) -> int:
 
 
 def _encoded(loads: ByLoad) -> dict[str, dict[str, list[float]]]:
-    return {load: {name: [s.median, s.error] for name, s in times.items()} for load, times in loads.items()}
+    return {
+        load: {
+            name: [each.clock.median, each.clock.error, each.device.median, each.device.error]
+            for name, each in times.items()
+        }
+        for load, times in loads.items()
+    }
 
 
 def _class_of(text: str) -> int:
@@ -197,11 +214,12 @@ def _class_of(text: str) -> int:
     return number
 
 
-def _decoded(loads: Any) -> dict[str, dict[str, Seconds]]:
-    return {
-        load: {name: _seconds(float(median), float(error)) for name, (median, error) in times.items()}
-        for load, times in loads.items()
-    }
+def _decoded(loads: Any) -> dict[str, dict[str, Times]]:
+    return {load: {name: _times(*map(float, each)) for name, each in times.items()} for load, times in loads.items()}
+
+
+def _times(clock: float, clock_error: float, device: float, device_error: float) -> Times:
+    return Times(_seconds(clock, clock_error), _seconds(device, device_error))
 
 
 def _seconds(median: float, error: float) -> Seconds:

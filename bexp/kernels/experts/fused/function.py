@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.experts.fused.plan import FusedPlan, fused_plan
 from bexp.kernels.experts.fused.tiles import FusedTiles
 from bexp.kernels.experts.matrices import aligned_matrices
@@ -29,7 +29,7 @@ def fused_ffn(
 ) -> Tensor:
     """Send the tokens through their experts; shapes as in `ExpertFFN`. Never waits for the device.
 
-    For backward it keeps x, the routing weights, a row of 2H (or H) numbers per token-expert pair, and eight bytes per
+    For backward it keeps x, the routing weights, a row of 2H (or H) numbers per token-expert pair, and twelve bytes per
     pair for the permutation. A weight may be the transpose of a contiguous tensor: it is read in that layout, and its
     gradient has the same layout. `tiles` overrides the choice of tiles.
     """
@@ -40,9 +40,7 @@ def fused_ffn(
     )
     if not keep:
         return _run(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles, keep=False)[1][0]
-    out: Tensor = _FusedFFN.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles
-    )
+    out: Tensor = _apply(x_TD, routes_TK, weights_TK, w_in, w_out, activation, tiles)
     return out
 
 
@@ -123,10 +121,13 @@ class _FusedFFN(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         needs_x, _, needs_weights, needs_w_in, needs_w_out, *_ = ctx.needs_input_grad
         found = ctx.plan.backward(
             aligned(grad_TD), *ctx.saved_tensors, (needs_x, needs_weights, needs_w_in, needs_w_out)
         )
         return found.x, None, found.weights, found.w_in, found.w_out, None, None
+
+
+_apply = applied(_FusedFFN)

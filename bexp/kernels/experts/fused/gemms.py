@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from bexp.kernels.experts.fused.hopper import gemms as hopper
-from bexp.kernels.experts.fused.hopper.tiles import HopperSum, HopperTile
+from bexp.kernels.experts.fused.hopper.tiles import HopperRows, HopperSum, HopperTile
 from bexp.kernels.experts.fused.kernels.differentiate_hidden import differentiate_hidden_kernel
 from bexp.kernels.experts.fused.kernels.down_gemm import down_gemm_kernel
 from bexp.kernels.experts.fused.kernels.gate_up_gemm import gate_up_gemm_kernel
@@ -19,7 +19,7 @@ from bexp.kernels.experts.fused.kernels.wgrad import wgrad_kernel
 from bexp.kernels.experts.fused.layouts import FusedShape, Operand
 from bexp.kernels.experts.fused.tiles import TileConfig
 from bexp.kernels.experts.fused.token_permutation import TokenPermutation
-from bexp.kernels.experts.hopper.gemm import weights_launch
+from bexp.kernels.experts.hopper.gemm import rows_launch, weights_launch
 from bexp.kernels.launcher import Blocks, Launch, Pointer
 from bexp.kernels.triton_support import num_multiprocessors
 
@@ -78,17 +78,22 @@ def down_gemm(
     out: Pointer,
     shape: FusedShape,
     permutation: TokenPermutation,
-    tile: TileConfig,
+    tile: TileConfig | HopperRows,
     *,
     backward: bool,
 ) -> Launch:
     """Multiply rows in the experts' order by `w_out`, or in backward by the transpose of `w_in`, to the tokens' order.
 
-    `rows` are (R, H), in backward (R, 2H or H); `out` is (R, D).
+    `rows` are (R, H), in backward (R, 2H or H); `out` is (R, D). With `HopperRows` it stays in the experts' order.
     """
     k, n = (shape.pre_size if backward else shape.hidden_size), shape.token_size
     stored = (n, k) if backward else (k, n)
     transposed = backward ^ (shape.in_transposed if backward else shape.out_transposed)
+    if isinstance(tile, HopperRows):
+        sizes = (shape.num_pairs, shape.num_experts, k, n)
+        return rows_launch(
+            rows, Pointer(w), out, permutation.ends, *sizes, transposed, shape.dtype, shape.device, tile.tiles
+        )
     tiles = permutation.tiles[tile.block_m]
     return Launch(
         down_gemm_kernel,

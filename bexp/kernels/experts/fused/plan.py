@@ -13,8 +13,9 @@ from bexp.kernels.activations import Activation
 from bexp.kernels.allocation import empty
 from bexp.kernels.experts.fused import gemms
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper.tiles import HopperRows
 from bexp.kernels.experts.fused.layouts import FusedShape, Layout, Operand, Workspace
-from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles
+from bexp.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
 from bexp.kernels.experts.fused.token_permutation import (
     Sort,
     TokenPermutation,
@@ -134,11 +135,13 @@ class _Forward:
         hidden = self.work.take(shape.num_pairs * shape.hidden_size)
         layout, height = tiles.gate_up_gemm.gathers
         gathered = _gathered_numel(shape, permutation, layout, height)
-        rows = self.work.take(max(gathered, _num_summed(shape)))  # of x, and of the output behind them
+        sums = _sums_rows(shape, tiles.down_gemm)
+        rows = self.work.take(max(gathered, _num_summed(shape) if sums else 0))  # of x, and of the output behind them
         x, gather = _gather("x", rows, shape, permutation, layout, height)
         gate_up = gemms.gate_up_gemm(x, Pointer("pre"), hidden, shape, permutation, tiles.gate_up_gemm, keep=keep)
-        product = rows if shape.top_k > 1 else Pointer("out")
+        product = rows if sums else Pointer("out")
         down = gemms.down_gemm(hidden, "w_out", product, shape, permutation, tiles.down_gemm, backward=False)
+        by_expert = isinstance(tiles.down_gemm, HopperRows)
         permute = permute_tokens(shape.num_pairs, shape.num_experts, shape.top_k, permutation)
         self.sort = permute if isinstance(permute, Sort) else None
         self.first_product = Launches(("x", "weights", "w_in", "permutation", "pre", "work"), (*gather, gate_up))
@@ -149,7 +152,7 @@ class _Forward:
                 *gather,
                 gate_up,
                 down,
-                *((sum_pairs(rows, Pointer("out"), shape),) if shape.top_k > 1 else ()),
+                *((sum_pairs(rows, Pointer("out"), shape, permutation, by_expert=by_expert),) if sums else ()),
             ),
         )
 
@@ -166,7 +169,10 @@ class _Backward:
         self._partial = self.work.take(self._num_summands * shape.num_pairs, torch.float32)
         places = (tiles.grad_hidden.gathers, tiles.grad_w_out.gathers, tiles.grad_w_in.gathers)
         room = max(_gathered_numel(shape, permutation, *place) for place in places)
-        self._rows = rows = self.work.take(max(room, _num_summed(shape)))
+        self._sums_rows = _sums_rows(shape, tiles.grad_input)
+        self._by_expert = isinstance(tiles.grad_input, HopperRows)
+        self._permutation = permutation
+        self._rows = rows = self.work.take(max(room, _num_summed(shape) if self._sums_rows else 0))
 
         grad, self._gather_grad = _gather("grad", rows, shape, permutation, *tiles.grad_hidden.gathers)
         again = grad
@@ -203,7 +209,7 @@ class _Backward:
             tiles.grad_w_in,
         )
         self.claims_tiles = claims or also_claims
-        product = rows if shape.top_k > 1 else Pointer("grad_x")
+        product = rows if self._sums_rows else Pointer("grad_x")
         self._grad_input = gemms.down_gemm(
             grad_pre, "w_in", product, shape, permutation, tiles.grad_input, backward=True
         )
@@ -227,7 +233,7 @@ class _Backward:
             finish += [*(() if both else self._gather_x), self._grad_w_in]
         if needs_x:
             finish.append(self._grad_input)
-        sums_rows = needs_x and self._shape.top_k > 1
+        sums_rows = needs_x and self._sums_rows
         if sums_rows or needs_weights:
             finish.append(
                 finish_backward(
@@ -237,6 +243,8 @@ class _Backward:
                     Pointer("grad_weights"),
                     self._num_summands,
                     self._shape,
+                    self._permutation,
+                    by_expert=self._by_expert,
                     sums_rows=sums_rows,
                     sums_partial=needs_weights,
                 )
@@ -286,9 +294,13 @@ def chosen_tiles(shape: FusedShape) -> FusedTiles:
     return default_tiles(shape.num_pairs, shape.num_experts, shape.gated, shape.dtype.itemsize, on_hopper)
 
 
+def _sums_rows(shape: FusedShape, tile: TileConfig | HopperRows) -> bool:
+    """Whether rows are summed to tokens: with one expert a token only if they are not in the tokens' order."""
+    return shape.top_k > 1 or isinstance(tile, HopperRows)
+
+
 def _num_summed(shape: FusedShape) -> int:
-    """Numbers of the rows that are summed to tokens; with one expert a token there is nothing to sum."""
-    return shape.num_pairs * shape.token_size if shape.top_k > 1 else 0
+    return shape.num_pairs * shape.token_size
 
 
 def _gathered_numel(shape: FusedShape, permutation: TokenPermutation, layout: Layout, height: int) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperSum, HopperTile
+from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows, HopperSum, HopperTile
 from bexp.kernels.experts.fused.layouts import Layout
 
 HOPPER_ROWS = 96
@@ -48,22 +48,26 @@ class FusedTiles:
     """The tiles of every GEMM of the FFN, forward and backward: of Triton kernels, or of those for Hopper."""
 
     gate_up_gemm: TileConfig | HopperTile
-    down_gemm: TileConfig
+    down_gemm: TileConfig | HopperRows
     grad_hidden: TileConfig | HopperTile
-    grad_input: TileConfig
+    grad_input: TileConfig | HopperRows
     grad_w_in: TileConfig | HopperSum
     grad_w_out: TileConfig | HopperSum
 
     def heights(self, *, backward: bool) -> tuple[int, ...]:
-        """The heights of the tiles of rows that the GEMMs take, and of the tiles that tokens are gathered into."""
-        gemms: list[TileConfig | HopperTile] = [self.gate_up_gemm, self.down_gemm]
+        """The heights of the tiles of rows that the GEMMs take, and of the tiles that tokens are gathered into.
+
+        There is at least one: the experts' ends are found with the tiles.
+        """
+        gemms: list[TileConfig | HopperTile | HopperRows] = [self.gate_up_gemm, self.down_gemm]
         if backward:
             gemms += [self.grad_hidden, self.grad_input]
         summed = [self.grad_w_in, self.grad_w_out] if backward else []
         heights = {tile.block_m for tile in gemms if isinstance(tile, TileConfig)}
-        return tuple(sorted(heights | {tile.copy for tile in summed if isinstance(tile, TileConfig) and tile.copy}))
+        heights |= {tile.copy for tile in summed if isinstance(tile, TileConfig) and tile.copy}
+        return tuple(sorted(heights or {HopperTile.ROWS}))
 
-    def replaced(self, **tiles: TileConfig | HopperTile | HopperSum) -> FusedTiles:
+    def replaced(self, **tiles: TileConfig | HopperTile | HopperRows | HopperSum) -> FusedTiles:
         """A copy that has other tiles for some of the GEMMs."""
         return replace(self, **tiles)  # type: ignore[arg-type] # a field's type is that of its name
 

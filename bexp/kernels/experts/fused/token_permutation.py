@@ -42,12 +42,13 @@ class Tiles:
 class TokenPermutation:
     """Where the parts of a permutation lie in its buffer: rows sorted by expert and then by token, all int32.
 
-    `pair_of_row` and `token_of_row` (R,); `ends` (E,), the row behind each expert's last; `largest_first` (E,), experts
-    by descending number of rows; `tiles`, by their height.
+    `pair_of_row`, `token_of_row` and `row_of_pair` (R,); `ends` (E,), the row behind each expert's last;
+    `largest_first` (E,), experts by descending number of rows; `tiles`, by their height.
     """
 
     pair_of_row: Pointer
     token_of_row: Pointer
+    row_of_pair: Pointer
     ends: Pointer
     largest_first: Pointer
     tiles: dict[int, Tiles]
@@ -57,12 +58,12 @@ class TokenPermutation:
         """The parts of a buffer of `permutation_size` numbers, which is called "permutation"."""
         starts = accumulate((_aligned(size) for size in _sizes(num_pairs, num_experts, heights)), initial=0)
         parts = iter([Pointer("permutation", start * torch.int32.itemsize) for start in starts])
-        pairs, tokens, ends, largest_first = next(parts), next(parts), next(parts), next(parts)
+        pairs, tokens, rows, ends, largest_first = (next(parts) for _ in range(5))
         tiles = {}
         for height in heights:
             expert, row, first, count = next(parts), next(parts), next(parts), next(parts)
             tiles[height] = Tiles(expert, row, first, count, most_tiles(num_pairs, num_experts, height))
-        return cls(pairs, tokens, ends, largest_first, tiles)
+        return cls(pairs, tokens, rows, ends, largest_first, tiles)
 
 
 def permutation_size(num_pairs: int, num_experts: int, heights: tuple[int, ...]) -> int:
@@ -92,6 +93,7 @@ def _permute_few(num_pairs: int, num_experts: int, top_k: int, permutation: Toke
             "routes": Pointer("routes"),
             "pair_of_row": permutation.pair_of_row,
             "token_of_row": permutation.token_of_row,
+            "row_of_pair": permutation.row_of_pair,
             "ends": permutation.ends,
             "largest_first": permutation.largest_first,
             "first_tile": first.first,
@@ -144,6 +146,7 @@ class Sort:
                 "scan": Pointer("scan"),
                 "pair_of_row": permutation.pair_of_row,
                 "token_of_row": permutation.token_of_row,
+                "row_of_pair": permutation.row_of_pair,
                 "num_pairs": num_pairs,
                 "num_blocks": num_blocks,
                 "TOP_K": top_k,
@@ -233,18 +236,22 @@ def gather_rows(
     )
 
 
-def sum_pairs(rows: Pointer, out: Pointer, shape: FusedShape) -> Launch:
-    """Sum each token's rows: (T * K, D) in the tokens' order to (T, D)."""
+def sum_pairs(
+    rows: Pointer, out: Pointer, shape: FusedShape, permutation: TokenPermutation, *, by_expert: bool
+) -> Launch:
+    """Sum each token's rows: (T * K, D) in the tokens' order, or in the experts' if `by_expert`, to (T, D)."""
     block_d, block_t = _summed_block(shape)
     return Launch(
         routing.sum_pairs,
         (-(-shape.num_tokens // block_t) * -(-shape.token_size // block_d),),
         {
             "rows": rows,
+            "row_of_pair": permutation.row_of_pair,
             "out": out,
             "num_pairs": shape.num_pairs,
             "D": shape.token_size,
             "TOP_K": shape.top_k,
+            "BY_EXPERT": by_expert,
             "BLOCK_T": block_t,
             "BLOCK_D": block_d,
         },
@@ -259,7 +266,9 @@ def finish_backward(
     grad_weights: Pointer,
     num_summands: int,
     shape: FusedShape,
+    permutation: TokenPermutation,
     *,
+    by_expert: bool,
     sums_rows: bool,
     sums_partial: bool,
 ) -> Launch:
@@ -272,6 +281,7 @@ def finish_backward(
         (row_programs + weight_programs,),
         {
             "rows": rows,
+            "row_of_pair": permutation.row_of_pair,
             "grad_x": grad_x,
             "partial": partial,
             "grad_weights": grad_weights,
@@ -280,6 +290,7 @@ def finish_backward(
             "D": shape.token_size,
             "SUMMANDS": num_summands,
             "TOP_K": shape.top_k,
+            "BY_EXPERT": by_expert,
             "BLOCK_T": block_t,
             "BLOCK_D": block_d,
             "BLOCK": _BLOCK,
@@ -298,7 +309,7 @@ def _power_of_two(number: int) -> int:
 
 
 def _sizes(num_pairs: int, num_experts: int, heights: tuple[int, ...]) -> list[int]:
-    sizes = [num_pairs, num_pairs, num_experts, num_experts]
+    sizes = [num_pairs, num_pairs, num_pairs, num_experts, num_experts]
     for height in heights:
         most = most_tiles(num_pairs, num_experts, height)
         sizes += [most, most, num_experts, 1]

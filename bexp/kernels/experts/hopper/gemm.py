@@ -6,14 +6,12 @@ The kernels are compiled by Triton's Gluon and imported when first used: not eve
 from __future__ import annotations
 
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
-from bexp.kernels.allocation import empty
+from bexp.kernels.allocation import checked, empty
+from bexp.kernels.experts.gemm_function import GemmProducts, differentiable_gemm
 from bexp.kernels.experts.hopper.counter import tile_counter
 from bexp.kernels.experts.hopper.launch import (
     WARPS_OF_A_GROUP,
@@ -22,7 +20,6 @@ from bexp.kernels.experts.hopper.launch import (
     tensor_map,
 )
 from bexp.kernels.experts.hopper.tiles import MOST_ORDERED_EXPERTS, HopperTiles, rows_tiles, weights_tiles
-from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.launcher import ALIGNMENT_BYTES, KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream, is_current
 from bexp.kernels.triton_support import aligned, num_multiprocessors
@@ -51,10 +48,7 @@ def multiply_rows(
     shape, strides, launch = _multiply_rows(
         x_RK.shape, w.shape, x_RK.dtype, w.dtype, ends.dtype, transposed, tiles, device
     )
-    if out is None:
-        out = empty(x_RK, shape, strides, x_RK.dtype)
-    else:
-        assert out.shape == shape and out.dtype == x_RK.dtype and out.is_contiguous(), "the result's shape and dtype"
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is not None:
         launch(current_stream(device), x_RK, w, out, ends)
     return out
@@ -71,18 +65,12 @@ def sum_over_rows(
     if not is_current(device):
         with torch.cuda.device(device):
             return sum_over_rows(x_RK, grad_RN, ends, out=out, tiles=tiles)
-    if (
-        not (x_RK.is_contiguous() and grad_RN.is_contiguous())
-        or (x_RK.data_ptr() | grad_RN.data_ptr()) % ALIGNMENT_BYTES
-    ):
+    if not _are_aligned(x_RK, grad_RN):
         x_RK, grad_RN = aligned(x_RK), aligned(grad_RN)
     shape, strides, launch, claims = _sum_over_rows(
         x_RK.shape, grad_RN.shape, ends.shape, x_RK.dtype, grad_RN.dtype, ends.dtype, tiles, device
     )
-    if out is None:
-        out = empty(x_RK, shape, strides, x_RK.dtype)
-    else:
-        assert out.shape == shape and out.dtype == x_RK.dtype and out.is_contiguous(), "the result's shape and dtype"
+    out = empty(x_RK, shape, strides, x_RK.dtype) if out is None else checked(out, x_RK, shape)
     if launch is None:
         return out.zero_()
     stream = current_stream(device)
@@ -109,26 +97,48 @@ def _multiply_rows(
     device: int,
 ) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
     """The shape and strides of the result, and the launch; null if there is nothing to write."""
-    from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
-
     num_rows, k = x_shape
     num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
     assert w_shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
     if num_rows == 0 or n == 0:
         return (num_rows, n), (n, 1), None
+    pointers = (Pointer("x"), Pointer("w"), Pointer("out"), Pointer("ends"))
+    launch = rows_launch(*pointers, num_rows, num_experts, k, n, transposed, dtype, device, tiles)
+    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
+
+
+def rows_launch(
+    x: Pointer,
+    w: Pointer,
+    out: Pointer,
+    ends: Pointer,
+    num_rows: int,
+    num_experts: int,
+    k: int,
+    n: int,
+    transposed: bool,
+    dtype: torch.dtype,
+    device: int,
+    tiles: HopperTiles | None = None,
+) -> Launch:
+    """The launch of `multiply_rows`."""
+    from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
+
     multiprocessors = num_multiprocessors(torch.device("cuda", device))
     tiles = tiles or rows_tiles(num_rows, num_experts, k, n, multiprocessors)
     row_tiles = most_row_tiles(num_rows, num_experts, tiles.block_m)
-    w_block = (1, tiles.block_n, tiles.block_k) if transposed else (1, tiles.block_k, tiles.block_n)
-    launch = Launch(
+    w_shape, w_block = (num_experts, k, n), (1, tiles.block_k, tiles.block_n)
+    if transposed:
+        w_shape, w_block = (num_experts, n, k), (1, tiles.block_n, tiles.block_k)
+    return Launch(
         rows_kernel,
         (min(row_tiles * -(-n // tiles.block_n), tiles.programs * multiprocessors),),
         {
-            "x_desc": tensor_map(Pointer("x"), tuple(x_shape), (tiles.rows, tiles.block_k), dtype),
-            "w_desc": tensor_map(Pointer("w"), tuple(w_shape), w_block, dtype),
-            "out_desc": tensor_map(Pointer("out"), (num_rows, n), (tiles.rows, tiles.columns), dtype),
-            "out": Pointer("out"),
-            "ends": Pointer("ends"),
+            "x_desc": tensor_map(x, (num_rows, k), (tiles.rows, tiles.block_k), dtype),
+            "w_desc": tensor_map(w, w_shape, w_block, dtype),
+            "out_desc": tensor_map(out, (num_rows, n), (tiles.rows, tiles.columns), dtype),
+            "out": out,
+            "ends": ends,
             "num_experts": num_experts,
             "K": k,
             "N": n,
@@ -140,7 +150,6 @@ def _multiply_rows(
         },
         **_options(tiles),
     )
-    return (num_rows, n), (n, 1), Launches(("x", "w", "out", "ends"), (launch,))
 
 
 @lru_cache(KEPT_LAUNCHES)
@@ -208,34 +217,13 @@ def weights_launch(
     return launch, claims
 
 
-class HopperGemm(Function):
-    """Forward by `multiply_rows`; backward by it with the matrices transposed, and by `sum_over_rows`."""
-
-    @staticmethod
-    def forward(ctx: Any, x_RK: Tensor, w_EKN: Tensor, ends: Tensor) -> Tensor:
-        """x (R, K), w (E, K, N), or the transpose of a contiguous tensor, ends (E,) to (R, N)."""
-        ctx.save_for_backward(x_RK, w_EKN, ends)
-        w, transposed = stored(w_EKN)
-        return multiply_rows(x_RK, w, ends, transposed=transposed)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad_RN: Tensor) -> tuple[Tensor | None, Tensor | None, None]:
-        """The gradients of x and w, the latter in the layout of w."""
-        x_RK, w_EKN, ends = ctx.saved_tensors
-        w, transposed = stored(w_EKN)
-        grad_RN = aligned(grad_RN)
-        grad_x = multiply_rows(grad_RN, w, ends, transposed=not transposed) if ctx.needs_input_grad[0] else None
-        grad_w = None
-        if ctx.needs_input_grad[1]:
-            grad_w = sum_over_rows(grad_RN, x_RK, ends).mT if transposed else sum_over_rows(x_RK, grad_RN, ends)
-        return grad_x, grad_w, None
+multiply = differentiable_gemm(GemmProducts(multiply_rows, multiply_rows, sum_over_rows))
+"""`multiply_rows`, differentiable in x (R, K) and w (E, K, N)."""
 
 
 def grouped_gemm(x_RK: Tensor, w_EKN: Tensor, rows: Rows) -> Tensor:
     """As in `GroupedGemm`."""
-    out: Tensor = HopperGemm.apply(x_RK, w_EKN, rows.ends)  # type: ignore[no-untyped-call] # torch's apply is untyped
-    return out
+    return multiply(x_RK, w_EKN, rows.ends)
 
 
 def _sizes(tiles: HopperTiles, num_experts: int) -> dict[str, int]:

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.experts.matrices import aligned_matrices, stored
 from bexp.kernels.experts.quack import gemms
 from bexp.kernels.experts.quack.combine import sum_rows
@@ -31,9 +31,7 @@ def quack_ffn(
     if routes_TK.numel() == 0:
         return x_TD * 0.0
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x_TD, weights_TK, w_in, w_out))
-    out: Tensor = _QuackFFN.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-        x_TD, routes_TK, weights_TK, w_in, w_out, activation, keep
-    )
+    out: Tensor = _apply(x_TD, routes_TK, weights_TK, w_in, w_out, activation, keep)
     return out
 
 
@@ -65,7 +63,7 @@ class _QuackFFN(Function):
         return out
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         x_TD, weights_TK, w_in, w_out, pre, row_of_pair, *bounds_and_tokens = ctx.saved_tensors
         groups = Groups(*bounds_and_tokens)
@@ -75,6 +73,9 @@ class _QuackFFN(Function):
         )
         x, weights, grad_w_in, grad_w_out = found
         return x, None, weights, grad_w_in, grad_w_out, None, None
+
+
+_apply = applied(_QuackFFN)
 
 
 @launched_where_it_lies

@@ -5,10 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
+
 from tests.forked_ranks import run_ranks
 from workers.profiler.distributed.launch import launch_config
 
 
+@pytest.mark.slow
 def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:
     run_ranks("tests.workers.profiler.distributed.process_group_ranks", tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

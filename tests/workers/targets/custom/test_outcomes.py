@@ -106,10 +106,10 @@ def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
     [
         ("import a_library_that_is_missing", "crashed: ModuleNotFoundError: No module named 'a_library_that_is_miss"),
         ("x = = 1", "crashed: SyntaxError"),
-        ("class Other: pass", "unsupported: .*train.py has no 'Target'"),
+        ("class Other: pass", r"/train.py has no 'Target'; its classes are Other"),
         (
             "class Target:\n        def build(self, config, device): ...",
-            "unsupported: 'Target' has no method batch, step",
+            "'Target' has no method batch, step",
         ),
         (
             PLAIN.replace("return nn.Linear(64, 64, device=device)", "return {}"),
@@ -124,6 +124,8 @@ def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
             PLAIN.replace("loss.backward()", "loss = loss * float('inf')"),
             "the loss is not finite at micro-batch size 1",
         ),
+        (PLAIN.replace("loss.backward()", "pass"), "crashed: the step leaves no gradients"),
+        (PLAIN.replace("randn(micro_batch_size", "randn(3"), r"crashed: batch\(2\) has the shapes of batch\(1\)"),
     ],
 )
 def test_a_target_that_cannot_be_used_is_refused_with_the_cause(tmp_path: Path, source: str, reason: str) -> None:

@@ -86,5 +86,15 @@ class HopperSum:
         return "rows", 1
 
 
+@dataclass(frozen=True, slots=True)
+class HopperRows:
+    """A product of rows in the experts' order, by the grouped GEMM's kernel; null takes its choice of tiles.
+
+    The rows of the result are in the experts' order, too: whatever sums them to tokens gathers them.
+    """
+
+    tiles: HopperTiles | None = None
+
+
 GATE_UP_GEMM = HopperTile(gathered=True)
 GRAD_HIDDEN = HopperTile(gathered=False, other_registers=160)

@@ -36,13 +36,14 @@ def place_pairs(
     scan: tl.tensor,
     pair_of_row: tl.tensor,
     token_of_row: tl.tensor,
+    row_of_pair: tl.tensor,
     num_pairs: tl.tensor,
     num_blocks: tl.tensor,
     TOP_K: tl.constexpr,
     BLOCK: tl.constexpr,
     CHUNK: tl.constexpr,
 ) -> None:
-    """Writes each pair, and its token, to its row; `scan` sums the counts up to each in (expert, block) order."""
+    """Writes each pair, its token, and its row; `scan` sums the counts up to each in (expert, block) order."""
     block = tl.program_id(0)
     first = block * BLOCK
     local = tl.arange(0, BLOCK)
@@ -59,6 +60,7 @@ def place_pairs(
     row = tl.load(scan + cell - 1, mask=live & (cell > 0), other=0) + rank
     tl.store(pair_of_row + row, pairs, mask=live)
     tl.store(token_of_row + row, pairs // TOP_K, mask=live)
+    tl.store(row_of_pair + pairs, row, mask=live)
 
 
 @jit
@@ -144,6 +146,7 @@ def permute_few(
     routes: tl.tensor,
     pair_of_row: tl.tensor,
     token_of_row: tl.tensor,
+    row_of_pair: tl.tensor,
     ends: tl.tensor,
     largest_first: tl.tensor,
     first_tile: tl.tensor,
@@ -207,6 +210,7 @@ def permute_few(
             row += tl.sum(below.to(tl.int32), axis=1)
         tl.store(pair_of_row + row, mine, mask=live)
         tl.store(token_of_row + row, mine // TOP_K, mask=live)
+        tl.store(row_of_pair + mine, row, mask=live)
 
 
 @kernel
@@ -268,42 +272,54 @@ def gather_rows(
 def sum_block(
     program: tl.tensor,
     rows: tl.tensor,
+    row_of_pair: tl.tensor,
     out: tl.tensor,
     num_pairs: tl.tensor,
     D: tl.tensor,
     TOP_K: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
-    """out[t] = sum over k of rows[t * TOP_K + k], in float32 and in the order of k, for a program's block."""
+    """out[t] = sum over k of the rows of pairs t * TOP_K + k, in float32 and in the order of k, for a block.
+
+    The rows are in the pairs' order, or with BY_EXPERT in the experts'.
+    """
     num_d = tl.cdiv(D, BLOCK_D)
     tokens = program // num_d * BLOCK_T + tl.arange(0, BLOCK_T)
     columns = program % num_d * BLOCK_D + tl.arange(0, BLOCK_D)
-    live = (tokens < num_pairs // TOP_K)[:, None] & (columns < D)[None, :]
-    cells = (tokens.to(tl.int64) * TOP_K)[:, None] * D + columns[None, :]
+    is_token = tokens < num_pairs // TOP_K
+    live = is_token[:, None] & (columns < D)[None, :]
     total = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
     for k in range(TOP_K):
-        total += tl.load(rows + cells + k * D, mask=live, other=0.0).to(tl.float32)
+        row = tokens * TOP_K + k
+        if BY_EXPERT:
+            row = tl.load(row_of_pair + row, mask=is_token, other=0)
+        cells = row.to(tl.int64)[:, None] * D + columns[None, :]
+        total += tl.load(rows + cells, mask=live, other=0.0).to(tl.float32)
     tl.store(out + tokens.to(tl.int64)[:, None] * D + columns[None, :], total.to(out.dtype.element_ty), mask=live)
 
 
 @kernel
 def sum_pairs(
     rows: tl.tensor,
+    row_of_pair: tl.tensor,
     out: tl.tensor,
     num_pairs: tl.tensor,
     D: tl.tensor,
     TOP_K: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
 ) -> None:
     """out (T, D): the sums of each token's rows (T * TOP_K, D)."""
-    sum_block(tl.program_id(0), rows, out, num_pairs, D, TOP_K, BLOCK_T, BLOCK_D)
+    sum_block(tl.program_id(0), rows, row_of_pair, out, num_pairs, D, TOP_K, BY_EXPERT, BLOCK_T, BLOCK_D)
 
 
 @kernel
 def finish_backward(
     rows: tl.tensor,
+    row_of_pair: tl.tensor,
     grad_x: tl.tensor,
     partial: tl.tensor,
     grad_weights: tl.tensor,
@@ -312,6 +328,7 @@ def finish_backward(
     D: tl.tensor,
     SUMMANDS: tl.constexpr,
     TOP_K: tl.constexpr,
+    BY_EXPERT: tl.constexpr,
     BLOCK_T: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -329,4 +346,4 @@ def finish_backward(
             total += tl.load(partial + num_pairs.to(tl.int64) * n + pairs, mask=live, other=0.0)
         tl.store(grad_weights + pairs, total.to(grad_weights.dtype.element_ty), mask=live)
     else:
-        sum_block(program - num_blocks, rows, grad_x, num_pairs, D, TOP_K, BLOCK_T, BLOCK_D)
+        sum_block(program - num_blocks, rows, row_of_pair, grad_x, num_pairs, D, TOP_K, BY_EXPERT, BLOCK_T, BLOCK_D)

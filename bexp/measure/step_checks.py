@@ -1,0 +1,85 @@
+"""Checks a training step that somebody else wrote: it makes gradients, and its batch has the size asked for.
+
+A step that breaks these rules runs without an error, fast, and would win.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+
+class StepError(Exception):
+    """A step that ran, but cannot be measured as a training step; the message says why."""
+
+
+def shapes_of(batch: Any) -> list[torch.Size]:
+    """Return the shapes of all tensors in a batch, in the order of its structure."""
+    return [leaf.shape for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
+
+
+class BatchShapes:
+    """The shapes of the batches so far, by their number of sequences."""
+
+    def __init__(self) -> None:
+        self._shapes: dict[int, list[torch.Size]] = {}
+
+    def check(self, micro_batch_size: int, batch: Any) -> None:
+        """Check a batch beside the earlier ones. What has no tensors is not checked.
+
+        Raises:
+            StepError: it has the shapes of a batch of another size; or the first dimension of a tensor was the size
+                before, and no tensor has it now.
+        """
+        shapes = shapes_of(batch)
+        for size, earlier in self._shapes.items():
+            if size == micro_batch_size or not shapes:
+                continue
+            if shapes == earlier:
+                raise StepError(
+                    f"batch({micro_batch_size}) has the shapes of batch({size}): it must return {micro_batch_size} "
+                    "sequences"
+                )
+            if found := _wrong_size(micro_batch_size, shapes, size, earlier):
+                raise StepError(
+                    f"batch({micro_batch_size}) returns {found} sequences: it must return {micro_batch_size}"
+                )
+        self._shapes.setdefault(micro_batch_size, shapes)
+
+
+def _wrong_size(size: int, shapes: list[torch.Size], other: int, earlier: list[torch.Size]) -> int | None:
+    """Return the number of sequences of a batch in which no tensor has `size` of them; null if nothing is wrong.
+
+    A first dimension of one is not a number of sequences: texts may be packed into one row.
+    """
+    if len(shapes) != len(earlier) or any(shape[:1] == (size,) for shape in shapes):
+        return None
+    counted = [now[0] for now, then in zip(shapes, earlier, strict=True) if now and then[:1] == (other,)]
+    return next((found for found in counted if found != 1), None)
+
+
+def check_gradients(parameters: Iterable[nn.Parameter], run_again: Callable[[], object]) -> None:
+    """Check after a step that it has made gradients.
+
+    Some libraries keep gradients elsewhere than in `grad`. If no parameter has one, the step runs once more, and
+    hooks say whether a backward pass reaches any parameter.
+
+    Raises:
+        StepError: the step has no backward pass.
+    """
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    if not trained or any(parameter.grad is not None for parameter in trained):
+        return
+    reached: list[bool] = []
+    handles = [parameter.register_hook(lambda _: reached.append(True)) for parameter in trained]
+    try:
+        run_again()
+    finally:
+        for handle in handles:
+            handle.remove()
+    if not reached:
+        raise StepError("the step leaves no gradients: it must run the backward pass, as by loss.backward()")

@@ -1,0 +1,90 @@
+"""Lets the profilers of this process start their own processes by fork, from a server that has imported torch.
+
+This saves the seconds of the import, and nothing else: a forked process opens the device, makes its context and reads
+its commands as one that the interpreter starts.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from random import Random
+from types import SimpleNamespace
+from typing import IO, Any
+
+from bexp.child_process import module_command, safe_environment
+from tests.chaos.fork_server import ForkedProcess, ForkServer
+from workers.process import child
+from workers.process.environment import profiler_environment
+from workers.process.kernel_cache import kernel_cache
+
+MODULE = "tests.chaos.faulty_profiler"
+PRELOADED = (
+    "workers.profiler.device",
+    "transformers.modeling_layers",
+    "transformers.models.auto.modeling_auto",
+    "workers.targets.transformers.target",
+)
+
+
+class Starts:
+    """Starts processes with faults in place of profiler processes.
+
+    The interpreter starts `cold_share` of them, the fork server the others. `cold` and `forked` count both.
+    """
+
+    def __init__(self, environment: Mapping[str, str], log: IO[bytes], cold_share: float, rng: Random) -> None:
+        self.cold = 0
+        self.forked = 0
+        self._cold_share = cold_share
+        self._rng = rng
+        environment = kernel_cache(environment) | profiler_environment(environment, is_group=False)
+        self.server = ForkServer(safe_environment(environment), log, PRELOADED) if cold_share < 1 else None
+
+    def start(self, command: Sequence[str], **options: Any) -> Any:
+        """Do what `subprocess.Popen` does with the command line and the options of a profiler process."""
+        if self.server is None or self._rng.random() < self._cold_share:
+            self.cold += 1
+            return subprocess.Popen(command, **options)
+        self.forked += 1
+        arguments = list(command[command.index(MODULE) + 1 :])
+        arguments[arguments.index("--parent") + 1] = str(self.server.pid)
+        return _fork(self.server, MODULE, *arguments, descriptors=options["pass_fds"])
+
+    def start_other(self, module: str, *arguments: str) -> Any:
+        """Start a module that writes to `stdout`, as `subprocess.Popen` does."""
+        if self.server is None:
+            return subprocess.Popen([sys.executable, "-m", module, *arguments], stdout=subprocess.PIPE)
+        return _fork(self.server, module, *arguments)
+
+    def end(self) -> None:
+        """End the server and all that it has started."""
+        if self.server is not None:
+            self.server.end()
+
+
+@contextmanager
+def faulty_profilers(starts: Starts) -> Iterator[None]:
+    """Have the profilers of this process start their processes so."""
+    originals = child.module_command, child.subprocess  # type: ignore[attr-defined]  # that it imports
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    patched: Any = child
+    patched.module_command = lambda _, *arguments: module_command(MODULE, *arguments)
+    patched.subprocess = SimpleNamespace(Popen=starts.start, **names)
+    try:
+        yield
+    finally:
+        patched.module_command, patched.subprocess = originals
+
+
+def _fork(server: ForkServer, module: str, *arguments: str, descriptors: Sequence[int] = ()) -> ForkedProcess:
+    read, write = os.pipe()
+    try:
+        process = server.start(module, *arguments, output=write, descriptors=descriptors)
+    finally:
+        os.close(write)
+    process.stdout = os.fdopen(read, "rb")
+    return process

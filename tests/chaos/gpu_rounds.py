@@ -1,0 +1,82 @@
+"""Rounds of device faults: what one did and found, the sum of many, and which kind comes next."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+from tests.chaos.result import CANCEL_LIMIT_SECONDS, percentile
+
+
+@dataclass
+class Round:
+    """One job with one fault. `used_bytes` is what all processes hold of the device afterwards; null on the CPU.
+
+    Processes on the device were started by the interpreter (`cold_starts`) or are forks. So many `lanes` ran jobs with
+    faults on the device at the same time.
+    """
+
+    kind: str
+    commit: str
+    device: str
+    seconds: float = 0.0
+    struck: bool = False
+    outcomes: dict[str, int] = field(default_factory=dict)
+    cancel_seconds: float | None = None
+    used_bytes: int | None = None
+    cold_starts: int = 0
+    forks: int = 0
+    lanes: int = 1
+    violations: list[str] = field(default_factory=list)
+
+
+def add_up(rounds: Sequence[Round]) -> dict[str, object]:
+    """Return all rounds as one JSON document."""
+    cancels = sorted(done.cancel_seconds for done in rounds if done.cancel_seconds is not None)
+    violations = [f"{done.kind}: {text}" for done in rounds for text in done.violations]
+    p99 = percentile(cancels, 0.99)
+    if p99 is not None and p99 > CANCEL_LIMIT_SECONDS:
+        violations.append(f"of {len(cancels)} cancels, 1% took {p99:g} s or longer")
+    return {
+        "commits": sorted({done.commit for done in rounds}),
+        "devices": sorted({done.device for done in rounds}),
+        "rounds": dict(sorted(Counter(done.kind for done in rounds).items())),
+        "struck": dict(sorted(Counter(done.kind for done in rounds if done.struck).items())),
+        "rounds_by_lanes_of_the_device": dict(sorted(Counter(str(done.lanes) for done in rounds).items())),
+        "cold_starts": sum(done.cold_starts for done in rounds),
+        "forks": sum(done.forks for done in rounds),
+        "seconds": round(sum(done.seconds for done in rounds), 1),
+        "cancels": {
+            "num": len(cancels),
+            "p50": percentile(cancels, 0.5),
+            "p99": p99,
+            "max": max(cancels, default=None),
+        },
+        "largest_used_bytes": max((done.used_bytes for done in rounds if done.used_bytes is not None), default=None),
+        "violations": violations,
+    }
+
+
+def append_round(path: Path, done: Round) -> None:
+    """Add a round to a file; several processes may do so at once."""
+    with path.open("a") as file:
+        file.write(json.dumps(asdict(done)) + "\n")
+
+
+def read_rounds(path: Path) -> list[Round]:
+    """Return the rounds of a file; none if there is no file."""
+    return [Round(**json.loads(line)) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def next_kind(kinds: Sequence[str], rounds: Sequence[Round], num_rounds: int) -> str | None:
+    """Return the kind that has struck least often, the first of equals; null once each has struck `num_rounds` times.
+
+    A fault that does not strike, because its job took another way, is tried again, at most as often once more.
+    """
+    tried = Counter(done.kind for done in rounds)
+    struck = Counter(done.kind for done in rounds if done.struck)
+    open_kinds = [kind for kind in kinds if struck[kind] < num_rounds and tried[kind] < 2 * num_rounds]
+    return min(open_kinds, key=lambda kind: (struck[kind], tried[kind]), default=None)

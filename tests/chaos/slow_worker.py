@@ -1,0 +1,34 @@
+"""A worker whose replayed trials take as long as BEXP_CHAOS_TRIAL_SECONDS says: `python -m tests.chaos.slow_worker`.
+
+A recorded table answers in a moment, so that a job is over before a fault strikes it. A real trial takes a while, in
+which its worker waits for the profiler.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+
+from explorer.records.measurement import Measurement
+from explorer.records.trial import TrialPlan
+from workers.__main__ import main
+from workers.replay.profiler import ReplayProfiler
+
+VARIABLE = "BEXP_CHAOS_TRIAL_SECONDS"
+
+
+def slow_down(seconds: float) -> None:
+    """Have each trial of this process take that much longer."""
+    measure_at_once = ReplayProfiler.measure
+
+    def measure(self: ReplayProfiler, plan: TrialPlan) -> Measurement:
+        time.sleep(seconds)
+        return measure_at_once(self, plan)
+
+    ReplayProfiler.measure = measure  # type: ignore[method-assign]
+
+
+if __name__ == "__main__":
+    slow_down(float(os.environ[VARIABLE]))
+    sys.exit(main())
