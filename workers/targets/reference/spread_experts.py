@@ -33,13 +33,14 @@ def build_spread_experts(
     moe = model.moe
     assert moe is not None, "a model with experts"
     assert component.backend is not None, "an expert component names its back end"
+    training = request.mode == "train"
     local = moe.model_copy(update={"num_experts": moe.num_experts // component.expert_parallel_size})
     block = MoEFFN(
         model.model_copy(update={"moe": local}),
         backend=component.backend,
         recompute=component.recompute,
         device=device,
-        training=True,
+        training=training,
         generator=generator,
     )
     number, shadowed = component.shadowed_experts, ()
@@ -53,7 +54,7 @@ def build_spread_experts(
         overlap_degree=component.overlap_degree,
         shadowed_experts=shadowed,
     )
-    block.spread(run, Weights.of(model, device, True, generator).normal(moe.num_experts, model.hidden_size))
+    block.spread(run, Weights.of(model, device, training, generator).normal(moe.num_experts, model.hidden_size))
     return block
 
 
