@@ -55,10 +55,14 @@ def device_faults() -> str:
         "fault": lambda row: row["kind"].replace("_", " "),
         "explorations": lambda row: str(row["rounds"]),
         "struck": lambda row: str(found["struck"][row["kind"]]),
-        "violations": lambda row: str(sum(text.startswith(f"{row['kind']}:") for text in found["violations"]) or "none"),
+        "violations": lambda row: str(
+            sum(text.startswith(f"{row['kind']}:") for text in found["violations"]) or "none"
+        ),
     }
     commits = ", ".join(f"`{commit[:7]}`" for commit in found["commits"])
-    total = f"Together {sum(found['struck'].values())} faults, {len(found['violations']) or 'no'} violations; {commits}."
+    total = (
+        f"Together {sum(found['struck'].values())} faults, {len(found['violations']) or 'no'} violations; {commits}."
+    )
     return f"{table(rows, columns)}\n{total}\n"
 
 
@@ -73,7 +77,9 @@ def _rounds() -> list[Row]:
             "commit": commit,
             "database": database,
             "violations": [text for row in rows for text in row["violations"]],
-            **{name: sum(row[name] for row in rows) for name in ("seconds", "num_faults", "faults_during_jobs", "jobs")},
+            **{
+                name: sum(row[name] for row in rows) for name in ("seconds", "num_faults", "faults_during_jobs", "jobs")
+            },
             "faults": sum((Counter(row["faults"]) for row in rows), Counter()),
         }
         for (commit, database), rows in groups.items()
