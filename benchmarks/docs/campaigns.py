@@ -9,6 +9,7 @@ from benchmarks.docs.results import Row, find, load, table
 
 ROUNDS = "chaos-rounds"
 FIGURE = "chaos-figure-"
+DEVICE_FAULTS = "h100-gpu-faults"
 
 
 def campaigns() -> str:
@@ -44,6 +45,27 @@ def figures() -> str:
     return table(rows, columns) if rows else ""
 
 
+def device_faults() -> str:
+    """A line for each fault of a device, and what all of them came to."""
+    found = find(DEVICE_FAULTS)
+    if found is None:
+        return ""
+    rows = [{"kind": kind, "rounds": rounds} for kind, rounds in found["rounds"].items() if kind in found["struck"]]
+    columns = {
+        "fault": lambda row: row["kind"].replace("_", " "),
+        "explorations": lambda row: str(row["rounds"]),
+        "struck": lambda row: str(found["struck"][row["kind"]]),
+        "violations": lambda row: str(
+            sum(text.startswith(f"{row['kind']}:") for text in found["violations"]) or "none"
+        ),
+    }
+    commits = ", ".join(f"`{commit[:7]}`" for commit in found["commits"])
+    total = (
+        f"Together {sum(found['struck'].values())} faults, {len(found['violations']) or 'no'} violations; {commits}."
+    )
+    return f"{table(rows, columns)}\n{total}\n"
+
+
 def _rounds() -> list[Row]:
     """The rounds, summed up by commit and database."""
     recorded = find(ROUNDS)
@@ -55,7 +77,9 @@ def _rounds() -> list[Row]:
             "commit": commit,
             "database": database,
             "violations": [text for row in rows for text in row["violations"]],
-            **{name: sum(row[name] for row in rows) for name in ("seconds", "num_faults", "jobs")},
+            **{
+                name: sum(row[name] for row in rows) for name in ("seconds", "num_faults", "faults_during_jobs", "jobs")
+            },
             "faults": sum((Counter(row["faults"]) for row in rows), Counter()),
         }
         for (commit, database), rows in groups.items()
@@ -77,7 +101,8 @@ def _how_many(row: Row) -> str:
     if "requests" in row:
         guided = ", guided by new lines" if row["guided_by_new_lines"] else ""
         return f"{row['requests']:,} requests{guided}, the slowest {row['slowest_seconds']:.2f} s"
-    return f"{row['num_faults']:,} faults over {row['jobs']:,} explorations"
+    during = f", {row['faults_during_jobs']:,} of them on a running one" if "faults_during_jobs" in row else ""
+    return f"{row['num_faults']:,} faults over {row['jobs']:,} explorations{during}"
 
 
 def _violations(row: Row) -> str:

@@ -89,6 +89,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "attention-choice": partial(of_result, attention.attention_choice, "h200-attention-choice"),
     "graph-steps": partial(of_result, graphs.steps, "h100-graph-steps"),
     "campaigns": campaigns.campaigns,
+    "device-faults": campaigns.device_faults,
     "reliability-figures": campaigns.figures,
     "mutation": partial(of_result, mutation.mutation, "mutation"),
     "request-fields": fields.request_fields,

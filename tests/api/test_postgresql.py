@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -17,6 +18,7 @@ from api.app import create_app
 from api.routes import explorations
 from api.settings import ServiceSettings
 from storage.database import Database, DatabaseLimits, open_database
+from storage.events import read_last_seqs
 from storage.queue import Queue
 from tests.api.conftest import wait_until
 from tests.contracts.samples import make_progress, make_report, make_request
@@ -34,7 +36,19 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
     job, _ = work.enqueue(make_request())
     claim = work.claim("a", device_kind="cpu", num_devices=1, fingerprint=make_report().hardware.fingerprint)
     assert claim is not None
-    settings = ServiceSettings(postgresql.url, poll_seconds=LONG, waiting_check_seconds=LONG)
+    polled: list[list[str]] = []
+
+    def count_polls(asked: Database, job_ids: list[str]) -> dict[str, int]:
+        polled.append(job_ids)
+        return read_last_seqs(asked, job_ids)
+
+    def is_quiet() -> bool:
+        before = len(polled)
+        time.sleep(0.3)
+        return len(polled) == before
+
+    monkeypatch.setattr(streams, "read_last_seqs", count_polls)
+    settings = ServiceSettings(postgresql.url, poll_seconds=0.05, waiting_check_seconds=LONG)
     with TestClient(create_app(settings), base_url="http://127.0.0.1") as client:
         feed = client.app.state.service.feed  # type: ignore[attr-defined]  # of the application that the client holds
         texts: list[str] = []
@@ -42,12 +56,14 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
         reader = threading.Thread(target=lambda: texts.append(client.get(path).text))
         reader.start()
         wait_until(lambda: feed.num_watchers == 1)
+        wait_until(is_quiet)
         work.record(claim.lease, make_progress(0))
         wait_until(lambda: feed._watches[job.id].last_seq == 3)
         wait_until(lambda: feed.num_watchers == 1)
         with monkeypatch.context() as silent:  # an event is written while nothing is told
             silent.setattr("storage.events.notify_events", lambda *_: None)
             work.record(claim.lease, make_progress(1))
+        assert is_quiet()
         assert feed._watches[job.id].last_seq == 3
         assert end_listeners(postgresql) == 1
         wait_until(lambda: feed._watches[job.id].last_seq == 4)

@@ -80,8 +80,8 @@ EXPECTED = {
     **{f"kill_{phase}": Outcome.CRASHED for phase in PHASES if f"kill_{phase}" not in BEFORE_TRIALS},
 }
 ON_A_GPU = ("leak", "lost_device", "foreign_process")
-ALONE = ("foreign_process", "leak", "out_of_memory")
-"""What touches other processes on the device, or depends on them."""
+ALONE = ("foreign_process", "leak", "out_of_memory", "hang")
+"""What touches other processes on the device, or depends on them. A hang takes the device's time from them."""
 
 KINDS = (*EXPECTED, *sorted(BEFORE_TRIALS), "leak", *CALM_KINDS)
 
@@ -172,7 +172,8 @@ class Bench:
 
     def budget(self, **changes: float) -> Budget:
         """Return a budget whose trials may take as long as healthy ones need on this kind of device."""
-        usual = {"max_seconds": JOB_SECONDS[self.kind] / 2, "trial_timeout_seconds": TRIAL_SECONDS[self.kind]}
+        timeout = TRIAL_SECONDS[self.kind] * self.num_lanes
+        usual = {"max_seconds": JOB_SECONDS[self.kind] / 2, "trial_timeout_seconds": timeout}
         return Budget(**({"max_trials": 7, "confidence_target": 99} | usual | changes))
 
     def await_end(self, job_id: str) -> Job:
@@ -240,6 +241,9 @@ def _hurt(bench: Bench, done: Round) -> None:
     bench.fault_file.unlink(missing_ok=True)
     found = read_all_trials(bench.database, job.id)
     _check_job(done, job, found)
+    for before, after in pairwise(trial.measurement for trial in found):
+        if before.outcome is not Outcome.OK and after.contamination is not None:
+            done.violations.append(f"the next trial is not clean: {after.contamination}")
     expected = EXPECTED.get(done.kind)
     failed = [trial for trial in found if trial.measurement.outcome is not Outcome.OK]
     if done.struck and expected is not None:
@@ -262,10 +266,6 @@ def _check_job(done: Round, job: Job, trials: Sequence[Trial]) -> None:
     }
     if outcomes and Outcome.OK not in outcomes:
         done.violations.append(f"what failed is recommended: {job.recommendation.candidate.describe()}")
-    by_seq = [trial.measurement for trial in trials]
-    for failed, following in pairwise(by_seq):
-        if failed.outcome is not Outcome.OK and following.contamination is not None:
-            done.violations.append(f"the next trial is not clean: {following.contamination}")
 
 
 def _cancel(bench: Bench, done: Round) -> None:

@@ -16,7 +16,8 @@ class Round:
     """One job with one fault. `used_bytes` is what all processes hold of the device afterwards; null on the CPU.
 
     Processes on the device were started by the interpreter (`cold_starts`) or are forks. So many `lanes` ran jobs with
-    faults on the device at the same time.
+    faults on the device at the same time. A round that was judged wrongly is `dropped`, for a reason, and counts
+    nowhere.
     """
 
     kind: str
@@ -30,11 +31,14 @@ class Round:
     cold_starts: int = 0
     forks: int = 0
     lanes: int = 1
+    dropped: str | None = None
     violations: list[str] = field(default_factory=list)
 
 
 def add_up(rounds: Sequence[Round]) -> dict[str, object]:
     """Return all rounds as one JSON document."""
+    dropped = Counter(f"{done.kind}: {done.dropped}" for done in rounds if done.dropped is not None)
+    rounds = [done for done in rounds if done.dropped is None]
     cancels = sorted(done.cancel_seconds for done in rounds if done.cancel_seconds is not None)
     violations = [f"{done.kind}: {text}" for done in rounds for text in done.violations]
     p99 = percentile(cancels, 0.99)
@@ -46,6 +50,7 @@ def add_up(rounds: Sequence[Round]) -> dict[str, object]:
         "rounds": dict(sorted(Counter(done.kind for done in rounds).items())),
         "struck": dict(sorted(Counter(done.kind for done in rounds if done.struck).items())),
         "rounds_by_lanes_of_the_device": dict(sorted(Counter(str(done.lanes) for done in rounds).items())),
+        "dropped": dict(sorted(dropped.items())),
         "cold_starts": sum(done.cold_starts for done in rounds),
         "forks": sum(done.forks for done in rounds),
         "seconds": round(sum(done.seconds for done in rounds), 1),
@@ -76,6 +81,7 @@ def next_kind(kinds: Sequence[str], rounds: Sequence[Round], num_rounds: int) ->
 
     A fault that does not strike, because its job took another way, is tried again, at most as often once more.
     """
+    rounds = [done for done in rounds if done.dropped is None]
     tried = Counter(done.kind for done in rounds)
     struck = Counter(done.kind for done in rounds if done.struck)
     open_kinds = [kind for kind in kinds if struck[kind] < num_rounds and tried[kind] < 2 * num_rounds]

@@ -36,11 +36,14 @@ def test_rounds_are_summed_up_over_calls(tmp_path: Path) -> None:
     rounds = [
         Round("hang", "c", "cuda:0", struck=True, used_bytes=5),
         Round("cancel", "c", "cuda:0", struck=True, cancel_seconds=7.0, violations=["3 MiB are not free again"]),
+        Round("cancel", "c", "cuda:0", struck=True, cancel_seconds=9.0, violations=["a"], dropped="judged wrongly"),
     ]
     for done in rounds:
         append_round(file, done)
     found = add_up(read_rounds(file))
     assert found["rounds"] == {"cancel": 1, "hang": 1}
+    assert found["dropped"] == {"cancel: judged wrongly": 1}
+    assert next_kind(["cancel"], read_rounds(file), 2) == "cancel"
     assert found["violations"] == ["cancel: 3 MiB are not free again", "of 1 cancels, 1% took 7 s or longer"]
 
 
