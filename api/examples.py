@@ -225,7 +225,7 @@ _DETAILS: dict[HTTPStatus, dict[str, Any]] = {
     },
     HTTPStatus.TOO_MANY_REQUESTS: {
         "type": "urn:bexp:problem:quota-exceeded",
-        "detail": "The quota 'queued' of owner 'team-a' is 100 explorations in the queue.",
+        "detail": "Owner 'team-a' has as many queued explorations as its quota 'queued' allows (100).",
     },
     HTTPStatus.SERVICE_UNAVAILABLE: {
         "type": "urn:bexp:problem:database-unavailable",

@@ -181,7 +181,7 @@ def install_problem_handlers(app: FastAPI) -> None:
         return problem_response(
             request,
             HTTPStatus.TOO_MANY_REQUESTS,
-            f"The quota 'queued' of owner '{error.owner}' is {error.limit} explorations in the queue.",
+            f"Owner '{error.owner}' has as many queued explorations as its quota 'queued' allows ({error.limit}).",
             name="quota-exceeded",
             headers={"Retry-After": str(QUEUED_RETRY_SECONDS)},
         )

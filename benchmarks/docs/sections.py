@@ -34,12 +34,21 @@ CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
 
 
 def of_result(render: Callable[[Row], str], *names: str) -> str:
-    """Return the tables of those results that exist, each with its file; an empty text if there are none."""
+    """Return the tables of those results that exist, each with its file and age; an empty text if there are none."""
     return "\n".join(
-        f"{render(found)}\nRaw rows: `benchmarks/results/{name}.json`.\n"
+        f"{render(found)}\nRaw rows: `benchmarks/results/{name}.json`{_age(found)}.\n"
         for name in names
         if (found := results.find(name)) is not None
     )
+
+
+def _age(found: Row) -> str:
+    """Return when a result was measured, and at which commit, as far as it says so: code may be newer than a figure."""
+    environment = found.get("environment")
+    stated = {**environment, **found} if isinstance(environment, dict) else found
+    date, commit = stated.get("date"), stated.get("commit")
+    at = f" at commit `{commit[:7]}`" if isinstance(commit, str) else ""
+    return f", begun on {date[:10]}{at}" if isinstance(date, str) else ""
 
 
 SECTIONS: dict[str, Callable[[], str]] = {

@@ -39,11 +39,6 @@ class NextCheck:
     candidate: Candidate
     probability_better: float | None = None
 
-    @property
-    def is_runner_up(self) -> bool:
-        """Whether it is not the recommended candidate itself."""
-        return self.probability_better is not None
-
 
 class WholeModels:
     """The whole models of one variant. Every decision depends on the stored trials alone."""

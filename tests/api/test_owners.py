@@ -132,7 +132,9 @@ def test_the_queued_quota_is_answered_with_429(guarded: TestClient, sqlite_datab
     response = guarded.post(HERE, json=REQUEST, headers=a)
     assert_problem(response, 429)
     assert response.json()["type"] == "urn:bexp:problem:quota-exceeded"
-    assert response.json()["detail"] == "The quota 'queued' of owner 'team-a' is 1 explorations in the queue."
+    assert response.json()["detail"] == (
+        "Owner 'team-a' has as many queued explorations as its quota 'queued' allows (1)."
+    )
     assert int(response.headers["Retry-After"]) >= 1
 
 
