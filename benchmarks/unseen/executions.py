@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import describe_commit, describe_environment, write_results
-from benchmarks.replay.runs import search
+from benchmarks.replay.runs import Run, search
 from benchmarks.unseen.world import draw_truth
 from explorer.spec.execution import Execution
 from workers.replay.device import VirtualClock
@@ -48,14 +48,19 @@ class ExecutionRun:
 
 def compare(seed: int, space: str) -> ExecutionRun:
     """Search on the device of a seed without and with a choice of executions."""
-    seconds, checks, regrets = [], [], []
-    for executions in (None, CHOICE):
-        truth, clock = draw_truth(seed, executions=executions, num_sizes=SPACES[space]), VirtualClock()
-        run = search(truth, seed, truth.device(seed, clock), clock)
-        seconds.append(run.seconds + run.check_seconds)
-        checks.append(run.check_seconds)
-        regrets.append(run.regret)
-    return ExecutionRun(seed, space, *((pair[0], pair[1]) for pair in (seconds, checks, regrets)))
+    without, chosen = _search(seed, space, None), _search(seed, space, CHOICE)
+    return ExecutionRun(
+        seed,
+        space,
+        (without.seconds + without.check_seconds, chosen.seconds + chosen.check_seconds),
+        (without.check_seconds, chosen.check_seconds),
+        (without.regret, chosen.regret),
+    )
+
+
+def _search(seed: int, space: str, executions: Sequence[Execution] | None) -> Run:
+    truth, clock = draw_truth(seed, executions=executions, num_sizes=SPACES[space]), VirtualClock()
+    return search(truth, seed, truth.device(seed, clock), clock)
 
 
 def summarize(runs: Sequence[ExecutionRun]) -> dict[str, Any]:
