@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import os
 import platform
+import subprocess
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = (
     *("torch", "triton", "nvidia-cudnn-cu13", "transformers", "accelerate"),
     *("optuna", "numpy", "sqlalchemy", "fastapi", "pydantic"),
@@ -25,6 +27,15 @@ def describe_environment() -> dict[str, Any]:
         "num_cpus": len(os.sched_getaffinity(0)),
         "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
     }
+
+
+def describe_commit() -> str | None:
+    """The commit that runs, marked if files differ from it; null outside of a repository."""
+    try:
+        command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        return None
 
 
 def write_results(path: Path, results: dict[str, Any]) -> None:

@@ -65,6 +65,8 @@ CASES: dict[str, dict[str, Any]] = {
     },
 }
 OTHERS: dict[str, dict[str, Any]] = {
+    "gpt2-124m m=16": {"config": GPT2, "seq_length": 1024, "micro_batch_size": 16},
+    "llama-3.2-1b m=4": {"config": LLAMA, "seq_length": 2048, "micro_batch_size": 4, "loss": "chunked"},
     "olmoe-1-layer m=1": {
         "config": {**OLMOE, "num_hidden_layers": 1},
         "seq_length": 4096,

@@ -13,18 +13,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import subprocess
 import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, write_results
+from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.unseen.figures import GATE, misses, print_figures, summarize
 from benchmarks.unseen.searches import run_searches
 
-ROOT = Path(__file__).resolve().parents[2]
 GATE_SEEDS = (1000, 1100)
 
 
@@ -45,7 +43,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = run_searches(range(first, end), options.processes)
     found: dict[str, Any] = {
         "environment": describe_environment(),
-        "commit": _commit(),
+        "commit": describe_commit(),
         "seed_range": [first, end],
         "wall_seconds": time.perf_counter() - started,
         **summarize(runs),
@@ -59,15 +57,6 @@ def main(arguments: list[str] | None = None) -> int:
     for message in failed:
         print(f"gate: {message}", file=sys.stderr)
     return 1 if failed else 0
-
-
-def _commit() -> str | None:
-    """The commit that runs, marked if files differ from it; null outside of a repository."""
-    try:
-        command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
-        return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 if __name__ == "__main__":

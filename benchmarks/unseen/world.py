@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -25,7 +26,9 @@ from explorer.records.measurement import (
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.pruned_space import PrunedSpace, prune_space
 from explorer.spec.candidate import Candidate
+from explorer.spec.execution import WAITING_EXPERTS, Execution
 from explorer.spec.hardware import DeviceReport
+from explorer.spec.options import BTASpec
 from explorer.spec.request import ExplorationRequest
 from workers.replay.device import VirtualClock
 
@@ -90,10 +93,14 @@ class UnseenTruth:
         return UnseenDevice(self, seed, clock)
 
 
-def draw_truth(seed: int) -> UnseenTruth:
+def draw_truth(
+    seed: int, *, executions: Sequence[Execution] | None = None, num_sizes: int | None = None
+) -> UnseenTruth:
     """Return the device and the model of a seed.
 
-    Models that are too large for their device are drawn again.
+    Models that are too large for their device are drawn again. With `executions` the request chooses among them, and
+    everything else about the device stays the same. With `num_sizes` it has only so many micro-batch sizes, a factor
+    of 2 apart where they can be.
 
     Raises:
         RuntimeError: no draw fits, which would be an error of the generator.
@@ -112,6 +119,12 @@ def draw_truth(seed: int) -> UnseenTruth:
         if prune.table.static_bytes_C.min() > STATE_SHARE * memory_limit(request, report.hardware):
             continue
         truth = _complete(seed, draws, request, report, prune, prune.table)
+        if np.any(truth.tokens_C > 0) and (executions is not None or num_sizes is not None):
+            request = request if num_sizes is None else _narrowed(request, report, prune, num_sizes)
+            request = request.model_copy(update={"executions": executions})
+            prune = prune_space(request.model, request, report)
+            assert prune.table is not None, "each of its candidates may fit"
+            truth = _complete(seed, draws, request, report, prune, prune.table)
         if np.any(truth.tokens_C > 0):
             return truth
     raise RuntimeError(f"no model fits its device with seed {seed}")
@@ -125,6 +138,27 @@ def _limit_memory(draws: Draws, request: ExplorationRequest, report: DeviceRepor
     required_C = predict_memory(table, report.hardware)
     limit = float(np.quantile(required_C, draws.between(0.3, 0.95, "limit")))
     return request.model_copy(update={"memory_limit_gib": limit / GIB})
+
+
+def _narrowed(
+    request: ExplorationRequest, report: DeviceReport, prune: PrunedSpace, num_sizes: int
+) -> ExplorationRequest:
+    """Return the request with the `num_sizes` largest powers of 2 of its space, and one value of the other dimensions.
+
+    The experts are the first that a graph can contain, if there are any.
+    """
+    legal = [c for c in prune.legal.candidates if c.bta_tile is None]
+    policy = min((c.recompute for c in legal), key=request.recompute_policies.index)
+    sizes = {c.micro_batch_size for c in legal if c.recompute is policy}
+    experts = sorted(request.expert_backends or (), key=WAITING_EXPERTS.__contains__)
+    narrow = {
+        "micro_batch_size": tuple(sorted(m for m in sizes if m & (m - 1) == 0)[:num_sizes]),
+        "bta": BTASpec(enable=False),
+        "recompute": (policy,),
+        "attention_backends": (report.default_attention,),
+        "expert_backends": tuple(experts[:1]) or None,
+    }
+    return request.model_copy(update=narrow)
 
 
 def _complete(
@@ -191,16 +225,22 @@ def _fragmentation(draws: Draws, table: SpaceTable, peak_C: Floats) -> Floats:
 
 
 def _composition_factors(draws: Draws, table: SpaceTable) -> Floats:
-    """Return whole over composed seconds: shared, of a policy, of a size, and heavy-tailed of each candidate's own."""
+    """Return whole over composed seconds: shared, of a policy, of a size, and heavy-tailed of each candidate's own.
+
+    CUDA graphs replay the same kernels, so they share all of that. They leave out gaps between kernels, but their
+    memory lies elsewhere: they differ by a little, some of it by candidate.
+    """
     own = draws.scale_between(0.002, 0.005, "composition scale")
     shared = 0.02 * draws.normal("composition")
-    logs = [
-        shared
-        + 0.004 * draws.normal("composition", c.recompute, c.bta_tile is None)
-        + 0.003 * draws.normal("composition", c.micro_batch_size)
-        + own * draws.heavy("composition", c.describe())
-        for c in table.candidates
-    ]
+    replayed = draws.between(-0.01, 0.005, "composition", "replayed")
+    logs = []
+    for c in table.candidates:
+        name = c.model_copy(update={"execution": None}).describe()
+        log = shared + 0.004 * draws.normal("composition", c.recompute, c.bta_tile is None)
+        log += 0.003 * draws.normal("composition", c.micro_batch_size) + own * draws.heavy("composition", name)
+        if c.execution is not None and c.execution.replays:
+            log += replayed + 0.3 * own * draws.heavy("composition", "replayed", name)
+        logs.append(log)
     return np.asarray(np.exp(np.array(logs)))
 
 

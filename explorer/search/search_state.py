@@ -31,6 +31,7 @@ from explorer.search.optuna_trials import read_measurement
 from explorer.search.preference import recommended_position
 from explorer.search.reported_runs import peak_factor
 from explorer.search.suggestion import Suggestion
+from explorer.search.whole_model_runs import WholeModelRuns
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import HardwareSpec
 from explorer.spec.reported_run import ReportedRun
@@ -38,7 +39,7 @@ from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.ageing import age_run
 from explorer.surrogate.gaussian_process import Surrogate
 from explorer.surrogate.observations import ObservationLog
-from explorer.surrogate.whole_model_error import CompositionErrors, ReportedError, WholeModelRun
+from explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.
@@ -90,9 +91,7 @@ class SearchState:
         self._errors = CompositionErrors(table.candidates, hardware.device_kind, request.seed, NUM_SAMPLES, rng)
         self._reported_errors = [ReportedError(table.row[run.candidate], run.log_error) for run in self.reported]
         self._memory_errors = MemoryErrors(len(table.candidates), NUM_SAMPLES, rng)
-        self._whole_runs: dict[int, dict[int, tuple[float, float]]] = {}
-        self._whole_models: dict[int, WholeModelRun] = {}
-        self._whole_peaks: dict[int, int] = {}
+        self.whole_models = WholeModelRuns()
         usable = [] if earlier is None else [run for run in earlier.runs if run.measurement.component in table.column]
         self._log = ObservationLog([age_run(run, hardware.device_kind) for run in usable])
         self._failures = Failures()
@@ -149,13 +148,7 @@ class SearchState:
         Runs of one candidate by several trials count together; `number` is the trial's.
         """
         row = self.table.row[candidate]
-        runs = self._whole_runs.setdefault(row, {})
-        runs[number] = (tokens_per_second, standard_error)
-        run = WholeModelRun.of(*zip(*(runs[each] for each in sorted(runs)), strict=True))
-        if self._whole_models.get(row) != run or self._whole_peaks.get(row) != peak_bytes:
-            self._whole_models[row] = run
-            if peak_bytes is not None:
-                self._whole_peaks[row] = peak_bytes
+        if self.whole_models.learn(row, number, (tokens_per_second, standard_error), peak_bytes):
             self._refresh()
 
     def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
@@ -226,18 +219,9 @@ class SearchState:
         """How often a component was run; one that is expected from a trial in flight counts as run often enough."""
         return sys.maxsize if component in self._expected else self._log.count_attempts(component)
 
-    def was_run_whole(self, row: int) -> bool:
-        """Whether a candidate's whole model has been timed."""
-        return row in self._whole_models
-
-    def count_whole_runs(self, row: int) -> int:
-        """How often a candidate's whole model has been timed."""
-        return len(self._whole_runs.get(row, ()))
-
-    def whole_tokens_per_second(self, row: int) -> float | None:
-        """What a candidate's whole model has reached, the geometric mean of its runs; null if it was not timed."""
-        run = self._whole_models.get(row)
-        return None if run is None else math.exp(run.log_tokens)
+    def next_run_std(self, rows: Ints) -> Floats:
+        """Relative standard deviation of one more whole model of each of `rows`, shape (A,)."""
+        return self._throughput.next_run_std(rows)
 
     def seconds(self, row: int) -> StepSeconds:
         """Expected seconds of a candidate's step, as its components compose it."""
@@ -300,7 +284,7 @@ class SearchState:
             self._memory,
             find_contenders(self.table, self.surrogate, rows, least_A),
             self._memory_errors,
-            self._whole_models.keys(),
+            self.whole_models.found.keys(),
         )
 
     def to_repeat(self, measurement: Measurement) -> Suggestion | None:
@@ -362,9 +346,9 @@ class SearchState:
         table, surrogate = self.table, self.surrogate
         self._expecting = None
         self._throughput = CandidateThroughput(
-            table, surrogate, self._errors, self._whole_models, self._reported_errors
+            table, surrogate, self._errors, self.whole_models.found, self._reported_errors
         )
-        self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self._whole_peaks)
+        self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self.whole_models.peaks)
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         rejected_C = self._failures.rejected(table, self._memory.required_C)

@@ -89,7 +89,7 @@ class WholeModels:
         outcomes = [trial.measurement.outcome for trial in trials]
         if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        if best is not None and not state.was_run_whole(best.row):
+        if best is not None and not state.whole_models.was_run(best.row):
             return NextCheck(state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None

@@ -38,11 +38,11 @@ def expected_tokens_per_second(state: SearchState, row: int, recommended: int) -
 
     So no composed figure is above that of a whole model for no other reason than that it is composed.
     """
-    whole = state.whole_tokens_per_second(row)
+    whole = state.whole_models.tokens_per_second(row)
     if whole is not None:
         return whole
     composed, of_recommended = state.corrected_seconds(row), state.corrected_seconds(recommended)
-    reached = state.whole_tokens_per_second(recommended)
+    reached = state.whole_models.tokens_per_second(recommended)
     scale = 1.0 if reached is None else reached / of_recommended.tokens_per_second
     return scale * composed.tokens_per_second
 

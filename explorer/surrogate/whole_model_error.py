@@ -4,8 +4,10 @@ The error is the logarithm of whole over composed tokens/s. It is the sum of fou
 model share, one that the candidates of a recomputation policy share, one that changes smoothly with the micro-batch
 size, and one of each candidate's own. The first part is wide and does not change the order of candidates. One whole
 model shows most of it, so candidates that were run whole stay comparable with those that were not. The third part makes
-a candidate less certain the further its size is from one that was run whole. Candidates with CUDA graphs share the
-fourth part with those whose kernels they replay, so that whole models are not run only to tell such a pair apart.
+a candidate less certain the further its size is from one that was run whole.
+
+Candidates with CUDA graphs have the parts of those whose kernels they replay, and another that all of them share: what
+a replay changes. So whole models are not run only to tell such a pair apart, and one pair tells it of all others.
 
 A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
 candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
@@ -28,6 +30,7 @@ import numpy as np
 
 from explorer.cost_model.candidate_table import Floats, Ints
 from explorer.spec.candidate import Candidate
+from explorer.surrogate.whole_model_noise import WholeModelNoise, WholeModelRun
 
 OWN_STD = {"cuda": 0.004, "cpu": 0.01}
 """Standard deviation of the part that is a candidate's own.
@@ -48,7 +51,7 @@ to 1.4% two or three octaves apart.
 """
 POLICY_STD = 0.005
 """Standard deviation of the part that candidates share if they have the same policy, layout, sharding and
-execution.
+compiler.
 
 Tiled and untiled candidates do not share it. In the same file, the error of a policy differs from that of no
 recomputation at the same micro-batch size by 0.8% in the median of the absolute values, components' noise included.
@@ -58,8 +61,12 @@ COMMON_STD = {"cuda": 0.03, "cpu": 0.10}
 
 It is wide beside the others, so that an error of all candidates is not taken for an error of one.
 """
-RUN_STD = {"cuda": 0.001, "cpu": 0.01}
-"""Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks."""
+REPLAY_STD = 0.003
+"""Standard deviation of the part that all candidates with CUDA graphs share.
+
+A replay has the same kernels with the same blocks' seconds. It leaves out the gaps between kernels, of about a
+microsecond each where the device sets the pace: below 1% of kernels that take 100 to 300 us.
+"""
 REPORT_STD = 0.02
 """Standard deviation of what a reported run differs by, beside the composition's error: its data, its logging, and the
 measurements of the components in the exploration that recommended it.
@@ -72,35 +79,6 @@ PRIOR_RUNS = 4
 The scale grows if whole models are further off than the parts explain: it is the mean of an inverse gamma distribution
 with this many prior degrees of freedom. It never falls below 1, the scale of the recorded errors.
 """
-
-
-NOISE_RUNS = 1
-"""Number of repeated whole models that the prior of their noise counts for.
-
-The prior is the noise of the blocks as if all of them were slow or fast together. In a whole model a part of it
-averages out, and how large that part is only repeated runs tell.
-"""
-
-
-@dataclass(frozen=True, slots=True)
-class WholeModelRun:
-    """The runs of a candidate's whole model.
-
-    `log_tokens` is the mean of the logarithms of their tokens/s, `standard_error` the relative one that a run states,
-    and `squares` the sum of the squares of the logarithms' distances from their mean.
-    """
-
-    log_tokens: float
-    standard_error: float
-    number: int = 1
-    squares: float = 0.0
-
-    @classmethod
-    def of(cls, tokens_per_second: Sequence[float], standard_errors: Sequence[float]) -> WholeModelRun:
-        """Return what several runs of one candidate say together."""
-        logs = np.log(tokens_per_second)
-        stated = float(np.sqrt(np.mean(np.square(standard_errors))))
-        return cls(float(logs.mean()), stated, len(logs), float(((logs - logs.mean()) ** 2).sum()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +100,7 @@ class CompositionErrors:
         self, candidates: Sequence[Candidate], device_kind: str, seed: int, num_samples: int, rng: np.random.Generator
     ) -> None:
         self._seed = seed
-        self._device_kind = device_kind
+        self.device_kind = device_kind
         self._own_NC = rng.standard_normal((num_samples, len(candidates)), dtype=np.float32)
         self._kernels_C: Ints = _same_kernels(candidates)
         policies = [
@@ -132,7 +110,7 @@ class CompositionErrors:
                 c.context_parallel_size,
                 c.context_parallel_layout or "",
                 c.sharding or "",
-                c.execution or "",
+                "" if c.execution is None else c.execution.captured,
             )
             for c in candidates
         ]
@@ -148,6 +126,8 @@ class CompositionErrors:
         self._size_NS = rng.standard_normal((num_samples, len(sizes))) @ factor.T
         squares_NC = rng.chisquare(OWN_DEGREES, (num_samples, len(candidates))) / OWN_DEGREES
         self._tail_NC = (1.0 / np.sqrt(squares_NC)).astype(np.float32)
+        self._replayed_C: Floats = np.array([float(_replays(c)) for c in candidates])
+        self._replay_N: Floats = rng.standard_normal(num_samples) if self._replayed_C.any() else np.zeros(num_samples)
 
     def sample(self, number: int, rows: Ints, scale: float = 1.0, run_whole: Ints = NOTHING) -> Floats:
         """Return the first `number` prior samples of the errors of `rows`, shape (N, A).
@@ -156,10 +136,11 @@ class CompositionErrors:
         """
         own_A = self._kernels_C[rows]
         tail_NA = np.where(np.isin(own_A, self._kernels_C[run_whole]), np.float32(1.0), self._tail_NC[:number, own_A])
-        error_NA = OWN_STD[self._device_kind] * (self._own_NC[:number, own_A] * tail_NA).astype(np.float64)
+        error_NA = OWN_STD[self.device_kind] * (self._own_NC[:number, own_A] * tail_NA).astype(np.float64)
         error_NA += SIZE_STD * self._size_NS[:number, self._size_C[rows]]
         error_NA += POLICY_STD * self._policy_NP[:number, self._policy_C[rows]]
-        error_NA += COMMON_STD[self._device_kind] * self._common_N[:number, None]
+        error_NA += COMMON_STD[self.device_kind] * self._common_N[:number, None]
+        error_NA += REPLAY_STD * self._replay_N[:number, None] * self._replayed_C[rows]
         return np.asarray(scale * error_NA)
 
     def covariance(self, rows: Ints, others: Ints, scale: float = 1.0) -> Floats:
@@ -167,8 +148,9 @@ class CompositionErrors:
         own = self._kernels_C[rows][:, None] == self._kernels_C[others]
         policy = self._policy_C[rows][:, None] == self._policy_C[others]
         alike = self._alike_SS[np.ix_(self._size_C[rows], self._size_C[others])]
-        parts = OWN_STD[self._device_kind] ** 2 * own + SIZE_STD**2 * alike + POLICY_STD**2 * policy
-        return np.asarray(scale**2 * (parts + COMMON_STD[self._device_kind] ** 2))
+        parts = OWN_STD[self.device_kind] ** 2 * own + SIZE_STD**2 * alike + POLICY_STD**2 * policy
+        parts += REPLAY_STD**2 * np.outer(self._replayed_C[rows], self._replayed_C[others])
+        return np.asarray(scale**2 * (parts + COMMON_STD[self.device_kind] ** 2))
 
     def condition(
         self,
@@ -187,7 +169,7 @@ class CompositionErrors:
         rows_J = np.array(sorted(runs), dtype=np.int64)
         found = [runs[row] for row in sorted(runs)]
         log_tokens_J = np.array([run.log_tokens for run in found])
-        noise_J = self._run_noise(found, blocks_std_J)
+        noise_J = WholeModelNoise(self.device_kind, found, blocks_std_J).of_means
         draws_NJ = self._noise([[self._seed, int(row)] for row in rows_J], len(log_composed_NJ))
         if reported:  # an error is observed by itself: nothing composed is in it
             number = len(reported)
@@ -210,15 +192,6 @@ class CompositionErrors:
             self, rows_J, scale, centred_NJ, (log_tokens_J - imagined_NJ) @ inverse_JJ, distance_J @ inverse_JJ
         )
 
-    def _run_noise(self, found: Sequence[WholeModelRun], blocks_std_J: Floats) -> Floats:
-        """Return the standard deviations of the means of whole models' runs, whose noise the repeated ones show."""
-        stated_J = np.array([run.standard_error for run in found])
-        number_J = np.array([run.number for run in found], dtype=np.float64)
-        squares_J = np.array([run.squares for run in found])
-        variance_J = stated_J**2 + RUN_STD[self._device_kind] ** 2 + blocks_std_J**2
-        repeats, squares = float((number_J - 1).sum()), float((squares_J / variance_J).sum())
-        return np.asarray(np.sqrt(variance_J / number_J * (NOISE_RUNS + squares) / (NOISE_RUNS + repeats)))
-
     @staticmethod
     def _noise(seeds_J: Sequence[Sequence[int]], number: int) -> Floats:
         """Return standard normal draws, each column of which has a seed of its own, shape (N, J)."""
@@ -226,15 +199,18 @@ class CompositionErrors:
         return np.stack(draws, axis=1) if draws else np.empty((number, 0))
 
 
+def _replays(candidate: Candidate) -> bool:
+    return candidate.execution is not None and candidate.execution.replays
+
+
 def _same_kernels(candidates: Sequence[Candidate]) -> Ints:
     """Return, for each candidate, the first that runs the same kernels: itself, unless one of them has CUDA graphs."""
     place: dict[Candidate, int] = {}
     found = []
     for i, candidate in enumerate(candidates):
-        execution = candidate.execution
         plain = candidate
-        if execution is not None and execution.replays:
-            plain = candidate.model_copy(update={"execution": execution.captured})
+        if candidate.execution is not None:
+            plain = candidate.model_copy(update={"execution": candidate.execution.captured})
         found.append(place.setdefault(plain, i))
     return np.array(found, dtype=np.int64)
 

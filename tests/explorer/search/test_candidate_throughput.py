@@ -9,7 +9,8 @@ import pytest
 
 from explorer.search.candidate_throughput import FEWEST_SAMPLES, MOST_DRAWS, NUM_SAMPLES, CandidateThroughput
 from explorer.search.search_state import SearchState
-from explorer.surrogate.whole_model_error import CompositionErrors, WholeModelRun
+from explorer.surrogate.whole_model_error import CompositionErrors
+from explorer.surrogate.whole_model_noise import WholeModelRun
 from tests.explorer.search.small import candidate, know, small_state
 
 

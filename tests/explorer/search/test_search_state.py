@@ -110,10 +110,10 @@ def test_a_whole_model_corrects_what_is_composed() -> None:
     row = state.table.row[candidate(4)]
     composed = state.seconds(row)
     assert state.corrected_seconds(row).step == pytest.approx(composed.step)
-    assert not state.was_run_whole(row)
+    assert not state.whole_models.was_run(row)
     state.learn_whole_model(candidate(4), 0.9 * composed.tokens_per_second, 0.001)
     corrected = state.corrected_seconds(row)
-    assert state.was_run_whole(row)
+    assert state.whole_models.was_run(row)
     assert corrected.tokens_per_second == pytest.approx(0.9 * composed.tokens_per_second, rel=0.02)
     for name in ("step", "micro_step", "optimizer"):
         ratio = getattr(corrected, name) / getattr(composed, name)

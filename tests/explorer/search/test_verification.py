@@ -95,8 +95,8 @@ def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> Non
 
 def test_a_faster_runner_up_within_the_noise_of_its_run_changes_nothing_and_is_noted() -> None:
     winner, rival = pair()
-    device = device_with({rival: 0.95})
-    device.whole_model_error = 0.2
+    device = device_with({rival: 0.965})
+    device.whole_model_error = 0.005
     found = found_by(run(device))
     assert found.candidate == winner
     assert found.runner_up is not None
@@ -248,8 +248,8 @@ def test_two_runs_of_one_whole_model_count_together() -> None:
     row, composed = state.table.row[candidate(4)], state.mean_tokens_per_second().copy()
     for number, tokens in ((7, 110.0), (8, 100.0), (8, 100.0)):
         state.learn_whole_model(candidate(4), tokens, 0.001, number=number)
-    assert state.count_whole_runs(row) == 2
-    assert state.whole_tokens_per_second(row) == pytest.approx(11000**0.5)
+    assert state.whole_models.count(row) == 2
+    assert state.whole_models.tokens_per_second(row) == pytest.approx(11000**0.5)
     assert state.mean_tokens_per_second()[row] != composed[row]
 
 
@@ -262,7 +262,7 @@ def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
     assert best is not None
     size = state.table.candidates[best.row].micro_batch_size
     history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
-    monkeypatch.setattr(state, "was_run_whole", lambda row: row == best.row)
+    monkeypatch.setattr(state.whole_models, "was_run", lambda row: row == best.row)
     monkeypatch.setattr(state, "recommend", lambda: best)
     rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain)
     monkeypatch.setattr("explorer.search.verification.find_runner_up", lambda _: rival)

@@ -14,13 +14,14 @@ from explorer.surrogate.whole_model_error import (
     COMMON_STD,
     OWN_STD,
     POLICY_STD,
+    REPLAY_STD,
     REPORT_STD,
     SIZE_OCTAVES,
     SIZE_STD,
     CompositionErrors,
     ReportedError,
-    WholeModelRun,
 )
+from explorer.surrogate.whole_model_noise import WholeModelRun
 
 NUM_SAMPLES = 40_000
 CANDIDATES = [
@@ -167,20 +168,22 @@ def test_what_changes_the_code_or_the_memory_of_a_step_is_a_policy_of_its_own(ch
 
 
 @pytest.mark.parametrize("execution", [Execution.EAGER, Execution.COMPILE])
-def test_graphs_share_the_error_of_the_kernels_that_they_replay_but_not_that_of_the_policy(
+def test_graphs_share_all_errors_of_the_kernels_that_they_replay_and_one_that_all_graphs_have(
     execution: Execution,
 ) -> None:
     replayed = next(one for one in Execution if one.replays and one.captured is execution)
     other = next(one for one in Execution if not one.replays and one is not execution)
     candidates = [CANDIDATES[1].model_copy(update={"execution": one}) for one in (execution, replayed, other)]
+    candidates.append(CANDIDATES[2].model_copy(update={"execution": replayed}))
     found = CompositionErrors(candidates, "cuda", 0, 4000, np.random.default_rng(0))
-    rows = np.arange(3)
-    shared = 0.03**2 + SIZE_STD**2
-    assert found.covariance(rows[:1], rows)[0].tolist() == pytest.approx(
-        [shared + 0.005**2 + 0.004**2, shared + 0.004**2, shared]
+    rows = np.arange(4)
+    shared, kernels = 0.03**2 + SIZE_STD**2, 0.005**2 + 0.004**2
+    an_octave = 0.03**2 + SIZE_STD**2 * np.exp(-0.5 / SIZE_OCTAVES**2)
+    assert found.covariance(rows[1:2], rows)[0].tolist() == pytest.approx(
+        [shared + kernels, shared + kernels + REPLAY_STD**2, shared, an_octave + REPLAY_STD**2]
     )
     drawn = found.sample(4000, rows)
-    assert np.var(drawn[:, 0] - drawn[:, 1]) == pytest.approx(2 * 0.005**2, rel=0.1)
+    assert np.var(drawn[:, 0] - drawn[:, 1]) == pytest.approx(REPLAY_STD**2, rel=0.1)
 
 
 @pytest.mark.parametrize(("surprise", "scale"), [(1.0, 1.0), (6.0, np.sqrt(2.0)), (16.0, 2.0)])

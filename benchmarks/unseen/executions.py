@@ -1,0 +1,119 @@
+"""What it costs to choose among executions: searches on the same unseen devices with and without CUDA graphs.
+
+    python -m benchmarks.unseen.executions --seed-range FIRST END --out F
+
+Each device is searched with `execution: eager` and with `execution: explore`, in two spaces: the drawn one, and one of
+the three smallest micro-batch sizes with a single value of everything else. Graphs have the components of eager code,
+so that the choice costs whole models alone. The cost is the device seconds of all searches together, whole models
+included, as a multiple of those without the choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from benchmarks.environment import describe_commit, describe_environment, write_results
+from benchmarks.replay.runs import Run, search
+from benchmarks.unseen.world import draw_truth
+from explorer.spec.execution import Execution
+from workers.replay.device import VirtualClock
+
+SPACES = {"drawn": None, "three sizes": 3}
+"""Spaces by name, with the number of their micro-batch sizes; null leaves the space as it was drawn."""
+CHOICE = (Execution.EAGER, Execution.GRAPH)
+MOST_TIMES = 1.3
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutionRun:
+    """A device's two searches in one space: seconds with whole models, and regrets, each without and with graphs."""
+
+    seed: int
+    space: str
+    seconds: tuple[float, float]
+    check_seconds: tuple[float, float]
+    regret: tuple[float, float]
+
+
+def compare(seed: int, space: str) -> ExecutionRun:
+    """Search on the device of a seed without and with a choice of executions."""
+    without, chosen = _search(seed, space, None), _search(seed, space, CHOICE)
+    return ExecutionRun(
+        seed,
+        space,
+        (without.seconds + without.check_seconds, chosen.seconds + chosen.check_seconds),
+        (without.check_seconds, chosen.check_seconds),
+        (without.regret, chosen.regret),
+    )
+
+
+def _search(seed: int, space: str, executions: Sequence[Execution] | None) -> Run:
+    truth, clock = draw_truth(seed, executions=executions, num_sizes=SPACES[space]), VirtualClock()
+    return search(truth, seed, truth.device(seed, clock), clock)
+
+
+def summarize(runs: Sequence[ExecutionRun]) -> dict[str, Any]:
+    """Return for each space how many times the seconds are, together and by device, and both regrets."""
+    found = {}
+    for space in dict.fromkeys(run.space for run in runs):
+        of = [run for run in runs if run.space == space]
+        without, together = (sum(run.seconds[i] for run in of) for i in range(2))
+        times = [run.seconds[1] / run.seconds[0] for run in of]
+        found[space] = {
+            "num_devices": len(of),
+            "times": together / without,
+            "times_by_device": {
+                "median": statistics.median(times),
+                "p90": float(np.percentile(times, 90)),
+                "max": max(times),
+            },
+            "check_times": sum(run.check_seconds[1] for run in of) / sum(run.check_seconds[0] for run in of),
+            "regret": [_spread([run.regret[i] for run in of]) for i in range(2)],
+        }
+    return found
+
+
+def _spread(regrets: Sequence[float]) -> dict[str, float]:
+    return {
+        "mean": statistics.fmean(regrets),
+        "p95": float(np.percentile(regrets, 95)),
+        "max": max(regrets),
+    }
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Compare on every seed, print the figures and write one JSON file; returns 1 if a space costs too much."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.unseen.executions", description=__doc__)
+    parser.add_argument("--seed-range", nargs=2, type=int, metavar=("FIRST", "END"), required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
+    options = parser.parse_args(arguments)
+    first, end = options.seed_range
+    if not 0 <= first < end:
+        parser.error("--seed-range needs a first seed of at least 0, and an end above it")
+    os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
+    tasks = [(seed, space) for space in SPACES for seed in range(first, end)]
+    with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
+        runs = list(pool.map(compare, *zip(*tasks, strict=True), chunksize=5))
+    spaces = summarize(runs)
+    found = {"environment": describe_environment(), "commit": describe_commit(), "seed_range": [first, end]}
+    write_results(options.out, found | {"spaces": spaces, "runs": [asdict(run) for run in runs]})
+    for name, space in spaces.items():
+        regrets = " and ".join(f"{each['mean']:.2%} (p95 {each['p95']:.2%})" for each in space["regret"])
+        print(f"{name}: {space['times']:.2f}x the device seconds on {space['num_devices']} devices; regret {regrets}")
+    return int(any(space["times"] > MOST_TIMES for space in spaces.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,66 @@
+"""Runs of whole models, and how much runs of one of them differ."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from explorer.cost_model.candidate_table import Floats
+
+RUN_STD = {"cuda": 0.001, "cpu": 0.01}
+"""Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks."""
+NOISE_RUNS = 1
+"""Number of repeated whole models that the prior of their noise counts for.
+
+The prior is the noise of the blocks as if all of them were slow or fast together. In a whole model a part of it
+averages out, and how large that part is only repeated runs tell.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModelRun:
+    """The runs of a candidate's whole model.
+
+    `log_tokens` is the mean of the logarithms of their tokens/s, `standard_error` the relative one that a run states,
+    and `squares` the sum of the squares of the logarithms' distances from their mean.
+    """
+
+    log_tokens: float
+    standard_error: float
+    number: int = 1
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, tokens_per_second: Sequence[float], standard_errors: Sequence[float]) -> WholeModelRun:
+        """Return what several runs of one candidate say together."""
+        logs = np.log(tokens_per_second)
+        stated = float(np.sqrt(np.mean(np.square(standard_errors))))
+        return cls(float(logs.mean()), stated, len(logs), float(((logs - logs.mean()) ** 2).sum()))
+
+
+class WholeModelNoise:
+    """The noise of whole models on a kind of device, as the J candidates that were run whole show it.
+
+    `blocks_std_J` is the relative standard deviation between runs of their steps that follows from the noise of their
+    blocks.
+    """
+
+    def __init__(self, device_kind: str, found: Sequence[WholeModelRun], blocks_std_J: Floats) -> None:
+        self._always = RUN_STD[device_kind] ** 2
+        stated_J = np.array([run.standard_error for run in found])
+        self._stated = float(np.mean(stated_J**2)) if found else 0.0
+        self._number_J = np.array([run.number for run in found], dtype=np.float64)
+        self._variance_J: Floats = stated_J**2 + self._always + blocks_std_J**2
+        squares = float((np.array([run.squares for run in found]) / self._variance_J).sum())
+        self._share = (NOISE_RUNS + squares) / (NOISE_RUNS + float((self._number_J - 1).sum()))
+
+    @property
+    def of_means(self) -> Floats:
+        """Relative standard deviations of the means of the runs, shape (J,)."""
+        return np.asarray(np.sqrt(self._variance_J / self._number_J * self._share))
+
+    def of_next(self, blocks_std_A: Floats) -> Floats:
+        """Relative standard deviations of one more run of candidates whose blocks have this noise, shape (A,)."""
+        return np.asarray(np.sqrt((self._stated + self._always + blocks_std_A**2) * self._share))
