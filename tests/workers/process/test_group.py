@@ -161,7 +161,7 @@ def test_one_rank_that_runs_out_of_memory_ends_the_trial_once_and_the_next_works
     group.begin(REQUEST)
     assert works(group)
     restarts, before = group.restarts, processes(group)
-    small = before[2].memory_info().rss + (48 << 20)
+    small = before[2].memory_info().data + (48 << 20)  # what the limit counts
     before[2].rlimit(psutil.RLIMIT_DATA, (small, small))
     result = long_trial(group, 16)
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
@@ -179,7 +179,7 @@ def test_ranks_that_run_out_of_memory_by_themselves_go_on(group: Profiler) -> No
     restarts, before = group.restarts, processes(group)
     limits = [process.rlimit(psutil.RLIMIT_DATA) for process in before[1:]]
     for process in before[1:]:
-        small = process.memory_info().rss + (48 << 20)
+        small = process.memory_info().data + (48 << 20)
         process.rlimit(psutil.RLIMIT_DATA, (small, limits[0][1]))
     chosen = candidate(64)
     result = group.measure(plan(chosen, components_of(chosen, LARGE)[1:2], model=LARGE, num_processes=2))

@@ -35,7 +35,7 @@ REQUEST = ExplorationRequest(
         seq_length=256,
         dtype="float32",
     ),
-    micro_batch_size=(1,),
+    micro_batch_size=(1, 2),
     batch_size=8,
     num_devices=2,
     bta=BTASpec(enable=False),
@@ -43,7 +43,7 @@ REQUEST = ExplorationRequest(
     attention_backends=("flash",),
     context_parallel=ContextParallelSpec(sizes=(1, 2)),
     device_kind="cpu",
-    budget=Budget(confidence_target=99, max_trials=4, max_seconds=30),
+    budget=Budget(confidence_target=99, max_trials=12, max_seconds=30),
 )
 
 
