@@ -9,6 +9,7 @@ from typing import Any
 from benchmarks.docs.results import Columns, Row, facts, goal_table, percent, table
 from benchmarks.replay.runs import OURS
 from benchmarks.replay.summary import by_table_rivals
+from benchmarks.unseen.executions import MOST_TIMES
 
 TITLES = {
     OURS: "`bexp`",
@@ -133,6 +134,28 @@ def unseen(results: Row) -> str:
     )
     deciles = table(calibration["reliability"], DECILES)
     return f"{goal_table(rows)}\n{admitted}\n\n{deciles}\n{seeds}\n"
+
+
+def executions(results: Row) -> str:
+    """What a choice between eager code and CUDA graphs costs, and what both searches give away."""
+    first, end = results["seed_range"]
+    rows = []
+    for space, found in results["spaces"].items():
+        by_device = found["times_by_device"]
+        spread = f"by device {by_device['median']:.2f} in the median, {by_device['p90']:.2f} at the 90th percentile"
+        means = " and ".join(percent(each["mean"]) for each in found["regret"])
+        rows.append(
+            (
+                f"{space}: device seconds with the choice, whole models included",
+                f"<= {MOST_TIMES}x",
+                found["times"] <= MOST_TIMES,
+                f"{found['times']:.2f}x; {spread}; mean regret without and with it {means}",
+            )
+        )
+    seeds = (
+        f"Seeds {first} to {end - 1}, drawn after commit {results['commit']}; {results['environment']['date'][:10]}."
+    )
+    return f"{goal_table(rows)}\n{seeds}\n"
 
 
 def _is_small(spread: Row) -> bool:

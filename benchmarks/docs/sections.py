@@ -64,6 +64,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "strategies-drawn": partial(of_result, search.strategies, "replay-drawn"),
     "reliability-drawn": partial(of_result, search.reliability, "replay-drawn"),
     "unseen": partial(of_result, search.unseen, "replay-unseen"),
+    "executions": partial(of_result, search.executions, "replay-executions"),
     "in-flight": partial(of_result, search.in_flight, "replay-in-flight"),
     "second-job": partial(of_result, search.second_job, "replay-second-job"),
     "cluster": partial(of_result, search.cluster, "cpu-cluster"),
