@@ -83,6 +83,11 @@ class CandidatePosterior:
         near_NA = (self.tokens_NA > 0.0) & (self.tokens_NA >= (1.0 - tolerance) * best_N[:, None])
         return np.asarray(near_NA.mean(axis=0))
 
+    def expected_gains(self, position: int) -> Floats:
+        """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,)."""
+        own_N = self.tokens_NA[:, [position]]
+        return np.asarray(np.maximum(0.0, self.tokens_NA - own_N).mean(axis=0) / max(float(own_N.mean()), 1e-9))
+
     def probability_faster(self, position: int, margin: float) -> Floats:
         """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""
         return np.asarray((self.tokens_NA > (1.0 + margin) * self.tokens_NA[:, [position]]).mean(axis=0))

@@ -12,7 +12,7 @@ from explorer.cost_model.step import StepSeconds, combine_seconds
 from explorer.spec.request import ExplorationRequest
 from explorer.surrogate.gaussian_process import Surrogate
 from explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError
-from explorer.surrogate.whole_model_noise import WholeModelNoise, WholeModelRun
+from explorer.surrogate.whole_model_noise import WholeModelRun
 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64
@@ -38,7 +38,6 @@ class CandidateThroughput:
         self._table = table
         self._surrogate = surrogate
         self._errors = errors
-        self._whole_models = whole_models
         self._composed_C: Floats = table.tokens_per_second(
             surrogate.device_mean_K[None, :], surrogate.host_K, overlap=surrogate.overlap
         )[0]
@@ -96,13 +95,6 @@ class CandidateThroughput:
         tokens_NA = composed_NA + self._errors.sample(number, rows, self._correction.scale, self._correction.rows_J)
         tokens_NA += part_NA + error_NA
         return composed_NA + part_NA + self._correction.expected_errors(rows), tokens_NA
-
-    def next_run_std(self, rows: Ints) -> Floats:
-        """Relative standard deviation of one more whole model of each of `rows`, shape (A,)."""
-        rows_J = np.array(sorted(self._whole_models), dtype=np.int64)
-        found, blocks_J = [self._whole_models[row] for row in rows_J], self._surrogate.step_run_std(self._table, rows_J)
-        noise = WholeModelNoise(self._errors.device_kind, found, blocks_J)
-        return noise.of_next(self._surrogate.step_run_std(self._table, rows))
 
     def _correct(
         self, whole_models: Mapping[int, WholeModelRun], reported: Sequence[ReportedError]

@@ -219,10 +219,6 @@ class SearchState:
         """How often a component was run; one that is expected from a trial in flight counts as run often enough."""
         return sys.maxsize if component in self._expected else self._log.count_attempts(component)
 
-    def next_run_std(self, rows: Ints) -> Floats:
-        """Relative standard deviation of one more whole model of each of `rows`, shape (A,)."""
-        return self._throughput.next_run_std(rows)
-
     def seconds(self, row: int) -> StepSeconds:
         """Expected seconds of a candidate's step, as its components compose it."""
         return self._throughput.seconds(row, self.request)

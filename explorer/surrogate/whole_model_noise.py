@@ -48,11 +48,9 @@ class WholeModelNoise:
     """
 
     def __init__(self, device_kind: str, found: Sequence[WholeModelRun], blocks_std_J: Floats) -> None:
-        self._always = RUN_STD[device_kind] ** 2
         stated_J = np.array([run.standard_error for run in found])
-        self._stated = float(np.mean(stated_J**2)) if found else 0.0
         self._number_J = np.array([run.number for run in found], dtype=np.float64)
-        self._variance_J: Floats = stated_J**2 + self._always + blocks_std_J**2
+        self._variance_J: Floats = stated_J**2 + RUN_STD[device_kind] ** 2 + blocks_std_J**2
         squares = float((np.array([run.squares for run in found]) / self._variance_J).sum())
         self._share = (NOISE_RUNS + squares) / (NOISE_RUNS + float((self._number_J - 1).sum()))
 
@@ -60,7 +58,3 @@ class WholeModelNoise:
     def of_means(self) -> Floats:
         """Relative standard deviations of the means of the runs, shape (J,)."""
         return np.asarray(np.sqrt(self._variance_J / self._number_J * self._share))
-
-    def of_next(self, blocks_std_A: Floats) -> Floats:
-        """Relative standard deviations of one more run of candidates whose blocks have this noise, shape (A,)."""
-        return np.asarray(np.sqrt((self._stated + self._always + blocks_std_A**2) * self._share))

@@ -127,8 +127,8 @@ def test_a_narrow_space_has_one_value_of_all_but_the_micro_batch_size() -> None:
 
 @pytest.mark.slow
 def test_a_choice_of_executions_costs_less_than_a_third_more() -> None:
-    """Whole models that only compare graphs with eager code made it 1.44x on these devices."""
-    found = summarize_executions([compare(seed, "three sizes") for seed in range(1_100_115, 1_100_135)])["three sizes"]
+    """Whole models that only compare graphs with eager code made it 1.33x on these devices."""
+    found = summarize_executions([compare(seed, "three sizes") for seed in range(1_100_115, 1_100_155)])["three sizes"]
     assert found["times"] <= MOST_TIMES == 1.3
     assert found["regret"][1]["mean"] < 0.003
 

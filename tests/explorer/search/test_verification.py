@@ -95,8 +95,8 @@ def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> Non
 
 def test_a_faster_runner_up_within_the_noise_of_its_run_changes_nothing_and_is_noted() -> None:
     winner, rival = pair()
-    device = device_with({rival: 0.965})
-    device.whole_model_error = 0.005
+    device = device_with({rival: 0.95})
+    device.whole_model_error = 0.2
     found = found_by(run(device))
     assert found.candidate == winner
     assert found.runner_up is not None
