@@ -88,6 +88,10 @@ class Recommendation:
         candidate = found.get("candidate", found)
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
             raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
+        if candidate.get("capacity_factor") is not None:
+            raise RecommendationError(
+                "it is for experts that drop tokens, which this trainer's experts do not: export it for megatron"
+            )
         request = _request(document)
         try:
             settings = _settings(found, candidate, request)

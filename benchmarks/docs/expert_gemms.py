@@ -1,12 +1,15 @@
-"""The experts on quack's GEMMs: whole FFNs beside others in turns, and each product's tiles."""
+"""The experts on quack's GEMMs and on the fused ones: whole FFNs in turns, and the tiles of quack's products."""
 
 from __future__ import annotations
 
+import statistics
+from collections.abc import Iterable
 from typing import Any
 
-from benchmarks.docs.results import Row, facts, grid, ratio, table
+from benchmarks.docs.results import Row, facts, grid, measured_on, percent, ratio, table
 
 DEFAULT = "default"
+CHOSEN = "chosen"
 
 
 def quack(results: Row) -> str:
@@ -38,6 +41,43 @@ def quack(results: Row) -> str:
     versions = ", ".join(f"{name} {where['packages'][name]}" for name in ("quack-kernels", "nvidia-cutlass-dsl"))
     measured = f"Measured on {where['device']}, torch {where['torch']}, {versions}, {where['date']}.\n"
     return f"{shown}\n{tiles}\n{checked}\n{measured}"
+
+
+def fused_choice(results: Row) -> str:
+    """The chosen kernels' times, and their ratio to those of every other way: by the clock, and on the device."""
+    rows = {(row["model"], row["layer"]["num_tokens"]): row for row in results["rows"]}
+    ways = list(dict.fromkeys(way for row in rows.values() for way in row["seconds"]))
+    shown = grid(
+        "layer, tokens",
+        rows,
+        ways,
+        lambda place, way: _choice(rows[place]["seconds"], way),
+        row=lambda place: f"{place[0]}, {place[1]:,}",
+    )
+    timed = [each for row in rows.values() for each in row["seconds"].values()]
+    spread = statistics.median(each["clock_error_seconds"] / each["clock_seconds"] for each in timed)
+    figures = facts(
+        [
+            ("standard error of a time by the clock, median", percent(spread)),
+            *((f"results of `{way}`", _difference(rows.values(), way)) for way in ways if way != CHOSEN),
+        ]
+    )
+    return f"{shown}\n{figures}{measured_on(results)}"
+
+
+def _difference(rows: Iterable[Row], way: str) -> str:
+    """How far the results of a way are from those of the chosen one, at most."""
+    parts = [row["errors"].items() for row in rows]
+    worst = max(error for errors in parts for name, error in errors if name.rpartition(" ")[0] == way)
+    return f"differ by {worst:.1e}, relative to the chosen one's" if worst else "the chosen one's, bit by bit"
+
+
+def _choice(seconds: Row, way: str) -> str:
+    clock, device = seconds[way]["clock_seconds"], seconds[way]["device_seconds"]
+    if way == CHOSEN:
+        return f"{clock * 1e3:.2f} ms ({device * 1e3:.2f})"
+    chosen = seconds[CHOSEN]
+    return f"{chosen['clock_seconds'] / clock:.2f} ({chosen['device_seconds'] / device:.2f})"
 
 
 def _model(row: Row) -> str:

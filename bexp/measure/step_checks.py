@@ -33,7 +33,7 @@ class BatchShapes:
 
         Raises:
             StepError: it has the shapes of a batch of another size; or the first dimension of a tensor was the size
-                before, and no tensor has it now.
+                before, and now no dimension is the new size.
         """
         shapes = shapes_of(batch)
         for size, earlier in self._shapes.items():
@@ -54,9 +54,10 @@ class BatchShapes:
 def _wrong_size(size: int, shapes: list[torch.Size], other: int, earlier: list[torch.Size]) -> int | None:
     """Return the number of sequences of a batch in which no tensor has `size` of them; null if nothing is wrong.
 
-    A first dimension of one is not a number of sequences: texts may be packed into one row.
+    A first dimension of one is not a number of sequences, because texts may be packed into one row. Sequences may also
+    lie along another dimension, and the first one may be their length, which happens to be a size.
     """
-    if len(shapes) != len(earlier) or any(shape[:1] == (size,) for shape in shapes):
+    if len(shapes) != len(earlier) or any(size in shape for shape in shapes):
         return None
     counted = [now[0] for now, then in zip(shapes, earlier, strict=True) if now and then[:1] == (other,)]
     return next((found for found in counted if found != 1), None)

@@ -274,8 +274,7 @@ class ExplorationRequest(RequestFields):
     @property
     def drops_tokens(self) -> bool:
         """Whether the experts of some variant have a capacity."""
-        moe = None if self.model is None else self.model.moe
-        return moe is not None and (moe.capacity_factor is not None or any(self.capacity_factors or ()))
+        return any(model.variant.capacity_factor is not None for model in self.variants())
 
     @property
     def device_batch_size(self) -> float:

@@ -81,7 +81,7 @@ def watch(sanitizer: str, tool: str, cases: list[str], seconds: float) -> dict[s
         environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
         done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environment, check=False)
     except subprocess.TimeoutExpired as error:
-        outcome, output = "timed_out", str(error.stdout or "")
+        outcome, output = "timed_out", (error.stdout or b"").decode(errors="replace")  # bytes, whatever `text` says
     else:
         outcome = {0: "clean", FOUND_ERRORS: "errors"}.get(done.returncode, "failed")
         output = done.stdout + done.stderr

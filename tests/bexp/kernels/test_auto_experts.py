@@ -4,6 +4,7 @@ import json
 import multiprocessing
 import os
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,13 @@ def test_the_steps_say_the_same_as_the_plan_of_each_number_of_rows() -> None:
     for rows in range(1, 2000):
         assert next((plan for end, plan in steps if rows < end), STOCK) == table.plan("shape", rows, STOCK), rows
     assert len(steps) < 8
+
+
+def test_a_shape_without_a_class_in_the_file_is_served_by_the_stock_back_end() -> None:
+    table = plans.table_of(CPU)
+    table.path.write_text(of_this_machine("{}").replace("OF", json.dumps(dict(table.of))))
+    read = KernelTable.of_device(CPU)
+    assert {plan for _, plan in read.steps("shape", STOCK)} == {read.plan("shape", 32, STOCK)} == {STOCK}
 
 
 def test_a_table_is_read_by_a_later_process_with_the_same_versions_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -397,6 +405,34 @@ def test_a_batched_product_is_a_plan_where_the_host_knows_that_rows_are_even(
     rows = Rows(ends, ends, ends, counts)
     torch.testing.assert_close(gemms(x, w, rows), loop.grouped_gemm(x, w, _counted(ends)), rtol=2e-2, atol=2e-2)
     assert {name for names_of_a_turn in timer.names for name in names_of_a_turn} == names
+
+
+@pytest.mark.parametrize(("num_rows", "measured"), [(23, 24), (1, 4)])
+def test_even_rows_are_measured_at_a_number_that_divides(num_rows: int, measured: int) -> None:
+    shapes: list[torch.Size] = []
+
+    def timer(runs: Mapping[str, Callable[[], object]], *_: object) -> dict[str, Times]:
+        for run in runs.values():
+            found = run()
+            shapes.extend([found.shape] if isinstance(found, Tensor) else [])
+        return FakeTimer({})(runs, CPU, None)
+
+    found = measure_gemm(replace(GEMM, even=True), num_rows, [STOCK, EVEN], CPU, timer)
+    assert found["uniform"].keys() == {STOCK, EVEN}
+    assert {size[0] for size in shapes if len(size) == 2} == {measured}
+
+
+def test_even_rows_that_cannot_be_measured_take_the_plan_of_any_rows(
+    called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def measure(shape: GemmShape, *_: object) -> ByLoad:
+        if shape.even:
+            raise torch.OutOfMemoryError("out of memory")
+        return FASTER
+
+    monkeypatch.setattr(plans, "measure_gemm", measure)
+    assert experts_with_another().gemms.plan(replace(GEMM, even=True), 32, CPU, may=True) == OTHER
+    assert not called
 
 
 def test_a_plan_of_a_back_end_that_is_not_here_is_none() -> None:

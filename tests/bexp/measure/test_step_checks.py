@@ -23,6 +23,7 @@ def check(batch: Callable[[int], Any], sizes: tuple[int, ...]) -> None:
     [
         lambda m: torch.zeros(m, 8),
         lambda m: torch.zeros(1, 8 * m),  # packed into one row
+        lambda m: torch.zeros(4, m, 3),  # the length of the sequences comes first
         lambda m: {"tokens": torch.zeros(m, 8), "images": torch.zeros(1 if m == 1 else 5 * m - 3, 3)},
         lambda m: [torch.zeros(8) for _ in range(m)],
         lambda m: {"tokens": torch.zeros(1, 8 * m), "ends": torch.zeros(m + 1)},

@@ -107,8 +107,11 @@ def measure_gemm(
 ) -> ByLoad:
     """The times of a forward and backward, by load and plan: of each back end, and of the best mix.
 
-    The mix takes each product from the back end that `choose` names by the products' own time on the device.
+    The mix takes each product from the back end that `choose` names by the products' own time on the device. Even rows
+    are as many as divide by the number of experts, and nearest to `num_rows`.
     """
+    if shape.even:
+        num_rows = shape.num_experts * max(1, round(num_rows / shape.num_experts))
     w = _matrices(shape.num_experts, shape.k, shape.n, shape.dtype, shape.transposed, device)
     x, grad = (_random(num_rows, columns, shape.dtype, device) for columns in (shape.k, shape.n))
     ends = {load: _ends(load, shape.num_experts, num_rows, device) for load in shape.loads}

@@ -81,11 +81,12 @@ class GemmPlans:
     def plan(self, shape: GemmShape, num_rows: int, device: torch.device, *, may: bool) -> str:
         """The plan of a GEMM; it is measured if `may` is set, which may wait for the device.
 
-        Even rows that were not measured take the plan of any rows.
+        Even rows that are not measured, or could not be, take the plan of any rows.
         """
-        if shape.even and not may and not table_of(device).is_near(shape.key, num_rows):
-            shape = replace(shape, even=False)
-        return settle(shape.key, num_rows, device, functools.partial(self._measure, shape, device=device), may=may)
+        plan = settle(shape.key, num_rows, device, functools.partial(self._measure, shape, device=device), may=may)
+        if shape.even and not table_of(device).is_near(shape.key, num_rows):
+            return self.plan(replace(shape, even=False), num_rows, device, may=may)
+        return plan
 
     def _measure(self, shape: GemmShape, num_rows: int, *, device: torch.device) -> ByLoad:
         like = ExpertsShape(shape.k, shape.n, shape.num_experts, 1, shape.dtype, gated=False)

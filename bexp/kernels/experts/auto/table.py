@@ -171,7 +171,7 @@ class KernelTable:
 
     def steps(self, shape: str, stock: str, among: Collection[str] | None = None) -> tuple[tuple[int, str], ...]:
         """Return `plan` as a function of the rows: each plan after the first number of rows that it does not serve."""
-        last = max(self._seconds.get(shape, {0: {}})) + FARTHEST_CLASSES + 1
+        last = max(self._seconds.get(shape, {}), default=0) + FARTHEST_CLASSES + 1
         plans = [(self.plan(shape, rows_of_class(number), stock, among), number) for number in range(last + 1)]
         ends = [(_first_row(number + 1), plan) for plan, number in plans]
         return tuple(step for step, after in zip(ends, [*ends[1:], (0, "")], strict=True) if step[1] != after[1])
