@@ -90,7 +90,7 @@ class Recommendation:
             raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
         if candidate.get("capacity_factor") is not None:
             raise RecommendationError(
-                "it is for experts that drop tokens, which this trainer's experts do not: export it for megatron"
+                "a capacity factor is for a trainer whose experts drop tokens: export the answer for megatron"
             )
         request = _request(document)
         try:

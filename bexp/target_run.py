@@ -127,11 +127,12 @@ class TargetRun:
     def _batches(self, micro_batch_size: int) -> list[Any]:
         """The micro-batches of a step. They have the same shapes unless the target says which is the worst."""
         batches = [self._target.batch(micro_batch_size, self._device) for _ in range(MICRO_STEPS)]
-        if not hasattr(self._target, "worst_batch") and len({str(shapes_of(batch)) for batch in batches}) > 1:
+        lengths_vary = hasattr(self._target, "worst_batch")
+        if not lengths_vary and len({str(shapes_of(batch)) for batch in batches}) > 1:
             raise StepError(
                 f"batch({micro_batch_size}) returns other shapes each time; a target whose lengths vary has worst_batch"
             )
-        self._batch_shapes.check(micro_batch_size, batches[0])
+        self._batch_shapes.check(micro_batch_size, batches[0], lengths_vary=lengths_vary)
         return batches
 
     def _peak_bytes(self, micro_batch_size: int) -> int:

@@ -28,8 +28,10 @@ class BatchShapes:
     def __init__(self) -> None:
         self._shapes: dict[int, list[torch.Size]] = {}
 
-    def check(self, micro_batch_size: int, batch: Any) -> None:
+    def check(self, micro_batch_size: int, batch: Any, *, lengths_vary: bool = False) -> None:
         """Check a batch beside the earlier ones. What has no tensors is not checked.
+
+        If `lengths_vary`, batches of two sizes may have equal shapes, because texts may be packed into one row.
 
         Raises:
             StepError: it has the shapes of a batch of another size; or the first dimension of a tensor was the size
@@ -39,7 +41,7 @@ class BatchShapes:
         for size, earlier in self._shapes.items():
             if size == micro_batch_size or not shapes:
                 continue
-            if shapes == earlier:
+            if shapes == earlier and not lengths_vary:
                 raise StepError(
                     f"batch({micro_batch_size}) has the shapes of batch({size}): it must return {micro_batch_size} "
                     "sequences"

@@ -151,7 +151,7 @@ def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
         ("/no/such/file", "cannot read"),
         ("[1]", "cannot read"),
         (document(recompute="qkv"), "qkv"),
-        (document(capacity_factor=1.25), "experts that drop tokens"),
+        (document(capacity_factor=1.25), "whose experts drop tokens"),
     ],
 )
 def test_what_is_no_recommendation_is_refused(source: object, reason: str) -> None:

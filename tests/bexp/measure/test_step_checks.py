@@ -34,6 +34,14 @@ def test_batches_of_the_size_that_was_asked_for_are_accepted(batch: Callable[[in
     check(batch, (1, 2, 4, 3, 2))
 
 
+def test_batches_whose_lengths_vary_may_be_as_long_as_those_of_another_size() -> None:
+    shapes, packed = BatchShapes(), torch.zeros(1, 8)
+    for size in (1, 2):
+        shapes.check(size, packed, lengths_vary=True)
+    with pytest.raises(StepError, match="has the shapes of"):
+        shapes.check(3, packed)
+
+
 @pytest.mark.parametrize(
     ("batch", "reason"),
     [

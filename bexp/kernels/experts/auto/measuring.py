@@ -108,7 +108,7 @@ def measure_gemm(
     """The times of a forward and backward, by load and plan: of each back end, and of the best mix.
 
     The mix takes each product from the back end that `choose` names by the products' own time on the device. Even rows
-    are as many as divide by the number of experts, and nearest to `num_rows`.
+    are the multiple of the number of experts that is nearest to `num_rows`.
     """
     if shape.even:
         num_rows = shape.num_experts * max(1, round(num_rows / shape.num_experts))

@@ -75,6 +75,9 @@ def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_ow
     source = (
         PLAIN
         + """
+        def batch(self, micro_batch_size, device):
+            return torch.randn(1, 64, device=device)  # texts of other lengths each time, packed into one row
+
         def worst_batch(self, micro_batch_size, device):
             return torch.randn(50 * micro_batch_size, 64, device=device)
 
@@ -87,6 +90,7 @@ def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_ow
         target.report(HARDWARE)
         plain.report(HARDWARE)
         clock = PhaseClock()
+        smaller = target.measure_whole_model(candidate(4), clock).peak_bytes
         worst = target.measure_whole_model(candidate(8), clock).peak_bytes
         usual = plain.measure_whole_model(candidate(8), clock).peak_bytes
     finally:
@@ -94,6 +98,7 @@ def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_ow
         plain.close()
     # SGD without momentum has no state; what AdamW keeps is more than the output of 8 rows and less than that of 400.
     assert worst > 2 * PARAMETER_BYTES + 50 * 8 * 64 * 4
+    assert worst > smaller
     assert usual < 4 * PARAMETER_BYTES + 50 * 8 * 64 * 4
 
 
