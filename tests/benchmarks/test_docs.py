@@ -172,6 +172,22 @@ def test_tiles_are_shown_beside_the_default_one() -> None:
     assert _cells(text, "largest relative error against float64, default tiles") == [["4.0e-03"]]
 
 
+def test_other_kernels_of_the_fused_experts_are_shown_beside_the_chosen_ones() -> None:
+    def seconds(clock: float, device: float) -> dict[str, float]:
+        return {"clock_seconds": clock, "clock_error_seconds": clock / 50, "device_seconds": device}
+
+    ways = {"chosen": seconds(2e-3, 1e-3), "slow": seconds(4e-3, 2e-3), "slow, forward": seconds(1e-3, 2e-3)}
+    errors = {"slow out": 0.25, "slow x": 0.5, "slow, forward out": 0.0}
+    row = {"model": "small", "layer": {"num_tokens": 4096}, "seconds": ways, "errors": errors}
+    found = {"environment": _recorded("bta")["environment"], "device": "a card", "rows": [row]}
+    text = expert_gemms.fused_choice(found)
+    assert _cells(text, "small, 4,096") == [["2.00 ms (1.00)", "0.50 (0.50)", "2.00 (0.50)"]]
+    assert _cells(text, "standard error of a time by the clock, median") == [["2.0%"]]
+    assert _cells(text, "results of `slow`") == [["differ by 5.0e-01, relative to the chosen one's"]]
+    assert _cells(text, "results of `slow, forward`") == [["the chosen one's, bit by bit"]]
+    assert "Measured on a card" in text
+
+
 def test_launches_are_shown_in_units_and_microseconds() -> None:
     def layer(factor: float) -> dict[str, Any]:
         bare = {"fused: forward without autograd": 3.0, "fused: backward without autograd": 5.0}
