@@ -203,7 +203,7 @@ class Component(Frozen):
         if self.num_query_groups is not None:
             parts.append(f"groups={self.num_query_groups}")
         if self.capacity_factor is not None:
-            parts.append(f"capacity={self.capacity_factor:g}")
+            parts.append(f"capacity={self.capacity_factor:.15g}")
         if self.context_parallel_size > 1:
             layout = "" if self.context_parallel_layout is None else f":{self.context_parallel_layout}"
             parts.append(f"cp={self.context_parallel_size}{layout}")

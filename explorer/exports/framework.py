@@ -31,9 +31,9 @@ class Framework:
 
     `targets` are the targets whose measured code the export runs; for others it promises no tokens/s. An empty set of
     kernels or policies means that nothing can be chosen. `first_layers` and `layer_groups` are the policies `layers_N`
-    and `groups_N`. `layouts` are those of context parallelism, `schedules` those
-    of pipelines; a framework without any cannot be told a mesh. `capacity` says that it can be told a capacity factor
-    of experts, which is part of the model, so that nothing is exported without it.
+    and `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a framework without any
+    cannot be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model,
+    so that nothing is exported without it.
     """
 
     title: str

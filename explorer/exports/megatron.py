@@ -53,7 +53,7 @@ def render(plan: Plan) -> Export:
     if plan.has_experts:
         flags.append(("--moe-grouped-gemm",))
     if (factor := plan.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens
-        flags += [("--moe-expert-capacity-factor", f"{factor:g}"), ("--moe-token-drop-policy", "probs")]
+        flags += [("--moe-expert-capacity-factor", f"{factor:.15g}"), ("--moe-token-drop-policy", "probs")]
         flags.append(("--moe-token-dispatcher-type", "alltoall"))
     if plan.dtype in PRECISION:
         flags.append((f"--{PRECISION[plan.dtype]}",))

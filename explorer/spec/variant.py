@@ -17,4 +17,4 @@ class Variant(NamedTuple):
     def describe(self) -> str:
         """Return `num_query_groups=2,capacity_factor=1.25`; a model that drops no tokens names its groups alone."""
         groups = f"num_query_groups={self.num_query_groups}"
-        return groups if self.capacity_factor is None else f"{groups},capacity_factor={self.capacity_factor:g}"
+        return groups if self.capacity_factor is None else f"{groups},capacity_factor={self.capacity_factor:.15g}"

@@ -115,11 +115,11 @@ def test_a_provisional_answer_says_so() -> None:
 
 
 def test_only_a_framework_that_knows_the_capacity_of_experts_is_told_such_a_model() -> None:
-    answer = exploration(candidate(capacity_factor=1.25))
+    answer = exploration(candidate(capacity_factor=1.2345678))
     assert answer.recommendation is not None
     assert formats_for(answer.recommendation) == ["megatron"]
     text = export("megatron", answer).text
-    for flag in ("capacity-factor 1.25", "token-drop-policy probs", "token-dispatcher-type alltoall"):
+    for flag in ("capacity-factor 1.2345678", "token-drop-policy probs", "token-dispatcher-type alltoall"):
         assert flag in text
-    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told the capacity factor of the experts \(1.25\)"):
+    with pytest.raises(ExportError, match=r"DeepSpeed cannot be told the capacity factor of the experts \(1.23457\)"):
         export("deepspeed", answer)

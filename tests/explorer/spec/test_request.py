@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from explorer.cost_model.components import Component, ComponentKind
 from explorer.spec.options import ExploreRange
 from explorer.spec.request import ExplorationRequest
 
@@ -159,6 +160,19 @@ def test_a_list_of_capacity_factors_names_variants_of_each_attention() -> None:
     assert [model.variant for model in request.variants()] == [(4, None), (4, 1.25), (2, None), (2, 1.25)]
     assert request.drops_tokens
     assert not build(model=MOE).drops_tokens
+    assert not build(model=moe_with(1.25), capacity_factors=[None]).drops_tokens
+
+
+def test_variants_and_their_blocks_have_names_of_their_own() -> None:
+    close = build(model=moe_with([1.2345678, 1.2345679, 1.0])).variants()
+    names = [model.variant.describe() for model in close]
+    assert len(set(names)) == 3
+    assert names[2].endswith("capacity_factor=1")
+    keys = {
+        Component(kind=ComponentKind.MOE_FFN, micro_batch_size=1, capacity_factor=model.variant.capacity_factor).key
+        for model in close
+    }
+    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(("factor", "capacity"), [(None, 10), (1.0, 5), (1.1, 6), (0.01, 1)])
