@@ -20,7 +20,7 @@ from tests.bexp.kernels import expert_cases, references
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 transformers = pytest.importorskip("transformers")
-DEVICE = torch.device("cuda")
+DEVICE = torch.device("cuda", 0)
 
 SIZES: dict[str, Any] = {
     "vocab_size": 8192,
