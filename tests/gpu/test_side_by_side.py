@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
+from tests.gpu.results import last_results
 
 TESTS = """
 import os
@@ -111,10 +112,8 @@ def test_a_result_of_other_code_does_not_count(tmp_path: Path) -> None:
     path.write_text(
         "\n".join([line("old", "failed"), line("new", "begun"), line("new", "passed"), line("new", "")[:30]])
     )
-    assert {test: one["outcome"] for test, one in command.last_results(path, "new").items()} == {
-        "test_a.py::test_it": "passed"
-    }
-    assert command.last_results(path, "newer") == {}
+    assert {test: one["outcome"] for test, one in last_results(path, "new").items()} == {"test_a.py::test_it": "passed"}
+    assert last_results(path, "newer") == {}
 
 
 def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:
