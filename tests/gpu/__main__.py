@@ -106,7 +106,9 @@ def _run(phase: Phase, plan: Plan, asked: argparse.Namespace) -> tuple[list[str]
         found, written = Path(folder) / "found.json", Path(folder) / "plan.json"
         replace(plan, found=str(found)).write(written)
         pytest = [sys.executable, "-m", "pytest", "-c", str(ROOT / "pyproject.toml"), "-p", "tests.gpu.results"]
-        options = ["--no-header", "--no-summary", "-p", "no:cacheprovider", "--timeout", str(asked.test_seconds)]
+        plugins = ["-p", "no:cacheprovider", "-p", "no:benchmark"]  # the second warns beside other processes
+        options = [*plugins, "--no-header", "--no-summary", "--continue-on-collection-errors"]
+        options += ["--timeout", str(asked.test_seconds)]
         spread = ["--numprocesses", str(phase.num_processes), "--dist", "worksteal", "-m", phase.marks]
         command = [*pytest, OPTION, str(written), *options, *spread, *asked.paths]
         with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:

@@ -105,9 +105,20 @@ class _Controller:
         self._plan = plan
         self._config = config
         self._open: dict[str, dict[str, Any]] = {}
+        self._unreadable: set[str] = set()
 
     def pytest_xdist_node_collection_finished(self, ids: list[str]) -> None:
         Path(self._plan.found).write_text(json.dumps(ids))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed and report.nodeid not in self._unreadable:  # each process tells of it
+            self._unreadable.add(report.nodeid)
+            last = str(report.longrepr).splitlines()[-MOST_LINES:]
+            self._print(f"NOT READ {report.nodeid}", "\n".join(last))
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        if self._unreadable:
+            session.exitstatus = pytest.ExitCode.INTERRUPTED
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         self._write({"test": nodeid, "outcome": BEGUN})
@@ -118,7 +129,7 @@ class _Controller:
         found["seconds"] = round(found["seconds"] + report.duration, 2)
         if report.failed and found["outcome"] != "failed":
             found |= {"outcome": "failed", "reason": _reason(report)[:MOST_CHARACTERS]}
-            self._print(found)
+            self._print(f"FAILED {report.nodeid} after {found['seconds']:.1f} s", found["reason"])
         elif report.skipped and found["outcome"] == "passed":
             found |= {"outcome": "skipped", "reason": _reason(report)}
         if report.when not in ("setup", "call"):  # the teardown, or the process ended in the middle
@@ -128,11 +139,11 @@ class _Controller:
         with Path(self._plan.results).open("a") as file:
             file.write(json.dumps(line | {"code": self._plan.code}) + "\n")
 
-    def _print(self, found: dict[str, Any]) -> None:
+    def _print(self, title: str, reason: str) -> None:
         terminal: Any = self._config.pluginmanager.getplugin("terminalreporter")
         terminal.ensure_newline()
-        terminal.write_line(f"FAILED {found['test']} after {found['seconds']:.1f} s", flush=True, red=True)
-        for line in found["reason"].splitlines()[:MOST_LINES]:
+        terminal.write_line(title, flush=True, red=True)
+        for line in reason.splitlines()[:MOST_LINES]:
             terminal.write_line(f"    {line}", flush=True)
 
 

@@ -38,21 +38,31 @@ def test_that_is_cut_off():
 """
 
 
+BROKEN = """
+import os
+
+if not os.path.exists({mended!r}):
+    import a_module_that_is_missing
+"""
+
+
 class Runs:
     """The command on a file of tests, told how much time there is."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.mended = folder / "mended"
-        self.tests = folder / "test_them.py"
+        self.folder = folder / "tests"
+        self.folder.mkdir()
         self.results = folder / "results.jsonl"
-        self.tests.write_text(TESTS.format(mended=str(self.mended), results=str(self.results)))
+        (self.folder / "test_them.py").write_text(TESTS.format(mended=str(self.mended), results=str(self.results)))
+        (self.folder / "test_broken.py").write_text(BROKEN.format(mended=str(self.mended)))
         monkeypatch.setattr(command, "GRACE_SECONDS", 0.0)
         monkeypatch.setattr(command, "_code", lambda: "code")
         monkeypatch.setattr(command, "_phases", lambda *_: [command.Phase("all", "gpu", 2, ["3", "5"])])
 
     def __call__(self, seconds: float, *options: str) -> int:
         named = ["--devices", "3,5", "--results", str(self.results)]
-        return command.main([str(self.tests), *named, "--minutes", str(seconds / 60), *options])
+        return command.main([str(self.folder), *named, "--minutes", str(seconds / 60), *options])
 
     def outcomes(self) -> dict[str, str]:
         lines = [json.loads(line) for line in self.results.read_text().splitlines()]
@@ -70,6 +80,8 @@ def test_failures_are_printed_at_once_and_a_run_that_was_cut_off_goes_on(
     known["test_number[2]"] = "failed"
     assert runs(60) == 1
     printed, _, summary = capfd.readouterr().out.partition("results.jsonl: ")
+    assert "NOT READ" in printed
+    assert "No module named 'a_module_that_is_missing'" in printed
     assert "FAILED" in printed
     assert "two is wrong" in printed
     assert "2 passed, 1 skipped, 1 failed" in summary
