@@ -17,7 +17,7 @@ export OMP_WAIT_POLICY ?= PASSIVE
 # Most tests wait for processes that they start: more of them at a time than cores end sooner.
 TEST_PROCESSES ?= 4
 
-.PHONY: demo test style types tests test-frameworks setup clean
+.PHONY: demo test style types tests test-gpu test-frameworks setup clean
 
 demo: $(STAMP)
 	@echo "1 of 2: a recording. OLMoE-1B-7B was measured on one H200."
@@ -51,6 +51,11 @@ tests: $(COMPILED)
 $(COMPILED): $(STAMP)
 	@$(PYTEST) --collect-only --quiet --quiet >/dev/null || true
 	@touch $(COMPILED)
+
+# The tests that need a GPU, side by side over the GPUs there are. They print each failure when it happens, and go on
+# where a run was cut off: make test-gpu GPU_TESTS="--minutes 10".
+test-gpu: $(STAMP)
+	$(BIN)/python -m tests.gpu $(GPU_TESTS)
 
 # Exports, read by the parsers of the frameworks that they are for. This downloads those frameworks, about 1.5 GB.
 test-frameworks: $(STAMP)

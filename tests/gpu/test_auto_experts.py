@@ -10,7 +10,7 @@ import torch
 
 from bexp.kernels.experts.auto import plans
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape
-from bexp.kernels.experts.auto.products import KERNELS, PRODUCTS, STOCK, gemm_of, mixed
+from bexp.kernels.experts.auto.products import EVEN, KERNELS, PRODUCTS, STOCK, gemm_of, mixed
 from bexp.kernels.experts.auto.table import row_class
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.registry import expert_backend, expert_support
@@ -93,13 +93,16 @@ def test_it_is_captured_and_nothing_is_measured_in_a_capture() -> None:
     assert not plans.table_of(device()).has(shape.key, row_class(few[0].numel()))
 
 
+@pytest.mark.parametrize("counts", [(64, 0, 136, 100), (75, 75, 75, 75)], ids=["uneven", "even"])
 @pytest.mark.parametrize("transposed", [False, True])
-def test_products_of_different_back_ends_make_one_gemm(transposed: bool) -> None:
+def test_products_of_different_back_ends_make_one_gemm(transposed: bool, counts: tuple[int, ...]) -> None:
     shape = GemmShape(4, 128, 64, torch.bfloat16, transposed)
     like = ExpertsShape(shape.k, shape.n, shape.num_experts, 1, shape.dtype, gated=False)
     able = {each.name for each in expert_support(like, device()) if each.usable} & KERNELS.keys()
+    if len(set(counts)) > 1:
+        able -= {EVEN}
     torch.manual_seed(0)
-    ends = torch.tensor([64, 64, 200, 300], dtype=torch.int32, device=device())
+    ends = torch.tensor(counts, device=device()).cumsum(0).to(torch.int32)
     rows = Rows(ends, ends, ends)
     x, grad = (torch.randn(300, columns, device=device()).bfloat16() for columns in (shape.k, shape.n))
     stored = torch.randn(4, *((shape.n, shape.k) if transposed else (shape.k, shape.n)), device=device()).bfloat16()

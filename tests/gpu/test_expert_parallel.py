@@ -11,6 +11,7 @@ from tests.bexp.kernels import expert_parallel_ranks as ranks
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.several_gpus,
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="fewer than two CUDA devices"),
 ]
 

@@ -82,13 +82,17 @@ def errors(backend: ExpertBackend, case: expert_cases.ExpertCase, dtype: torch.d
     return {name: references.relative_error(actual, wanted) for name, actual, wanted in pairs}
 
 
-@pytest.mark.parametrize(
-    ("path", "dtype"),
-    [*((path, torch.bfloat16) for path in PATHS), ("chosen", torch.float16), ("hopper", torch.float16)],
-)
+@pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("case", (*expert_cases.CASES, *LARGE), ids=lambda case: case.name)
-def test_output_and_gradients(case: expert_cases.ExpertCase, path: str, dtype: torch.dtype) -> None:
-    found = errors(backend(path), case, dtype)
+def test_output_and_gradients(case: expert_cases.ExpertCase, path: str) -> None:
+    found = errors(backend(path), case, torch.bfloat16)
+    assert max(found.values()) <= TOLERANCE, found
+
+
+@pytest.mark.parametrize("path", ["chosen", "hopper"])
+@pytest.mark.parametrize("case", (expert_cases.CASES[1], *LARGE), ids=lambda case: case.name)
+def test_output_and_gradients_in_float16(case: expert_cases.ExpertCase, path: str) -> None:
+    found = errors(backend(path), case, torch.float16)
     assert max(found.values()) <= TOLERANCE, found
 
 

@@ -124,10 +124,10 @@ CASES: dict[str, tuple[str, dict[str, Any], Settings, dict[str, Any], float]] = 
 }
 
 
-@pytest.mark.filterwarnings("ignore:.torch.jit.script_method. is deprecated")  # torch's own, when inductor is imported
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")  # torch's own, when it traces
-@pytest.mark.filterwarnings("ignore:TensorFloat32 tensor cores")  # losses are compared in full float32
-@pytest.mark.parametrize("case", CASES)
+COMPILED = pytest.mark.filterwarnings("ignore")  # torch's compiler warns about its own parts, and of full float32
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=[COMPILED] * ("compiled" in case)) for case in CASES])
 def test_steps_are_those_of_eager(case: str) -> None:
     model_type, changed, settings, how, tolerance = CASES[case]
     if "hopper" in case and torch.cuda.get_device_capability() != (9, 0):
@@ -309,6 +309,7 @@ def test_whole_models_of_reference_layers_train_alike(recompute: str, experts: s
         assert graph.losses != pytest.approx([math.log(1024)] * 2, rel=1e-4), "nothing was learnt"
 
 
+@pytest.mark.alone
 def test_a_target_of_transformers_reports_and_runs_graphs() -> None:
     asked = {"hf_config": {"model_type": "llama", **SIZES}, "hf_seq_length": 128, "batch_size": 8}
     request = ExplorationRequest.model_validate({**asked, "execution": "explore"})

@@ -25,6 +25,7 @@ from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.several_gpus,
     pytest.mark.skipif("cuda:1" not in visible_devices(os.environ), reason="fewer than two CUDA devices"),
 ]
 

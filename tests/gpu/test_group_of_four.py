@@ -14,6 +14,7 @@ from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.several_gpus,
     pytest.mark.skipif("cuda:3" not in visible_devices(os.environ), reason="fewer than four CUDA devices"),
 ]
 

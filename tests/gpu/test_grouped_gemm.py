@@ -338,6 +338,7 @@ def test_triton_never_waits_for_the_device(function: Callable[[Tensor, Tensor, T
         torch.cuda.set_sync_debug_mode("default")
 
 
+@pytest.mark.alone
 def test_operands_of_more_than_two_to_the_31_numbers() -> None:
     """Offsets of rows, and of an expert's matrix, do not fit in 32 bits."""
     if torch.cuda.mem_get_info()[0] < 40 << 30:
@@ -367,6 +368,7 @@ def test_operands_of_more_than_two_to_the_31_numbers() -> None:
         assert (grad_w[7] == 0).all()
 
 
+@pytest.mark.alone
 @on_hopper
 def test_operands_of_more_than_two_to_the_31_numbers_on_hopper() -> None:
     if torch.cuda.mem_get_info()[0] < 40 << 30:

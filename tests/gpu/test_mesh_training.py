@@ -13,6 +13,7 @@ from workers.devices.discovery import visible_devices
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.several_gpus,
     pytest.mark.skipif("cuda:1" not in visible_devices(os.environ), reason="fewer than two CUDA devices"),
 ]
 

@@ -22,6 +22,7 @@ from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.alone,
     pytest.mark.skipif("cuda:0" not in visible_devices(os.environ), reason="no CUDA device"),
 ]
 

@@ -276,6 +276,7 @@ def test_a_measurement_sees_nothing_of_its_caller() -> None:
     before = torch.get_rng_state()
 
     def measure() -> tuple[bool, bool]:
+        assert expert_backend(STOCK).unsupported_reason(experts_shape(), CPU) is None
         measure_gemm(GEMM, 8, [STOCK], CPU, FakeTimer({}))
         return torch.is_grad_enabled(), torch.is_autocast_enabled("cpu")
 

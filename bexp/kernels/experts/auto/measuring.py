@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -168,7 +168,7 @@ def apart(measure: Callable[[], T], device: torch.device) -> T:
 
     def run() -> None:
         try:
-            with _current(device), torch.enable_grad():
+            with _current(device), _random_numbers_kept(device), torch.enable_grad():
                 found.append(measure())
         except BaseException as error:  # noqa: BLE001 - it is raised again in the caller's thread
             errors.append(error)
@@ -190,6 +190,15 @@ def _current(device: torch.device) -> Iterator[None]:
         torch.cuda.synchronize(device)
         yield
         torch.cuda.synchronize(device)
+
+
+def _random_numbers_kept(device: torch.device) -> AbstractContextManager[None]:
+    """Draws from the generators of the host and the device, such as those of a back end's own check, are undone."""
+    return torch.random.fork_rng([] if device.type != "cuda" else [_index(device)])
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _per_call(timed: Mapping[str, Times], links: int) -> dict[str, Times]:
