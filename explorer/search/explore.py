@@ -19,7 +19,7 @@ from explorer.search.history import TrialHistory
 from explorer.search.plan_search import explore_plan
 from explorer.search.progress_log import ProgressLog
 from explorer.search.pruned_space import PruneSpace, prune_space
-from explorer.search.relaxations import explain_nothing_fits, find_relaxations, smallest_requirement
+from explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
 from explorer.search.trial_executor import executor_of
 from explorer.search.variant_context import VariantContext
 from explorer.search.variant_search import VariantSearch
@@ -87,24 +87,27 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
     if space.table is None:
         yield log.step()
         return _without_fit(context, answer)
-    recommendation = yield from VariantSearch(context, space, log).run()
+    search = VariantSearch(context, space, log)
+    recommendation = yield from search.run()
     if recommendation is not None:
         history = context.history
         cut_short = history.exhausted(context.index) or history.is_hopeless(context.variant)
         target = None if cut_short else context.request.budget.confidence_target
         return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
-    return _without_recommendation(context, answer)
+    return _without_recommendation(context, answer, search.smallest)
 
 
 def _copy_nowhere(suffix: str, study: Study) -> None:
     """The study stays in memory."""
 
 
-def _without_recommendation(context: VariantContext, answer: VariantAnswer) -> VariantAnswer:
+def _without_recommendation(
+    context: VariantContext, answer: VariantAnswer, smallest: SmallestCandidate
+) -> VariantAnswer:
     """The answer of a search that found nothing: memory is short, every trial failed, or the budget was too small."""
-    smallest = smallest_requirement(context.request, context.report, context.model)
-    if smallest > memory_limit(context.request, context.report.hardware):
-        return _without_fit(context, answer)
+    limit = memory_limit(context.request, context.report.hardware)
+    if smallest.required_bytes > limit or context.history.failed_for_memory(context.variant):
+        return _without_fit(context, answer, smallest)
     failure = context.history.commonest_failure(context.variant)
     reason = (
         "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials"
@@ -114,8 +117,10 @@ def _without_recommendation(context: VariantContext, answer: VariantAnswer) -> V
     return answer.model_copy(update={"reason": reason})
 
 
-def _without_fit(context: VariantContext, answer: VariantAnswer) -> VariantAnswer:
+def _without_fit(
+    context: VariantContext, answer: VariantAnswer, smallest: SmallestCandidate | None = None
+) -> VariantAnswer:
     """The answer when no candidate fits, with the changes that would make one fit."""
-    relaxations = find_relaxations(context.request, context.report, context.model)
-    reason = explain_nothing_fits(context.request, context.report, context.model, relaxations)
+    relaxations = find_relaxations(context.request, context.report, context.model, smallest)
+    reason = explain_nothing_fits(context.request, context.report, context.model, relaxations, smallest)
     return answer.model_copy(update={"reason": reason, "remedies": relaxations})

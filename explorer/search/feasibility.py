@@ -14,6 +14,8 @@ from explorer.surrogate.observations import ObservationLog
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
 """Outcomes that do not depend on memory, so that a recomputing block fails as well."""
+MOST_TOO_LARGE = 4
+"""After so many whole models that were too large, no candidate that needs as much as composed is tried."""
 
 
 @dataclass(slots=True)
@@ -46,12 +48,19 @@ class Failures:
         if too_large:
             self._too_large.add(candidate)
 
-    def rejected(self, table: SpaceTable, required_C: Floats) -> Mask:
-        """Return the rows that are ruled out, given their composed bytes, shape (C,)."""
+    def rejected(self, table: SpaceTable, required_C: Floats, may_fit_C: Mask | None = None) -> Mask:
+        """Return the rows that are ruled out, given their composed bytes, shape (C,).
+
+        A composed peak has an error. If nothing that needs less than what was too large may fit (`may_fit_C`), those
+        that need as much stay open, so that a few of them are tried.
+        """
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
         if self._too_large:
-            rejected_C |= required_C >= required_C[[table.row[c] for c in self._too_large]].min()
+            larger_C = required_C >= required_C[[table.row[c] for c in self._too_large]].min()
+            is_left = may_fit_C is None or bool((may_fit_C & ~rejected_C & ~larger_C).any())
+            if is_left or len(self._too_large) >= MOST_TOO_LARGE:
+                rejected_C |= larger_C
         return rejected_C
 
     def failing(self, table: SpaceTable, log: ObservationLog) -> Mask:

@@ -105,6 +105,11 @@ class TrialHistory:
         ((outcome, reason), _), *_ = Counter((m.outcome, m.reason) for m in failed).most_common(1)
         return f"{outcome}: {reason or 'no reason given'}"
 
+    def failed_for_memory(self, variant: Variant) -> bool:
+        """Whether trials of a variant failed, and all of them because memory was short."""
+        outcomes = {t.measurement.outcome for t in self.trials_of(variant)} - {Outcome.OK, Outcome.CONTAMINATED}
+        return outcomes == {Outcome.OUT_OF_MEMORY}
+
     def _spent(self, variant: int, factor: float) -> bool:
         share = factor * (variant + 1) / self._num_variants
         seconds = sum(trial.seconds + trial.suggest_seconds for trial in self._trials)

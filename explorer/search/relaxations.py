@@ -12,7 +12,7 @@ from explorer.cost_model.candidate_table import SpaceTable, predict_component_ta
 from explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
 from explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
 from explorer.records.recommendation import Relaxation, RelaxationKind
-from explorer.spec.candidate import Recompute
+from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.options import BTASpec, divisors
 from explorer.spec.parts import ExploredModel
@@ -42,15 +42,43 @@ class _Change:
             return None
 
 
-def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Relaxation, ...]:
+@dataclass(frozen=True, slots=True)
+class SmallestCandidate:
+    """The candidate that needs least memory, as its measured components compose its peak.
+
+    `ran_out_of_memory` says that its whole model was tried and did not fit.
+    """
+
+    candidate: Candidate
+    peak_bytes: int
+    required_bytes: int
+    ran_out_of_memory: bool
+
+    def describe(self) -> str:
+        """Return what the candidate needs, and what became of its whole model."""
+        tried = ", and its whole model ran out of memory" if self.ran_out_of_memory else ""
+        return (
+            f"the smallest candidate ({self.candidate.describe()}) has a peak of {self.peak_bytes / GIB:.2f} GiB and "
+            f"needs {self.required_bytes / GIB:.2f} GiB with fragmentation, context and margin{tried}"
+        )
+
+
+def find_relaxations(
+    request: ExplorationRequest,
+    report: DeviceReport,
+    model: ExploredModel,
+    smallest: SmallestCandidate | None = None,
+) -> tuple[Relaxation, ...]:
     """Return every single change after which something is predicted to fit.
 
     The order is that of preference: a smaller micro-batch, a recomputation policy, an option that the request excludes
     (the chunked loss, tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding
     level. Only the nearest micro-batch size and the nearest number of devices are named, and every other change that
     helps. If no single change helps, the result is the first combination of changes that does; it may be empty.
+    If the `smallest` candidate was measured, predictions are as much too low as its own was.
     """
     found: list[Relaxation] = []
+    factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
     for kind, changes, nearest in (
         (RelaxationKind.MICRO_BATCH_SIZE, _smaller(request), True),
         (RelaxationKind.RECOMPUTE, _policies(request), False),
@@ -59,26 +87,34 @@ def find_relaxations(request: ExplorationRequest, report: DeviceReport, model: E
         (RelaxationKind.NUM_DEVICES, _more_devices(request), True),
         (RelaxationKind.SHARDING, _shardings(request), False),
     ):
-        working = _working(kind, changes, request, report, model)
+        working = _working(kind, changes, request, report, model, factor)
         found += (
             [relaxation for relaxation in [next(working, None)] if relaxation is not None] if nearest else list(working)
         )
     if not found:
-        found += [*_working(RelaxationKind.SEVERAL, _together(request), request, report, model)][:1]
+        found += [*_working(RelaxationKind.SEVERAL, _together(request), request, report, model, factor)][:1]
     return tuple(found)
 
 
 def explain_nothing_fits(
-    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, remedies: tuple[Relaxation, ...]
+    request: ExplorationRequest,
+    report: DeviceReport,
+    model: ExploredModel,
+    remedies: tuple[Relaxation, ...],
+    smallest: SmallestCandidate | None = None,
 ) -> str:
-    """Return why no candidate fits, and the first of `remedies` if there are any."""
+    """Return why no candidate fits, and the first of `remedies` if there are any.
+
+    The peak is that of the `smallest` candidate that was measured, else a predicted one.
+    """
     limit = memory_limit(request, report.hardware)
-    smallest = smallest_requirement(request, report, model)
     static = min(static_parts(model, request.sharded(level)).total for level in request.sharding_choices)
-    why = (
-        f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, "
-        f"and the smallest candidate is predicted to need {smallest / GIB:.2f} GiB"
-    )
+    if smallest is None:
+        predicted = smallest_requirement(request, report, model)
+        need = f"the smallest candidate is predicted to need {predicted / GIB:.2f} GiB"
+    else:
+        need = smallest.describe()
+    why = f"no candidate fits in {limit / GIB:.2f} GiB: training state alone takes {static / GIB:.2f} GiB, and {need}"
     if not remedies:
         return f"{why}. No micro-batch, recomputation or sharding over {MAX_DEVICES} devices would make it fit"
     first = remedies[0]
@@ -92,6 +128,16 @@ def smallest_requirement(request: ExplorationRequest, report: DeviceReport, mode
         EmptySpaceError: the request admits no candidate on this device.
     """
     return required_bytes(_smallest_peak(request, report, model), report.hardware, request.allocator)
+
+
+def _underestimate(
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate
+) -> float:
+    """Return how many times too low predicted peaks are; at least what explains that nothing fits."""
+    limit = memory_limit(request, report.hardware)
+    predicted = _smallest_peak(request, report, model)
+    unexplained = max(1.0, (limit + 1) / required_bytes(predicted, report.hardware, request.allocator))
+    return max(unexplained, smallest.peak_bytes / predicted)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
@@ -117,14 +163,15 @@ def _working(
     request: ExplorationRequest,
     report: DeviceReport,
     model: ExploredModel,
+    factor: float,
 ) -> Iterator[Relaxation]:
-    """Return those of `changes` after which something is predicted to fit."""
+    """Return those of `changes` after which something is predicted to fit, `factor` times the predicted peak."""
     for change in changes:
         changed = change.apply(request)
         if changed is None:
             continue
         try:
-            peak = _smallest_peak(changed, report, model)
+            peak = round(factor * _smallest_peak(changed, report, model))
         except EmptySpaceError:
             continue
         required = required_bytes(peak, report.hardware, changed.allocator)

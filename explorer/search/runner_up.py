@@ -35,7 +35,7 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
     counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
     models that ran. If two are equal, it is the faster one. If it was run whole more often than the recommended
     candidate, the latter is returned, because another run of that tells more. Without a recommended candidate it is
-    the best of those that may fit.
+    the one that is most likely to fit.
     """
     posterior, rows = state.posterior, state.posterior.rows
     recommended = recommended_position(posterior, state.required_bytes_C, state.request)
@@ -47,7 +47,7 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
         others = [i for i in others if not number_A[i]]
         if not others:
             return None
-        best = max(others, key=lambda i: (posterior.tokens_NA[:, i].mean(), posterior.mean_A[i]))
+        best = max(others, key=lambda i: (posterior.runs_A[i], posterior.tokens_NA[:, i].mean()))
         return RunnerUp(int(rows[best]), float(posterior.runs_A[best]), 1.0)
     gain = posterior.expected_gains(recommended)
     best = max(others, key=lambda i: (gain[i], posterior.mean_A[i]))

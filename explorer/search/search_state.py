@@ -202,6 +202,11 @@ class SearchState:
         """Expected bytes that each candidate needs of the device, shape (C,)."""
         return self._memory.required_C
 
+    @property
+    def smallest_row(self) -> int:
+        """The legal row that is expected to need least memory."""
+        return int(np.argmin(np.where(self._legal_C, self._memory.required_C, np.inf)))
+
     def is_open(self, row: int) -> bool:
         """Whether a candidate was neither rejected nor uses a component that failed."""
         return bool(self._open_C[row])
@@ -347,6 +352,8 @@ class SearchState:
         self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self.whole_models.peaks)
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
-        rejected_C = self._failures.rejected(table, self._memory.required_C)
-        self._open_C: Mask = np.asarray(~rejected_C & ~self._failures.failing(table, self._log))
+        sound_C = ~self._failures.failing(table, self._log)
+        may_fit_C = self._legal_C & sound_C & self._memory.may_fit_C
+        rejected_C = self._failures.rejected(table, self._memory.required_C, may_fit_C)
+        self._open_C: Mask = np.asarray(~rejected_C & sound_C)
         self.posterior = self.posterior_of(self.open_rows())

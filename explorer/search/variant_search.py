@@ -20,6 +20,7 @@ from explorer.search.event_messages import (
 )
 from explorer.search.progress_log import ProgressLog
 from explorer.search.pruned_space import PrunedSpace
+from explorer.search.relaxations import SmallestCandidate
 from explorer.search.report import (
     References,
     best_stock,
@@ -92,6 +93,15 @@ class VariantSearch:
                 break
             yield from self._run_whole_model(check)
         return self._recommend(final=True)
+
+    @property
+    def smallest(self) -> SmallestCandidate:
+        """The candidate with the smallest peak that is known."""
+        row = self._state.smallest_row
+        candidate, found = self._table.candidates[row], self._state.bytes(row)
+        whole = self._whole_models.of(candidate)
+        failed = whole is not None and whole.measurement.outcome is Outcome.OUT_OF_MEMORY
+        return SmallestCandidate(candidate, found.peak, found.required, ran_out_of_memory=failed)
 
     # -- phases --------------------------------------------------------------------------------------------------
 

@@ -21,6 +21,9 @@ ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
 RUNNER_UP_ATTEMPTS = 12
 """After this many whole models no runner-up is run."""
+LAST_ATTEMPTS = 40
+LEAST_CHANCE = 0.02
+"""While nothing can be recommended, so many whole models are tried, each at least so likely to fit."""
 NEGLIGIBLE = 0.02
 """A runner-up whose expected gain is below this share of the tolerance is not run."""
 CONSIDERABLE = 0.1
@@ -80,9 +83,9 @@ class WholeModels:
         """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
 
         The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
-        A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. A whole
-        model that cannot be run here, or not in time, is the last. One on a shared or throttled device says nothing and
-        is run again.
+        A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. If no candidate
+        fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
+        not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
         state, trials = self._state, self.trials
         best = state.recommend()
@@ -91,18 +94,31 @@ class WholeModels:
             return None
         if best is not None and not state.whole_models.was_run(best.row):
             return NextCheck(state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
+        if best is None:
+            return self._likeliest_to_fit()
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
         rival = find_runner_up(state)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * state.request.tolerance:
             return None
-        is_best = best is not None and rival.row == best.row
-        return NextCheck(state.table.candidates[rival.row], None if is_best else rival.probability)
+        return NextCheck(state.table.candidates[rival.row], None if rival.row == best.row else rival.probability)
 
-    def _is_compared(self, best: BestCandidate | None) -> bool:
+    def _likeliest_to_fit(self) -> NextCheck | None:
+        """The candidate that is likeliest to fit as a whole model, because none fits as composed; null if hardly any.
+
+        The search may overdraw its budget until there is one candidate to recommend.
+        """
+        if len(self.trials) >= LAST_ATTEMPTS or self._history.overdrawn(self._variant):
+            return None
+        found = find_runner_up(self._state)
+        if found is None or found.probability < LEAST_CHANCE:
+            return None
+        return NextCheck(self._state.table.candidates[found.row], found.probability)
+
+    def _is_compared(self, best: BestCandidate) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""
-        if best is None or 100 * best.confidence < self._state.request.budget.confidence_target:
+        if 100 * best.confidence < self._state.request.budget.confidence_target:
             return False
         recommended = self._state.table.candidates[best.row]
         return any(t.measurement.outcome is Outcome.OK and t.candidate != recommended for t in self.trials)
