@@ -25,10 +25,9 @@ import torch
 
 from bexp.measure import host_limits
 from bexp.measure.step_checks import StepError
+from bexp.out_of_memory import is_out_of_memory
 from bexp.target_loading import TargetError, load_target
 from bexp.target_run import TargetRun
-
-EXHAUSTED = ("out of memory", "can't allocate memory", "cannot allocate memory", "not enough memory", "bad_alloc")
 
 
 class Served:
@@ -72,8 +71,7 @@ def answer(handle: Callable[[Mapping[str, Any]], dict[str, Any]], command: Mappi
     except Exception as error:  # noqa: BLE001 - the target is the caller's, and any failure of it is an outcome
         traceback.print_exc()
         reason = f"{type(error).__name__}: {_one_line(error)}{_place(error)}"
-        exhausted = any(words in str(error).lower() for words in EXHAUSTED)
-        return {"outcome": "out_of_memory" if exhausted else "crashed", "reason": reason}
+        return {"outcome": "out_of_memory" if is_out_of_memory(error) else "crashed", "reason": reason}
 
 
 def main() -> int:

@@ -14,8 +14,8 @@ from importlib.metadata import EntryPoint, PackageNotFoundError, entry_points, v
 GROUP = "bexp.targets"
 REFERENCE = "bexp"
 TRANSFORMERS = "transformers"
-RESERVED = (REFERENCE, TRANSFORMERS, "local")
-"""Names that no package can register. `local` is the target that a person names by its file for one exploration."""
+RESERVED = re.compile(rf"{REFERENCE}|{TRANSFORMERS}|local(\..*)?")
+"""Names that no package can register. `local.train` is the target that a person names by its file, `train.py`."""
 NAME = re.compile(r"[a-z][a-z0-9_.-]{0,63}")
 UNKNOWN_VERSION = "unknown"
 
@@ -34,7 +34,7 @@ def installed_targets() -> dict[str, str]:
 def registered_targets() -> dict[str, EntryPoint]:
     """Return the entry points of the group by name, without those whose name is reserved or not a valid one."""
     points = entry_points(group=GROUP)
-    return {point.name: point for point in points if NAME.fullmatch(point.name) and point.name not in RESERVED}
+    return {point.name: point for point in points if NAME.fullmatch(point.name) and not RESERVED.fullmatch(point.name)}
 
 
 def _version_of(distribution: str) -> str | None:

@@ -19,7 +19,7 @@ from filelock import Timeout
 
 from bexp.target_registry import installed_targets
 from explorer.search.explore import explore
-from explorer.spec.target import LOCAL
+from explorer.spec.target import LOCAL, name_local_target
 from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
 from storage.notifications import QUEUED_JOBS, Listener
 from storage.queue import Queue
@@ -166,7 +166,8 @@ def _build_worker(
     named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
     targets = installed_targets()
     if settings.local_target is not None:
-        targets[LOCAL] = Path(settings.local_target).name
+        file = Path(settings.local_target).name
+        targets |= {name_local_target(settings.local_target): file, LOCAL: file}  # earlier versions had the second only
     return _worker(database, profiler, named, settings, job_ids=job_ids, targets=targets)
 
 

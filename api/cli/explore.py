@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shlex
 import time
@@ -27,6 +28,7 @@ from explorer.spec.spelling import did_you_mean
 from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
+_LAST_GPU = re.compile(r"cuda(?::(?:\d{1,4}-)?(\d{1,4}))?")
 
 WorkerDevice = Annotated[
     str | None,
@@ -112,6 +114,7 @@ def open_embedded(
     group = counts[-1] > 1
     _check_number_of_devices(device, counts[0])
     owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
+    _check_devices(owned)
     with (
         EmbeddedService(
             environment().database_url,
@@ -136,6 +139,19 @@ def _check_number_of_devices(device: str | None, needed: int) -> None:
     if owned < needed:
         message = f"the exploration needs {needed} devices, and --device {device} names {owned}"
         raise CommandError(ExitCode.USAGE, message, "restrict context_parallel.sizes or sharding, or name more devices")
+
+
+def _check_devices(owned: str | None) -> None:
+    """Raise CommandError if the only worker would own a GPU that is not there; it would end after some seconds."""
+    parts = [part.strip() for part in (owned or "").split(",")]
+    last = max((int(found[1] or 0) for part in parts if (found := _LAST_GPU.fullmatch(part))), default=None)
+    if last is None:
+        return
+    from bexp.measure.visible_gpus import visible_gpus  # noqa: PLC0415 - takes time, and only GPUs need it
+
+    if last >= (number := len(visible_gpus(os.environ))):
+        message = f"device 'cuda:{last}' does not exist: {number} CUDA devices are visible"
+        raise CommandError(ExitCode.USAGE, message, "`bexp doctor` shows what can be used; --device cpu needs no GPU")
 
 
 def _count_devices(part: str) -> int:

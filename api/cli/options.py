@@ -16,7 +16,7 @@ from api.cli.errors import CommandError, ExitCode
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import LOCAL
+from explorer.spec.target import name_local_target
 
 HF_CONFIG = "config.json"
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
@@ -253,13 +253,16 @@ def parse_micro_batch_size(text: str | None) -> Any:
 def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
     """Return the fields that `--set` names, their values read as YAML.
 
-    Raises CommandError for text without "=", and FormatError for a value that is no YAML.
+    Raises CommandError for text without "=" or without a value, and FormatError for a value that is no YAML.
     """
     fields: dict[str, Any] = {}
     for assignment in assignments or ():
         name, separator, value = assignment.partition("=")
         if not separator or not name:
             raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
+        if not value.strip():
+            hint = f"{name}=null stands for no value, {name}='\"\"' for an empty text"
+            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} has no value", hint)
         fields[name] = load_document(f"value: {value}")["value"]
     return fields
 
@@ -274,7 +277,8 @@ def split_target(target: str | None) -> tuple[str | None, str | None]:
         raise CommandError(ExitCode.USAGE, f"--target {target!r} names no class: write it as train.py:Target")
     if not file.is_file():
         raise CommandError(ExitCode.USAGE, f"--target: there is no file {path}")
-    return LOCAL, f"{file}:{name}"
+    reference = f"{file}:{name}"
+    return name_local_target(reference), reference
 
 
 def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:

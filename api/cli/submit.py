@@ -12,6 +12,9 @@ from api.cli.connection import connect
 from api.cli.errors import say
 from api.cli.jobs import follow_job
 from api.cli.results import print_json
+from api.client import Client, Job, ProblemError, ServiceError
+from explorer.spec.spelling import did_you_mean
+from explorer.spec.target import BEXP, TRANSFORMERS
 
 
 @options.takes_fields
@@ -38,6 +41,8 @@ def submit(
         job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():
             say(notice)
+        if (missing := missing_target(client, job, request.target_name)) is not None:
+            say(missing)
         if watch:
             say(f"exploration {job.id}")
             raise typer.Exit(follow_job(client, job, as_json=as_json))
@@ -45,3 +50,21 @@ def submit(
         print_json(job.model_dump(mode="json"))
     else:
         typer.echo(job.id)
+
+
+def missing_target(client: Client, job: Job, name: str) -> str | None:
+    """Return a note that no live worker has a target; null if one has, or if that is not known or needed.
+
+    A service without workers says nothing of the targets that bexp itself brings: any worker will have them.
+    """
+    if job.is_final:
+        return None
+    try:
+        live = [worker.targets for worker in client.workers() if worker.state != "lost"]
+    except (ProblemError, ServiceError):  # a token that may submit need not see the workers
+        return None
+    known = {BEXP, TRANSFORMERS, *(target for targets in live for target in targets)}
+    if any(name in targets for targets in live) or (not live and name in known):
+        return None
+    meant = did_you_mean(name, known - {name})
+    return f"no worker has the target '{name}'{meant}: exploration {job.id} waits for one that does"

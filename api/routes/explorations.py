@@ -17,7 +17,7 @@ from api.service import ServiceDep
 from explorer.formats.document import FormatError, load_document
 from explorer.formats.request import parse_request
 from explorer.spec.labels import MAX_LABELS, parse_label
-from explorer.spec.target import LOCAL
+from explorer.spec.target import is_local_target
 from storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
 from storage.listing import InvalidCursorError, JobFilter, list_jobs
 from storage.owners import Scope
@@ -120,10 +120,9 @@ def submit_exploration(
     ):
         raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
     request = parse_request(load_document(text))
-    if request.target_name == LOCAL and not service.settings.takes_local_target:
-        raise FormatError(
-            [(("target",), f"'{LOCAL}' is a file on somebody's machine; `bexp explore` measures it there")]
-        )
+    if is_local_target(request.target_name) and not service.settings.takes_local_target:
+        where = "is a file on somebody's machine; `bexp explore` measures it there"
+        raise FormatError([(("target",), f"'{request.target_name}' {where}")])
     job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=caller)
     shown = Exploration.of_job(job, with_results=caller.may(Scope.READ))
     return Response(  # what FastAPI makes of a model takes another thread

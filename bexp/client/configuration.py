@@ -14,8 +14,8 @@ Configuration = str | Path | Mapping[str, Any]
 def read_configuration(config: Configuration, **fields: Any) -> dict[str, Any]:
     """Return the document of a request: a mapping, a path to YAML or JSON, or text with several lines or a brace.
 
-    `fields` replace fields of the request that are at its top. A Hugging Face config.json becomes the `hf_config` of a
-    request if there are fields, where `seq_length` stands for `hf_seq_length`.
+    `fields` replace fields of the request that are at its top, and `seq_length` that of the `model`. A Hugging Face
+    config.json becomes the `hf_config` of a request if there are fields, where `seq_length` stands for `hf_seq_length`.
 
     Raises OSError if the file cannot be read, and ValueError if it is no document.
     """
@@ -25,6 +25,9 @@ def read_configuration(config: Configuration, **fields: Any) -> dict[str, Any]:
     if "seq_length" in fields and "hf_config" in document:
         fields = {**fields, "hf_seq_length": fields["seq_length"]}
         del fields["seq_length"]
+    model = document.get("model")
+    if "seq_length" in fields and isinstance(model, Mapping) and "seq_length" in model:
+        document["model"] = {**model, "seq_length": fields.pop("seq_length")}
     return {**document, **fields}
 
 

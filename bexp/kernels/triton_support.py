@@ -13,6 +13,7 @@ import torch
 
 from bexp.kernels.launcher import is_current
 from bexp.kernels.probe import failure_of
+from bexp.out_of_memory import is_out_of_memory
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -42,6 +43,8 @@ def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str
     try:
         return failure_of(run, device)
     except (TritonError, OSError, subprocess.CalledProcessError) as error:  # the kernel, its launcher's C compiler
+        if is_out_of_memory(error):
+            raise
         return f"Triton: {str(error).strip().splitlines()[0]}"
 
 

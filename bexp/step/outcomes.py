@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from bexp.measure.step_checks import StepError
+from bexp.out_of_memory import is_out_of_memory
 
 
 class Outcome(IntEnum):
@@ -57,12 +58,8 @@ def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
         return Failure(Outcome.TIMED_OUT, f"the step took longer than {deadline_seconds:g} s")
     except StepError as error:
         return Failure(Outcome.CRASHED, str(error))
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        return Failure(Outcome.OUT_OF_MEMORY, _last_line(error))
     except Exception as error:  # noqa: BLE001 - the step is the caller's, and any failure of it is an outcome
-        told = _last_line(error)
-        memory = "out of memory" in told.lower() or "can't allocate memory" in told.lower()
-        return Failure(Outcome.OUT_OF_MEMORY if memory else Outcome.CRASHED, told)
+        return Failure(Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.CRASHED, _last_line(error))
     return None
 
 

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
+import torch
 from torch import nn
 
 from bexp.transformers.attention import set_attention
@@ -96,7 +97,9 @@ def _steps(
     if not is_layer(module) and (steps or settings.graph):
         steps.append(("no cache of keys and values in training", lambda: _without_cache(module, changes)))
     if settings.graph and not is_layer(module):
-        steps.append(("the micro-step replayed as CUDA graphs", lambda: set_graph(module, changes)))
+        replayed = "the micro-step replayed as CUDA graphs"
+        text = replayed if torch.cuda.is_available() else "no CUDA graphs, because torch finds no GPU here"
+        steps.append((text, lambda: set_graph(module, changes)))
     return steps
 
 

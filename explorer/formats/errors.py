@@ -32,14 +32,19 @@ SHARDING_RULE = f"must be one of {_NAMES}, a list of them, or 'explore'"
 LEVELS_RULE = f"must be a list of {_NAMES}, or 'explore'"
 
 
-def explain(error: ValidationError, sources: Mapping[Location, Location], limit: int) -> list[Problem]:
-    """Return `limit` problems, each once, at the field of the document; `sources` maps native fields to those."""
+def explain(
+    error: ValidationError, sources: Mapping[Location, Location], limit: int, *, is_hugging_face: bool = False
+) -> list[Problem]:
+    """Return `limit` problems, each once, at the field of the document; `sources` maps native fields to those.
+
+    `is_hugging_face` says that the model is a config.json, beside which the length of sequences stands.
+    """
     problems: dict[Problem, None] = {}
     for index, detail in enumerate(error.errors(include_url=False, include_input=False)):
         native, message = _simplify(detail)
         if detail["type"] == "extra_forbidden" and message == detail["msg"]:
-            beside = _fields_beside(native) if index < MOST_SUGGESTIONS else ()
-            message = f"is not a field that is known here{did_you_mean(str(native[-1]), beside)}"
+            meant = _suggest(native, is_hugging_face=is_hugging_face) if index < MOST_SUGGESTIONS else ""
+            message = f"is not a field that is known here{meant}"
         if message == MAPPING_RULE and (named := _fields_beside((*native, ""))):
             message = f"must be a mapping of its fields: {', '.join(named)}"
         fields = _related_fields(detail, native)
@@ -48,6 +53,15 @@ def explain(error: ValidationError, sources: Mapping[Location, Location], limit:
             break
     within = {location[:length] for location, _ in problems for length in range(len(location))}
     return [problem for problem in problems if problem[1] != MICRO_BATCH_RULE or problem[0] not in within]
+
+
+def _suggest(native: Location, *, is_hugging_face: bool) -> str:
+    """Return what to add to a message about an unknown field: the known one that it is like, or nothing."""
+    beside = _fields_beside(native)
+    if len(native) > 1:
+        return did_you_mean(str(native[-1]), beside)
+    length = "hf_seq_length" if is_hugging_face else "model.seq_length"
+    return did_you_mean(str(native[-1]), (*beside, "seq_length")).replace("'seq_length'", f"'{length}'")
 
 
 def relocate(native: Location, sources: Mapping[Location, Location]) -> Location:

@@ -56,7 +56,7 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     try:
         request = ExplorationRequest.model_validate(merged)
     except ValidationError as error:
-        raise FormatError(explain(error, sources, MAX_ERRORS)) from None
+        raise FormatError(explain(error, sources, MAX_ERRORS, is_hugging_face="hf_config" in merged)) from None
     booleans = [
         (relocate(location, sources), "must not be true or false")
         for location in islice(_find_lost_booleans(merged, request.model_dump()), MAX_ERRORS)

@@ -135,7 +135,8 @@ class Measurement(Frozen):
     """The result of one trial.
 
     `components` holds what this trial measured, without what earlier trials measured. If the outcome is not ok,
-    `failed_component` says which component failed (null: the candidate as a whole) and `reason` says why.
+    `failed_component` says which component failed (null: the candidate as a whole) and `reason` says why. A trial that
+    is ok has a `reason` if it was measured twice.
     """
 
     candidate: Candidate

@@ -15,7 +15,7 @@ from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from explorer.spec.request_fields import RequestFields
 from explorer.spec.request_rules import MESH_RULES, RULES
-from explorer.spec.target import BEXP, TRANSFORMERS
+from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS
 from explorer.spec.training import Sharding
 from explorer.spec.variant import Variant
 
@@ -69,10 +69,12 @@ class ExplorationRequest(RequestFields):
 
     @property
     def model_name(self) -> str:
-        """The model's name: of the ModelSpec, of the config.json, or of the target where there is neither."""
+        """The model's name: of the ModelSpec, of the config.json, or of the target or its file, if there is neither."""
         if self.model is not None:
             return self.model.name
-        return self.target_name if self.hf_config is None else name_of_config(self.hf_config)
+        if self.hf_config is not None:
+            return name_of_config(self.hf_config)
+        return self.target_name.removeprefix(f"{LOCAL}.")
 
     @property
     def seq_length(self) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import PurePath
 from typing import Annotated, Any
 
 from pydantic import BeforeValidator, Field
@@ -18,7 +20,7 @@ HUGGING_FACE_DEFAULT = TRANSFORMERS
 """The target of a Hugging Face config.json in a request that names none."""
 
 LOCAL = "local"
-"""The target that a person names by its file, for one exploration on their machine."""
+"""The target that a person names by its file, for one exploration on their machine. See also `name_local_target`."""
 
 
 def _refuse_path(name: Any) -> Any:
@@ -31,12 +33,24 @@ OWN_ATTENTION = "own"
 """The attention back end of a model that is measured whole: whatever its code calls."""
 
 TargetName = Annotated[str, BeforeValidator(_refuse_path), Field(pattern=r"^[a-z][a-z0-9_.-]{0,63}$")]
+LONGEST_NAME = 64
 
 MAX_CONFIG_BYTES = 256 * 1024
 MAX_CONFIG_DEPTH = 16
 
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 """Keys of a config.json that ask for code from elsewhere to be run."""
+
+
+def name_local_target(reference: str) -> str:
+    """Return the name of a target that a person names by its file: `local.train` for `/home/me/train.py:Target`."""
+    stem = PurePath(reference.rpartition(":")[0]).stem.lower()
+    return f"{LOCAL}.{re.sub('[^a-z0-9_.-]', '-', stem)}"[:LONGEST_NAME]
+
+
+def is_local_target(name: str) -> bool:
+    """Whether a target is a file on somebody's machine."""
+    return name == LOCAL or name.startswith(f"{LOCAL}.")
 
 
 def describe_target(name: str, version: str | None, class_name: str | None = None) -> str:

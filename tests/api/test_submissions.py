@@ -184,6 +184,7 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         ({"target": "train.py:Target"}, "target"),
         ({"target": "/home/me/train.py"}, "target"),
         ({"target": "local"}, "target"),
+        ({"target": "local.train"}, "target"),
         (change("target_config", {"width": 64}), "target_config"),
         (change("training", {"sharding": "zero1"}), "training.sharding"),
         (change("sharding_levels", ["none", "zero1"]), "sharding_levels"),

@@ -1,7 +1,8 @@
-"""A profiler process that does what a file tells it to, once: `python -m tests.chaos.faulty_profiler`.
+"""A profiler process that does what a file tells it to: `python -m tests.chaos.faulty_profiler`.
 
-BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, how many trials are reported before, and
-how often the place is passed after these. The file is gone when it has struck.
+BEXP_CHAOS_FAULT names the file: the place where the fault strikes, its kind, how many trials are reported before, how
+often the place is passed after these, and how often it strikes then. The file is gone when it has struck for the last
+time.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def strike(place: str, device: str = "cpu") -> None:
     if told["passes"] > 0:
         path.write_text(json.dumps({**told, "passes": told["passes"] - 1}))
         return
-    path.unlink()
+    if told["times"] > 1:
+        path.write_text(json.dumps({**told, "times": told["times"] - 1}))
+    else:
+        path.unlink()
     FAULTS[told["kind"]](device)
 
 

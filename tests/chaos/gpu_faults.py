@@ -72,18 +72,21 @@ ALLOWANCE_SECONDS = {"cpu": 4.0, "cuda": 2.5}
 PHASES = ("start", "open", "begin", "build", "warm_up", "timed", "settle", "reply")
 CALM_KINDS = ("cancel", "foreign_process")
 BEFORE_TRIALS = {"kill_start", "kill_open", "kill_begin"}
+KILLS = tuple(f"kill_{phase}" for phase in PHASES)
+TWICE = "kill_twice"
 EXPECTED = {
     "out_of_memory": Outcome.OUT_OF_MEMORY,
     "illegal_access": Outcome.CRASHED,
     "hang": Outcome.TIMED_OUT,
     "lost_device": Outcome.CRASHED,
-    **{f"kill_{phase}": Outcome.CRASHED for phase in PHASES if f"kill_{phase}" not in BEFORE_TRIALS},
+    TWICE: Outcome.CRASHED,
 }
+"""How a trial ends that a fault strikes. One that is killed once runs again, and is well."""
 ON_A_GPU = ("leak", "lost_device", "foreign_process")
 ALONE = ("foreign_process", "leak", "out_of_memory", "hang")
 """What touches other processes on the device, or depends on them. A hang takes the device's time from them."""
 
-KINDS = (*EXPECTED, *sorted(BEFORE_TRIALS), "leak", *CALM_KINDS)
+KINDS = (*EXPECTED, *KILLS, "leak", *CALM_KINDS)
 
 MODEL = ModelSpec(
     name="small",
@@ -226,13 +229,16 @@ def run_round(bench: Bench, kind: str) -> Round:
 
 
 def _hurt(bench: Bench, done: Round) -> None:
-    place = done.kind.removeprefix("kill_") if done.kind.startswith("kill_") else "component"
+    place = done.kind.removeprefix("kill_") if done.kind in KILLS else "component"
     kind = "kill" if done.kind.startswith("kill_") else done.kind
     trials = passes = 0
     if done.kind not in BEFORE_TRIALS:
-        trials = 2 + bench.rng.randrange(2)  # the base, and its like with the attention of all other candidates
-        passes = 0 if place in {"settle", "reply"} else bench.rng.randrange(3)
-    bench.fault_file.write_text(json.dumps({"kind": kind, "place": place, "trials": trials, "passes": passes}))
+        trials = bench.rng.randrange(4)
+        if done.kind in EXPECTED:  # the job goes on without its trial, which the first ones do not allow
+            trials = max(trials, 2)  # the base, and its like with the attention of all other candidates
+        passes = 0 if place in {"settle", "reply"} or done.kind == TWICE else bench.rng.randrange(3)
+    told = {"kind": kind, "place": place, "trials": trials, "passes": passes, "times": 2 if done.kind == TWICE else 1}
+    bench.fault_file.write_text(json.dumps(told))
     if done.kind in {"kill_start", "kill_open"} and (pid := bench.profiler.pid) is not None:
         os.kill(pid, signal.SIGKILL)  # the process is started again, and the fault strikes that one
     shorter = {"trial_timeout_seconds": HANG_SECONDS[bench.kind]} if kind == "hang" else {}

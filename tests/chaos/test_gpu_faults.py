@@ -12,21 +12,22 @@ from tests.chaos.gpu_faults import KINDS, PHASES
 from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
 
 
-def test_a_fault_strikes_once_at_its_place_after_as_many_passes_as_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_fault_strikes_at_its_place_after_as_many_passes_and_as_often_as_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, times: int
 ) -> None:
     struck: list[str] = []
     file = tmp_path / "fault.json"
     monkeypatch.setenv(faulty_profiler.VARIABLE, str(file))
     monkeypatch.setitem(faulty_profiler.FAULTS, "hang", struck.append)
     faulty_profiler.strike("component", "cuda:1")
-    file.write_text(json.dumps({"kind": "hang", "place": "component", "trials": 1, "passes": 2}))
+    file.write_text(json.dumps({"kind": "hang", "place": "component", "trials": 1, "passes": 2, "times": times}))
     for place in ("component", "reply", "component", "timed", "component"):
         faulty_profiler.strike(place, "cuda:1")
     assert struck == []
-    for _ in range(2):
+    for _ in range(3):
         faulty_profiler.strike("component", "cuda:1")
-    assert struck == ["cuda:1"]
+    assert struck == ["cuda:1"] * times
     assert not file.exists()
 
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import re
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from api.cli import explore
 from api.cli.connection import shown_url
 from api.cli.errors import CommandError
-from api.cli.options import split_target
+from api.cli.options import parse_fields, split_target
+from api.cli.submit import missing_target
+from api.client import ProblemError
 from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import REQUEST
 
@@ -49,6 +53,47 @@ def test_too_few_named_devices_are_refused_before_anything_starts(
 
 
 @pytest.mark.parametrize(
+    ("device", "missing"),
+    [
+        *((None, None), ("cpu", None), ("cpu,cpu", None), ("replay:cuda.jsonl", None)),
+        *(("cuda", None), ("cuda:0-1", None), ("cuda:0, cuda:1", None)),
+        *(("cuda:2", "cuda:2"), ("cuda:0-7", "cuda:7"), ("cuda:0,cuda:9", "cuda:9")),
+    ],
+)
+def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
+    monkeypatch: pytest.MonkeyPatch, device: str | None, missing: str | None
+) -> None:
+    monkeypatch.setattr("bexp.measure.visible_gpus._gpu_uuids", lambda: ["GPU-a", "GPU-b"])
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    told = f"device '{missing}' does not exist: 2 CUDA devices are visible"
+    with pytest.raises(CommandError, match=told) if missing else nullcontext():
+        explore._check_devices(device)
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "note"),
+    [
+        ("bexp", [], None),
+        ("transformers", [], None),
+        ("transformers", [{"bexp": "1"}], "no worker has the target 'transformers': exploration .* waits"),
+        ("my-gpt", [], "no worker has the target 'my-gpt': "),
+        ("my-gtp", [{"bexp": "1", "my-gpt": "2"}], r"target 'my-gtp' \(did you mean 'my-gpt'\?\): "),
+        ("my-gpt", [{"bexp": "1"}, {"my-gpt": "2"}], None),
+    ],
+)
+def test_a_submission_says_if_no_worker_has_its_target(
+    name: str, targets: list[dict[str, str]], note: str | None
+) -> None:
+    client, job = Mock(), Mock(is_final=False, id="a")
+    client.workers.return_value = [Mock(state="idle", targets=each) for each in targets]
+    client.workers.return_value += [Mock(state="lost", targets={name: "1"})]
+    found = missing_target(client, job, name)
+    assert (found is None) if note is None else re.match(f".*{note}", str(found))
+    client.workers.side_effect = ProblemError(403, {"title": "forbidden"})
+    assert missing_target(client, job, name) is None
+
+
+@pytest.mark.parametrize(
     ("url", "shown"),
     [
         ("sqlite:////data/bexp.db", "/data/bexp.db"),
@@ -63,10 +108,16 @@ def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
 
 
+def test_a_field_that_is_set_has_a_value() -> None:
+    assert parse_fields(["a=null", "b=''", "c.d=1"]) == {"a": None, "b": "", "c.d": 1}
+    with pytest.raises(CommandError, match=r"--set 'tolerance= ' has no value"):
+        parse_fields(["tolerance= "])
+
+
 def test_a_target_may_be_a_class_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "train.py").touch()
     monkeypatch.chdir(tmp_path)
-    assert split_target("train.py:Target") == ("local", f"{tmp_path / 'train.py'}:Target")
+    assert split_target("train.py:Target") == ("local.train", f"{tmp_path / 'train.py'}:Target")
     assert split_target("transformers") == ("transformers", None)
     assert split_target(None) == (None, None)
 

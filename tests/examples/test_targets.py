@@ -50,7 +50,7 @@ def explore(folder: Path, target: str, config: Mapping[str, object], device: str
 @pytest.mark.slow
 def test_a_gpt_in_plain_pytorch_is_explored_end_to_end(tmp_path: Path) -> None:
     found = explore(tmp_path, f"{TARGETS / 'gpt.py'}:Target", TINY)
-    assert (found["target"], found["target_version"], found["target_class"]) == ("local", "gpt.py:Target", "GPT")
+    assert (found["target"], found["target_version"], found["target_class"]) == ("local.gpt", "gpt.py:Target", "GPT")
     best = found["recommendation"]
     assert isinstance(best, dict)
     assert best["candidate"]["micro_batch_size"] in {1, 2, 4}

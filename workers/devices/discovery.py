@@ -6,15 +6,17 @@ from collections.abc import Mapping
 
 import pynvml
 
+from bexp.measure.visible_gpus import visible_gpus
+
 
 def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
     """Return `cpu`, and a `cuda:i` for each GPU that CUDA_VISIBLE_DEVICES leaves visible."""
-    return ("cpu", *(f"cuda:{i}" for i in range(len(_visible_gpus(environment)))))
+    return ("cpu", *(f"cuda:{i}" for i in range(len(visible_gpus(environment)))))
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str | None:
     """Return why no CUDA device is visible; null if one is."""
-    if _visible_gpus(environment):
+    if visible_gpus(environment):
         return None
     try:
         pynvml.nvmlInit()
@@ -45,44 +47,10 @@ def device_key(device: str, environment: Mapping[str, str]) -> str:
     kind, _, index = device.partition(":")
     if kind != "cuda" or not (index or "0").isdecimal():
         raise ValueError(f"unknown device {device!r}: use cpu or cuda:0, cuda:1, ...")
-    gpus = _visible_gpus(environment)
+    gpus = visible_gpus(environment)
     if int(index or 0) >= len(gpus):
         raise ValueError(
             f"device {device!r} does not exist: {len(gpus)} CUDA devices are visible (`bexp doctor` shows what can be "
             "used)"
         )
     return gpus[int(index or 0)]
-
-
-def _visible_gpus(environment: Mapping[str, str]) -> list[str]:
-    """Return the UUIDs of the visible GPUs, in the order of CUDA's numbers."""
-    uuids = _gpu_uuids()
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return uuids
-    chosen: list[str] = []
-    for name in (part.strip() for part in visible.split(",")):
-        if name.isdecimal() and int(name) < len(uuids):
-            chosen.append(uuids[int(name)])
-        elif name.startswith("MIG-"):
-            chosen.append(name)
-        elif name and any(uuid.startswith(name) for uuid in uuids):
-            chosen.append(next(uuid for uuid in uuids if uuid.startswith(name)))
-        else:
-            break  # as CUDA does: the first invalid entry ends the list
-    return chosen
-
-
-def _gpu_uuids() -> list[str]:
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return []
-    try:
-        return [
-            pynvml.nvmlDeviceGetUUID(pynvml.nvmlDeviceGetHandleByIndex(i)) for i in range(pynvml.nvmlDeviceGetCount())
-        ]
-    except pynvml.NVMLError:
-        return []
-    finally:
-        pynvml.nvmlShutdown()

@@ -21,6 +21,15 @@ def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> t
     return outcome, f"{reason}: {output}" if output else reason
 
 
+def is_unexplained(status: int, outcome: Outcome, output: str) -> bool:
+    """Whether a process was killed and nothing says why, so that it may have been somebody else's doing.
+
+    `outcome` is that of `classify_exit`. The kernel's out-of-memory killer sends SIGKILL, too, and is not always seen
+    from a container.
+    """
+    return status == -signal.SIGKILL and outcome is Outcome.CRASHED and "cuda error" not in output.lower()
+
+
 def describe_status(status: int) -> str:
     """Return an exit status in words. A negative one is the signal that ended the process."""
     if status >= 0:

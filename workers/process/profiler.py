@@ -165,24 +165,45 @@ class Profiler:
     def measure(self, plan: TrialPlan) -> Measurement:
         """Run a trial. A candidate's crash, hang or lack of memory is the outcome.
 
+        A process that is killed for no known reason may have been killed by somebody else. Its trial runs once more on
+        the next process, whose end is the outcome, however it comes.
+
         Raises:
             ProfilerError: no process can be started on the device any more.
             ProfilerInterruptedError: `interrupt()` was called.
         """
+        first, was_killed = self._run(plan)
+        if not was_killed:
+            return first
+        _log.warning("trial %d runs once more: %s", plan.number, first.reason)
+        second, was_killed_again = self._run(plan)
+        phases = second.phases
+        changes: dict[str, object] = {
+            "phases": phases.model_copy(update={"process_start": phases.process_start + first.phases.total})
+        }
+        if second.outcome is Outcome.OK:
+            changes["reason"] = f"{first.reason}; the trial ran once more"
+        elif was_killed_again:
+            changes["reason"] = f"twice: {second.reason}"
+        return second.model_copy(update=changes)
+
+    def _run(self, plan: TrialPlan) -> tuple[Measurement, bool]:
+        """Run a trial once; return its measurement, and whether its process was killed for no known reason."""
         if self._job is None:
             raise ProfilerError("measure() was called before begin()")
         process = self._with_process(lambda process: process)
         start_seconds = self._process.take_start_seconds()
         started = time.perf_counter()
+        run = TrialRun(
+            process,
+            plan,
+            allowed_seconds=plan.timeout_seconds + self._setup_allowance_seconds,
+            ceiling=self._job.ceiling if self.devices[0] == "cpu" else None,
+            replace=self._process.replace,
+            check_interrupted=self._process.check_interrupted,
+        )
         try:
-            measurement, child_seconds = TrialRun(
-                process,
-                plan,
-                allowed_seconds=plan.timeout_seconds + self._setup_allowance_seconds,
-                ceiling=self._job.ceiling if self.devices[0] == "cpu" else None,
-                replace=self._process.replace,
-                check_interrupted=self._process.check_interrupted,
-            ).follow()
+            measurement, child_seconds = run.follow()
         except UnexpectedReplyError as error:
             raise self._process.unexpected(error.reply) from error
         self._is_clean &= measurement.outcome in {Outcome.OK, Outcome.UNSUPPORTED}
@@ -193,7 +214,8 @@ class Profiler:
             phases["timed"] = wall  # the phases are lost with the process
         else:
             phases["messaging"] = max(0.0, wall - child_seconds)
-        return measurement.model_copy(update={"phases": measurement.phases.model_copy(update=phases)})
+        measurement = measurement.model_copy(update={"phases": measurement.phases.model_copy(update=phases)})
+        return measurement, run.was_killed
 
     def finish_job(self) -> None:
         """End the job. The process stays for the next job if each trial of this one left it as it was.

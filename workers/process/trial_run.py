@@ -10,7 +10,7 @@ from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
 from explorer.records.trial import TrialPlan
 from workers.process.child import ProcessEndedError, ProfilerProcess
-from workers.process.exit_status import classify_exit, count_kernel_oom_kills, name_ended
+from workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
 from workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished
 
 TICK_SECONDS = 0.025
@@ -49,6 +49,8 @@ class TrialRun:
         ceiling: null where the device's allocator keeps the limit.
         replace: ends the process, which gets this many seconds to end by itself; returns its exit status.
         check_interrupted: raises if the profiler was interrupted.
+
+    `was_killed` says, after the end, that the process was killed and that nothing says why.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class TrialRun:
         self._components: list[ComponentMeasurement] = []
         self._current: Component | None = None
         self._lost_rank: RankLost | None = None
+        self.was_killed = False
 
     def follow(self) -> tuple[Measurement, float | None]:
         """Run the trial; returns its measurement and the process's own seconds, null if these were lost with it.
@@ -98,7 +101,9 @@ class TrialRun:
             self._check_interrupted()
             name, status = name_ended(self._replace(END_GRACE_SECONDS), self._lost_rank)
             by_kernel = count_kernel_oom_kills() > kernel_kills
-            outcome, reason = classify_exit(name, status, self._process.last_output(), by_kernel)
+            output = self._process.last_output()
+            outcome, reason = classify_exit(name, status, output, by_kernel)
+            self.was_killed = is_unexplained(status, outcome, output)
             return self._failure(outcome, reason), None
 
     def _note(self, reply: Reply) -> None:

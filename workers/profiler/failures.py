@@ -4,17 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from bexp.out_of_memory import is_out_of_memory
 from explorer.records.measurement import Outcome
-
-EXHAUSTED = (
-    "can't allocate memory",
-    "cannot allocate memory",
-    "not enough memory",
-    "bad_alloc",
-    "out of memory",
-    "bad allocation",
-)
-
 
 UNSERVED = ("no available kernel", "invalid backend")
 """What torch says when the attention back end that is pinned cannot serve the arguments."""
@@ -39,10 +30,9 @@ def classify(error: Exception) -> tuple[Outcome, str]:
         return Outcome.UNSUPPORTED, text
     if isinstance(error, TrialFailedError):
         return error.outcome, text
-    lowered = text.lower()
-    if isinstance(error, torch.OutOfMemoryError | MemoryError) or any(words in lowered for words in EXHAUSTED):
+    if is_out_of_memory(error):
         return Outcome.OUT_OF_MEMORY, _first_sentences(text, 3)
-    if any(words in lowered for words in UNSERVED):
+    if any(words in text.lower() for words in UNSERVED):
         return Outcome.UNSUPPORTED, _first_sentences(text, 3)
     return Outcome.CRASHED, f"{type(error).__name__}: {_first_sentences(text, 4)}"
 

@@ -7,7 +7,7 @@ from importlib import import_module
 
 from bexp.target_registry import installed_targets, registered_targets
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target
+from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
 from workers.profiler.failures import UnsupportedTrialError
 from workers.profiler.instruments import Instruments
 from workers.settings import read_settings
@@ -58,7 +58,7 @@ def find_source(name: str) -> TargetSource:
         UnsupportedTrialError: this worker has no such target.
     """
     local = read_settings().local_target
-    if name == LOCAL and local is not None:
+    if local is not None and name in {LOCAL, name_local_target(local)}:
         return TargetSource.of_file(name, local)
     point = registered_targets().get(name)
     if point is None:

@@ -27,6 +27,11 @@ def test_a_path_and_its_text_are_the_same(text: str, tmp_path: Path) -> None:
         (LLAMA, {"batch_size": 8}, {"hf_config": LLAMA, "batch_size": 8}),
         ({**LLAMA, "time_step_limit": [0.0, float("inf")]}, {}, LLAMA),
         (LLAMA, {"seq_length": 32}, {"hf_config": LLAMA, "hf_seq_length": 32}),
+        (
+            {"model": {"seq_length": 64, "num_layers": 2}},
+            {"seq_length": 32},
+            {"model": {"seq_length": 32, "num_layers": 2}},
+        ),
     ],
 )
 def test_fields_replace_those_of_the_configuration(

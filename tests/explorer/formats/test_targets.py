@@ -47,6 +47,8 @@ def test_the_longest_sequence_of_a_short_model_is_not_exceeded() -> None:
     short = parse_request({"model_type": "x", "text_config": {"max_position_embeddings": 512}, "target": TRANSFORMERS})
     assert short.seq_length == 512
     assert parse_request({"hf_config": {"model_type": "x", "n_positions": 256}}).seq_length == 256
+    with pytest.raises(FormatError, match=r"did you mean 'hf_seq_length'"):
+        parse_request({"hf_config": GEMMA, "seq_len": 256})
 
 
 def test_a_config_is_translated_for_the_reference_layers() -> None:

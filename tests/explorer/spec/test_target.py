@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from explorer.spec.base import RuleError
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, TRANSFORMERS, default_target
+from explorer.spec.target import BEXP, TRANSFORMERS, default_target, name_local_target
 from tests.explorer.spec.test_request import MODEL
 
 CONFIG: dict[str, Any] = {"model_type": "gemma2", "_name_or_path": "org/Gemma-2-2b", "num_hidden_layers": 2}
@@ -51,6 +51,8 @@ def test_a_request_without_a_model_spec_has_what_the_search_needs() -> None:
 def test_a_registered_target_may_have_no_sequences() -> None:
     request = build(target="mine")
     assert (request.model_name, request.seq_length) == ("mine", 1)
+    of_file = request.model_copy(update={"target": name_local_target("/home/me/My GPT.py:Target")})
+    assert (of_file.target, of_file.model_name) == ("local.my-gpt", "my-gpt")
 
 
 @pytest.mark.parametrize(

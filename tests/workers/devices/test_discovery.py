@@ -1,5 +1,6 @@
 import pytest
 
+from bexp.measure import visible_gpus
 from workers.devices import discovery as devices
 
 UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
@@ -7,7 +8,7 @@ UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
 
 @pytest.fixture(autouse=True)
 def gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_gpu_uuids", lambda: UUIDS)
+    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: UUIDS)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from typing import Any
 import pynvml
 import pytest
 
-from workers.devices import discovery as devices
+from bexp.measure import visible_gpus
 from workers.devices.gpu import open_gpu
 
 
@@ -15,7 +15,7 @@ def refuse(*_: Any) -> Any:
 
 def test_a_gpu_is_found_by_its_uuid_whatever_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
-    monkeypatch.setattr(devices, "_gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
+    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
     monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
     monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
     assert open_gpu("cuda:0", {"CUDA_VISIBLE_DEVICES": "2,0"}) is not None
@@ -26,6 +26,6 @@ def test_a_gpu_is_found_by_its_uuid_whatever_it_is_called(monkeypatch: pytest.Mo
 
 
 def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "_gpu_uuids", lambda: ["GPU-a"])
+    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: ["GPU-a"])
     monkeypatch.setattr(pynvml, "nvmlInit", refuse)
     assert open_gpu("cuda:0", {}) is None

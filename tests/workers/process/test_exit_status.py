@@ -5,7 +5,7 @@ import signal
 import pytest
 
 from explorer.records.measurement import Outcome
-from workers.process.exit_status import classify_exit, describe_status, name_ended
+from workers.process.exit_status import classify_exit, describe_status, is_unexplained, name_ended
 from workers.process.protocol import RankLost
 
 
@@ -17,20 +17,24 @@ def test_an_exit_status_is_described_in_words(status: int, words: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("status", "output", "kernel_killed", "outcome"),
+    ("status", "output", "kernel_killed", "outcome", "unexplained"),
     [
-        (-signal.SIGKILL, "", True, Outcome.OUT_OF_MEMORY),
-        (-signal.SIGKILL, "", False, Outcome.CRASHED),
-        (-signal.SIGABRT, "terminate called: std::bad_alloc", False, Outcome.OUT_OF_MEMORY),
-        (1, "RuntimeError: Cannot allocate memory", False, Outcome.OUT_OF_MEMORY),
-        (-signal.SIGSEGV, "Fatal Python error", True, Outcome.CRASHED),
+        (-signal.SIGKILL, "", True, Outcome.OUT_OF_MEMORY, False),
+        (-signal.SIGKILL, "", False, Outcome.CRASHED, True),
+        (-signal.SIGKILL, "UserWarning: slow", False, Outcome.CRASHED, True),
+        (-signal.SIGKILL, "CUDA error: an illegal memory access", False, Outcome.CRASHED, False),
+        (-signal.SIGKILL, "CUDA out of memory", False, Outcome.OUT_OF_MEMORY, False),
+        (-signal.SIGABRT, "terminate called: std::bad_alloc", False, Outcome.OUT_OF_MEMORY, False),
+        (1, "RuntimeError: Cannot allocate memory", False, Outcome.OUT_OF_MEMORY, False),
+        (-signal.SIGSEGV, "Fatal Python error", True, Outcome.CRASHED, False),
     ],
 )
 def test_the_end_of_a_process_is_the_outcome_of_its_trial(
-    status: int, output: str, kernel_killed: bool, outcome: Outcome
+    status: int, output: str, kernel_killed: bool, outcome: Outcome, unexplained: bool
 ) -> None:
     found, reason = classify_exit("the profiler process", status, output, kernel_killed)
     assert found is outcome
+    assert is_unexplained(status, found, output) is unexplained
     assert reason.startswith(f"the profiler process {describe_status(status)}")
     assert output in reason
 

@@ -28,7 +28,7 @@ from workers.devices.lock import DeviceBusyError, DeviceLocks
 from workers.process.child import ProfilerProcess
 from workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
 from workers.process.profiler import Profiler
-from workers.process.protocol import Begin, Reply, ReportReply
+from workers.process.protocol import Begin, Reply, ReportReply, RunTrial
 
 pytestmark = pytest.mark.slow(together=True)
 
@@ -205,6 +205,42 @@ def test_a_killed_process_is_a_crash_and_is_replaced(profiler: Profiler, in_the_
     assert after.outcome is Outcome.OK, after.reason
     assert after.phases.process_start > 0
     assert profiler.pid != pid
+
+
+def test_a_trial_whose_process_somebody_kills_runs_once_more_and_is_a_crash_if_that_is_killed_too(
+    profiler: Profiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    profiler.begin(REQUEST)
+    restarts, chosen = profiler.restarts, candidate(1)
+    small = plan(chosen, components_of(chosen)[:1])
+    left = kill_as_trials_begin(monkeypatch, 1)
+    result = profiler.measure(small)
+    assert result.outcome is Outcome.OK, result.reason
+    assert "was killed by SIGKILL; the trial ran once more" in (result.reason or "")
+    assert result.phases.process_start > 0
+    assert (profiler.restarts, left) == (restarts + 1, [])
+    assert profiler.measure(small).reason is None
+    left += [signal.SIGKILL] * 2
+    result = profiler.measure(small)
+    assert result.outcome is Outcome.CRASHED
+    assert "twice: the profiler process was killed by SIGKILL" in (result.reason or "")
+    assert (profiler.restarts, left) == (restarts + 3, [])
+
+
+def kill_as_trials_begin(monkeypatch: pytest.MonkeyPatch, times: int) -> list[signal.Signals]:
+    """Kill the processes of the next `times` trials before they run anything. What is returned counts down."""
+    left, send = [signal.SIGKILL] * times, ProfilerProcess.send
+
+    def send_and_kill(process: ProfilerProcess, command: Frozen) -> None:
+        strikes = isinstance(command, RunTrial) and bool(left)
+        if strikes:
+            os.kill(process.pid, signal.SIGSTOP)
+        send(process, command)
+        if strikes:
+            os.kill(process.pid, left.pop())
+
+    monkeypatch.setattr(ProfilerProcess, "send", send_and_kill)
+    return left
 
 
 def test_a_hung_process_times_out_and_is_replaced(

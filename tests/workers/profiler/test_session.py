@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import nn
 
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.probe import failure_of
 from bexp.measure.device_monitor import DeviceMonitor
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.shards import SPREAD_EXPERTS
@@ -103,6 +107,27 @@ def test_whatever_a_block_raises_is_an_outcome(
     assert str(error) in (finished.measurement.reason or "")
     assert finished.measurement.failed_component == components_of(chosen)[1]
     assert not finished.poisoned
+
+
+def test_memory_that_runs_out_while_a_back_end_is_tried_is_no_reason_against_it(
+    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = candidate()
+    flash = attention_backend(str(chosen.attention_backend))
+
+    def exhaust(*_: torch.Tensor) -> torch.Tensor:
+        return torch.empty(1 << 62, dtype=torch.uint8)
+
+    hungry = replace(flash, unsupported_reason=lambda _, device: failure_of(exhaust, device))
+    trial = RunTrial(plan=plan(chosen, components_of(chosen)[1:2]))
+    outcomes = []
+    for backend in (hungry, flash):
+        monkeypatch.setattr(reference_target, "attention_backend", lambda _, backend=backend: backend)
+        assert session.answer(trial)
+        finished = sent[-1]
+        assert isinstance(finished, TrialFinished)
+        outcomes.append(finished.measurement.outcome)
+    assert outcomes == [Outcome.OUT_OF_MEMORY, Outcome.OK]
 
 
 def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.graph_recorder import CudaRecorder
+from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
@@ -145,7 +146,7 @@ class SettingsProbe:
                     passes.release()
                     passes.restore()
             except _REFUSALS as error:
-                return _told(error)
+                return _refusal_of(error)
         return None
 
     def _liger_refusal(self) -> str | None:
@@ -191,7 +192,7 @@ class SettingsProbe:
                     passes.release()
                     passes.restore()
             except _REFUSALS as error:
-                return _told(error)
+                return _refusal_of(error)
         return None
 
 
@@ -218,6 +219,11 @@ def _capture(passes: LayerPasses) -> None:
     recorder = CudaRecorder()
     recorder.warm_up(both)
     recorder.record((forward, backward))
+
+
+def _refusal_of(error: Exception) -> str | None:
+    """Return why a setting cannot be had. A lack of memory says nothing about that; trials with it have the outcome."""
+    return None if is_out_of_memory(error) else _told(error)
 
 
 def _told(error: Exception) -> str:

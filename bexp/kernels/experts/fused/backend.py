@@ -13,6 +13,7 @@ from bexp.kernels.dtypes import dtype_name
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.probe import failure_of
 from bexp.kernels.shapes import ExpertsShape
+from bexp.out_of_memory import is_out_of_memory
 
 _DTYPES = (torch.bfloat16, torch.float16)
 _MULTIPLE = 8  # elements of two bytes in the 16 bytes that one load and one row of a tensor map are aligned to
@@ -54,7 +55,9 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
         probes = (partial(_probe, num_tokens, shape.dtype, device) for num_tokens in _PROBED_TOKENS)
         reasons = (failure_of(probe, device) for probe in probes)
         return next((reason for reason in reasons if reason is not None), None)
-    except Exception as error:  # noqa: BLE001 - Triton and the compilers that it calls raise errors of their own
+    except Exception as error:  # Triton and the compilers that it calls raise errors of their own
+        if is_out_of_memory(error):
+            raise
         return f"Triton cannot build the kernels: {type(error).__name__}: {(str(error).splitlines() or [''])[0]}"
 
 

@@ -130,14 +130,22 @@ def test_a_target_is_found_by_its_file_or_among_the_installed_ones(
     package = tmp_path / "my_gpt-2.5.dist-info"
     package.mkdir()
     (package / "METADATA").write_text("Metadata-Version: 2.1\nName: my-gpt\nVersion: 2.5\n")
-    points = ["my-gpt = my_gpt.training:Target", "bexp = my_gpt.training:Target", "local = x:Target", "Bad Name = x:Y"]
+    points = [
+        "my-gpt = my_gpt.training:Target",
+        "bexp = my_gpt.training:Target",
+        "local = x:Target",
+        "local.a = x:Y",
+        "Bad Name = x:Y",
+    ]
     (package / "entry_points.txt").write_text("\n".join(["[bexp.targets]", *points]))
     monkeypatch.syspath_prepend(str(tmp_path))
     found = find_source("my-gpt")
     assert (found.name, found.version, found.reference) == ("my-gpt", "2.5", "my_gpt.training:Target")
     with pytest.raises(UnsupportedTrialError, match=r"no target 'other'; it has bexp .*, my-gpt 2\.5"):
         find_source("other")
-    with pytest.raises(UnsupportedTrialError, match="no target 'local'"):
-        find_source("local")
-    monkeypatch.setenv("BEXP_LOCAL_TARGET", "/home/me/train.py:Target")
-    assert find_source("local").version == "train.py:Target"
+    for name in ("local", "local.a"):
+        with pytest.raises(UnsupportedTrialError, match=f"no target '{name}'"):
+            find_source(name)
+    monkeypatch.setenv("BEXP_LOCAL_TARGET", "/home/me/Train 2.py:Target")
+    for name in ("local", "local.train-2"):
+        assert find_source(name).version == "Train 2.py:Target"

@@ -5,9 +5,12 @@ from __future__ import annotations
 import sys
 from types import ModuleType
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
+import torch
 
+from bexp.transformers.settings import Settings
 from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from explorer.spec.candidate import Candidate
 from explorer.spec.execution import Kernels
@@ -18,6 +21,7 @@ from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, req
 from workers.targets.transformers.builder import PartsBuilder
 from workers.targets.transformers.candidate_settings import settings_of
 from workers.targets.transformers.describe import describe_parts
+from workers.targets.transformers.passes import LayerPasses
 from workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from workers.targets.transformers.resolved import ResolvedModel, resolve
 
@@ -49,6 +53,16 @@ def test_graphs_are_reported_if_a_request_admits_them(resolved: ResolvedModel, b
     asked = SettingsProbe(resolved, builder, request_for(execution="explore")).execution_supports()
     assert {support.name for support in asked if support.usable} == {"eager", "compile"}
     assert SettingsProbe(resolved, builder, request_for(execution="compile")).execution_supports() == ()
+
+
+def test_a_setting_that_runs_out_of_memory_is_left_to_its_trials(
+    monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, builder: PartsBuilder
+) -> None:
+    reasons = []
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), RuntimeError("no kernel")):
+        monkeypatch.setattr(LayerPasses, "forward", Mock(side_effect=error))
+        reasons.append(SettingsProbe(resolved, builder, request_for()).refusal(Settings(attention="sdpa")))
+    assert reasons == [None, "no kernel"]
 
 
 @pytest.mark.parametrize("versions", [(), (2,), (3,), (2, 3)])
