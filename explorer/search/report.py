@@ -173,7 +173,7 @@ def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tup
         return ()
     if request.prefer == "memory":  # a faster one was left for a smaller peak
         return ()
-    return ("as a whole model the runner-up was the faster one, by no more than the noise of single runs explains",)
+    return ("as a whole model the runner-up was the faster one, by no more than the noise of such runs explains",)
 
 
 def _notes(
