@@ -79,7 +79,8 @@ class LayerCost:
     """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`.
 
     The host needs `host_ahead` for forward and `host_behind` for backward. If it needs longer for a stage than the
-    device, it sets the stage's pace. `waits` says that it waits for the device in each forward.
+    device, it sets the stage's pace. `waits` says that it waits for the device in each forward. `output_bytes` are
+    those that a device passes on to the next layer, and receives as their gradient.
     """
 
     forward: float
@@ -91,6 +92,7 @@ class LayerCost:
     waits: bool
     saved_bytes: int
     transient_bytes: int
+    output_bytes: int
     makeup: Mapping[Component | Link, float]
 
     @property
@@ -194,6 +196,7 @@ def compose_layer(
         *(forward, backward, weights, exchanged, host_ahead, host_behind, waits),
         saved_bytes=saved,
         transient_bytes=transient,
+        output_bytes=output,
         makeup=makeup,
     )
 

@@ -74,6 +74,25 @@ def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
     assert sum(step.makeup.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("level", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(level: str, recompute: str) -> None:
+    """Sequences are short, so that buffers of gradients are most of it."""
+    asked = {"sharding_levels": [level], "recompute": [recompute], "model": {**MODEL, "seq_length": 16}}
+    found = space({"tensor": 1, "pipeline": 1}, num_devices=2, **asked)
+    one = only(found)
+    table = SpaceTable([one.told], found.request.model, found.request)
+    is_block = [c.kind not in (ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION) for c in table.components]
+    costs = [found.predicted(c) for c, counts in zip(table.components, is_block, strict=True) if counts]
+    sizes = []
+    for name in ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes"):
+        sizes.append(np.zeros(len(is_block)))
+        sizes[-1][is_block] = [getattr(cost, name) for cost in costs]
+    saved, transient = table.activation_bytes(*sizes)
+    memory = found.step(one).memory
+    assert memory.activations + memory.transient == saved[0] + transient[0]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
     found = space({"tensor": size}, num_devices=4, experts=True)
