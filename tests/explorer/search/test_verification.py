@@ -282,6 +282,20 @@ def test_two_runs_of_one_whole_model_count_together() -> None:
     assert state.mean_tokens_per_second()[row] != composed[row]
 
 
+def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> None:
+    """The recommended candidate has run at what it composes to, and at 0.4 of that."""
+    state, _ = small_whole_models()
+    calm = state.recommend()
+    assert calm is not None
+    best = state.table.candidates[calm.row]
+    composed = state.seconds(calm.row).tokens_per_second
+    for number, share in enumerate((1.0, 0.4), 7):
+        state.learn_whole_model(best, share * composed, 0.001, number=number)
+    disturbed = state.recommend()
+    assert disturbed is not None
+    assert disturbed.confidence < 0.7 * calm.confidence
+
+
 @pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])
 def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
     monkeypatch: pytest.MonkeyPatch, gain: float, is_run: bool
