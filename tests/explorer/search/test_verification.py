@@ -217,7 +217,7 @@ def small_whole_models(*trials: Trial, **changes: Any) -> tuple[SearchState, Who
 
 def whole_trial(number: int, size: int, outcome: Outcome = Outcome.OK, tokens: float | None = None) -> Trial:
     """A whole model; one that ran has the micro-steps of so many tokens/s, and its optimizer takes no time."""
-    found = {}
+    found: dict[str, Any] = {}
     if tokens is not None:
         found["whole_model"] = measured_whole(size * MODEL["seq_length"] / tokens, optimizer_seconds=0.0)
     return trial(number, candidate(size), outcome, kind=TrialKind.WHOLE_MODEL, tokens=tokens, reason="why", **found)
