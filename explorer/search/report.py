@@ -100,7 +100,7 @@ def build_recommendation(
         dividing_batch_sizes=dividing_batch_sizes(state) if dividing is None else (),
         prefer=request.prefer,
         headroom=request.headroom,
-        memory_choices=memory_choices(state) if final else (),
+        memory_choices=memory_choices(state, best.row) if final else (),
         composed_tokens_per_second=state.seconds(best.row).tokens_per_second,
         reused=state.reused,
         dropped_share=_dropped_share(table.model, candidate, request),
