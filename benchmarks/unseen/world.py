@@ -143,7 +143,7 @@ def _limit_memory(draws: Draws, request: ExplorationRequest, report: DeviceRepor
 def _narrowed(
     request: ExplorationRequest, report: DeviceReport, prune: PrunedSpace, num_sizes: int
 ) -> ExplorationRequest:
-    """Return the request with the `num_sizes` largest powers of 2 of its space, and one value of the other dimensions.
+    """Return the request with the `num_sizes` smallest powers of 2 of its space, and one value of the other dimensions.
 
     The experts are the first that a graph can contain, if there are any.
     """

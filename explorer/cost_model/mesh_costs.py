@@ -25,6 +25,8 @@ FORWARD_TENSORS, BACKWARD_TENSORS = 5, 6
 The norm reads one and writes one, and the sum reads two and writes one. In backward the norm reads two and writes one,
 and the sum of two gradients reads two and writes one.
 """
+NORM_FORWARD_TENSORS, NORM_BACKWARD_TENSORS = 2, 3
+"""Those of the norm alone."""
 HOST_FORWARD_SHARE = 0.5
 """Share of the host's time for a block that forward takes: backward has more kernels, which cost the host less each."""
 LEAST_KEPT = 0.5
@@ -79,7 +81,8 @@ class LayerCost:
     """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`.
 
     The host needs `host_ahead` for forward and `host_behind` for backward. If it needs longer for a stage than the
-    device, it sets the stage's pace. `waits` says that it waits for the device in each forward.
+    device, it sets the stage's pace. `waits` says that it waits for the device in each forward. `output_bytes` are
+    those that a device passes on to the next layer, and receives as their gradient.
     """
 
     forward: float
@@ -91,6 +94,7 @@ class LayerCost:
     waits: bool
     saved_bytes: int
     transient_bytes: int
+    output_bytes: int
     makeup: Mapping[Component | Link, float]
 
     @property
@@ -142,16 +146,19 @@ class DeviceShare:
 
         It is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part of
         them. What they read and write at the device's bandwidth is taken off, which is the least that they can take.
-        Experts that devices share are measured with copies in place of exchanges, which are taken off in the same way.
+        Experts that devices share are measured with copies in place of exchanges, which are taken off in the same way,
+        and so is the norm of shared experts, which use that of the others.
         """
         if block.overlap is not None:
             copied = block.overlap.local_bytes / self.bandwidth
             return copied, copied
         if block.component.kind not in NORMED:
             return 0.0, 0.0
-        once = (1.0 - 1.0 / tensor) * self.hidden_bytes / self.bandwidth
-        again = FORWARD_TENSORS if block.component.recompute is BlockRecompute.FULL else 0
-        return FORWARD_TENSORS * once, (BACKWARD_TENSORS + again) * once
+        once = self.hidden_bytes / self.bandwidth
+        elsewhere, norm = 1.0 - 1.0 / tensor, 1.0 / tensor if block.repeated_outputs else 0.0
+        first = (FORWARD_TENSORS * elsewhere + NORM_FORWARD_TENSORS * norm) * once
+        rest = (BACKWARD_TENSORS * elsewhere + NORM_BACKWARD_TENSORS * norm) * once
+        return first, rest + (first if block.component.recompute is BlockRecompute.FULL else 0.0)
 
 
 def compose_layer(
@@ -183,7 +190,7 @@ def compose_layer(
             makeup[transfer.link] += (3 if again else 2) * transfer.seconds
         if block.overlap is not None:
             makeup[block.overlap.link] += ahead + behind
-        kept = round(block.sharded_outputs * whole * hidden)
+        kept = round((block.sharded_outputs * whole + block.repeated_outputs) * hidden)
         peak = max(peak, held - kept + max(cost.forward_peak_bytes, cost.backward_peak_bytes))
         held += max(0, cost.saved_bytes - kept)
     output = round(hidden / mesh.tensor)
@@ -194,6 +201,7 @@ def compose_layer(
         *(forward, backward, weights, exchanged, host_ahead, host_behind, waits),
         saved_bytes=saved,
         transient_bytes=transient,
+        output_bytes=output,
         makeup=makeup,
     )
 

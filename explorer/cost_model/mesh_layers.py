@@ -15,6 +15,7 @@ from explorer.cost_model.parameters import (
     count_embedding,
     count_head,
     count_moe_ffn,
+    count_norm,
 )
 from explorer.cost_model.shards import SHARED_EXPERTS, SPREAD_EXPERTS, expert_rows, shared_expert_model, tensor_shard
 from explorer.spec.candidate import Candidate, recomputed_layers
@@ -53,7 +54,8 @@ class Block:
     `exchanges` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
     instead, whose exchanges run beside the component. `expert_parameters` are those that fewer devices hold than the
     other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves whole
-    when it is measured by itself, and of which sequence parallelism leaves a device a part.
+    when it is measured by itself, and of which sequence parallelism leaves a device a part. `repeated_outputs` counts
+    those that another block of the layer saves as well: shared experts are measured with a norm, and have none.
     """
 
     component: Component
@@ -61,6 +63,7 @@ class Block:
     parameters: int = 0
     expert_parameters: int = 0
     sharded_outputs: int = 0
+    repeated_outputs: float = 0.0
     overlap: ExpertOverlap | None = None
 
     def exposed_seconds(self, forward: float, backward: float, stalled: float) -> tuple[float, float]:
@@ -186,8 +189,14 @@ class MeshDecomposer:
         def policy(of: ComponentKind) -> BlockRecompute:
             return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
 
-        def spread(whole: Component, parameters: int, *inside: Transfer) -> Block:
-            return Block(whole, (*around, *inside), parameters, sharded_outputs=self._sharded_outputs)
+        def spread(whole: Component, parameters: int, *inside: Transfer, repeated: float = 0.0) -> Block:
+            return Block(
+                whole,
+                (*around, *inside),
+                parameters,
+                sharded_outputs=self._sharded_outputs,
+                repeated_outputs=repeated,
+            )
 
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
         attending = component(attention, policy(attention), candidate.attention_backend)
@@ -203,7 +212,10 @@ class MeshDecomposer:
         yield self.expert_block(mesh, component(experts, policy(experts), candidate.expert_backend))
         if moe.shared_expert_ffn_hidden_size:
             shared = component(dense, policy(dense), None, part=SHARED_EXPERTS)
-            yield spread(shared, count_dense_ffn(shared_expert_model(shard)))
+            parameters = count_dense_ffn(shared_expert_model(shard)) - count_norm(shard)
+            # The norm's input, and its output unless ranks gather that for the shared experts alone.
+            repeated = 2 if mesh.tensor == 1 else self._sharded_outputs
+            yield spread(shared, parameters, repeated=repeated / mesh.tensor)
 
     def expert_block(self, mesh: Mesh, block: Component) -> Block:
         """Return the experts of one of the devices that share them, given the component of a device that has all."""

@@ -311,7 +311,9 @@ def _stage(
             return part.transient_bytes - of_layers - of_head
         if part is layers.head:
             return part.transient_bytes + gathered.at_head
-        return max(part.transient_bytes - gathered.after_layer, -part.saved_bytes) + gathered.at_layer - of_head
+        # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
+        running = max(part.transient_bytes - gathered.after_layer, part.output_bytes - part.saved_bytes)
+        return running + gathered.at_layer - of_head
 
     ahead, behind = _paces(parts, issued, layers)
     return StageCosts(

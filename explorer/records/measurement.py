@@ -8,7 +8,7 @@ from typing import Annotated
 from pydantic import Field
 
 from explorer.cost_model.components import Component
-from explorer.spec.base import Frozen
+from explorer.spec.base import Frozen, is_null
 from explorer.spec.candidate import Candidate
 
 Seconds = Annotated[float, Field(ge=0)]
@@ -31,10 +31,6 @@ class Outcome(StrEnum):
     @classmethod
     def _missing_(cls, value: object) -> Outcome | None:
         return cls.CONTAMINATED if value == "tainted" else None  # the name that earlier versions stored
-
-
-def _is_null(value: object) -> bool:
-    return value is None
 
 
 class ComponentMeasurement(Frozen):
@@ -71,8 +67,8 @@ class ComponentMeasurement(Frozen):
     backward_peak_bytes: Bytes
     slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
     host_once_seconds: Seconds | None = None
-    stalled_seconds: Seconds | None = Field(None, exclude_if=_is_null)
-    waiting_forward_seconds: Seconds | None = Field(None, exclude_if=_is_null)
+    stalled_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    waiting_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     conditions: Conditions | None = None
 
     @property

@@ -26,7 +26,11 @@ class Alternative(Frozen):
 
 
 class WholeModelCheck(Frozen):
-    """A candidate, run as a whole model. Errors are (composed - whole) / whole."""
+    """A candidate, run as a whole model. Errors are (composed - whole) / whole.
+
+    In an answer, tokens/s and seconds are those of all its runs together. In an event they are those of one run, and so
+    is `measurement`.
+    """
 
     measurement: WholeModelMeasurement
     tokens_per_second: float

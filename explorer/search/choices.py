@@ -68,23 +68,24 @@ def promising_row(state: SearchState) -> int | None:
     return int(posterior.rows[best])
 
 
-def memory_choices(state: SearchState) -> tuple[MemoryChoice, ...]:
-    """Return the fastest candidate and the smallest peaks near it; the fastest need not be the recommended one.
+def memory_choices(state: SearchState, recommended: int) -> tuple[MemoryChoice, ...]:
+    """Return the fastest candidate and the smallest peaks near it; the fastest need not be the `recommended` row.
 
-    A whole model's run can say that a candidate is slower than the search expects; then it is not near.
+    A whole model's run can say that a candidate is slower than the search expects; then it is not near. Other figures
+    are scaled as in the rest of the answer, by the whole model of the recommended candidate.
     """
     posterior = state.posterior
     if posterior.incumbent is None:
         return ()
     clear, fastest = np.flatnonzero(posterior.clear_A), int(posterior.rows[posterior.incumbent])
-    most = expected_tokens_per_second(state, fastest, fastest)
-    reached = np.array([expected_tokens_per_second(state, int(posterior.rows[i]), fastest) for i in clear])
+    most = expected_tokens_per_second(state, fastest, recommended)
+    reached = np.array([expected_tokens_per_second(state, int(posterior.rows[i]), recommended) for i in clear])
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
         near = clear[reached >= (1.0 - within) * most]
         chosen = smallest_position(posterior, near, posterior.incumbent, state.required_bytes_C, within)
         row = int(posterior.rows[chosen])
-        tokens_per_second = expected_tokens_per_second(state, row, fastest)
+        tokens_per_second = expected_tokens_per_second(state, row, recommended)
         choices.append(
             MemoryChoice(
                 within=within,

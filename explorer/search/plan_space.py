@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
@@ -194,7 +194,7 @@ class PlanSpace:
         if component not in self._predicted:
             seconds = predict_shard_seconds(component, self.request.model, self.request, self.hardware)
             sizes = predict_shard_bytes(component, self.request.model, self.request)
-            self._predicted[component] = BlockCost(
+            found = BlockCost(
                 device_seconds=seconds.device,
                 host_seconds=seconds.host,
                 forward_share=FORWARD_SHARE,
@@ -204,7 +204,14 @@ class PlanSpace:
                 relative_error=PREDICTED_ERROR,
                 spared_share=PREDICTED_SPARED,
             )
+            self._predicted[component] = self.counted(found)
         return self._predicted[component]
+
+    def counted(self, cost: BlockCost) -> BlockCost:
+        """Return a cost as steps count it: a CPU has no host beside it, so that none sets the pace there."""
+        if self.hardware.device_kind != "cpu":
+            return cost
+        return replace(cost, device_seconds=max(cost.device_seconds, cost.host_seconds), host_seconds=0.0)
 
     def summarize(self) -> dict[str, Any]:
         """Return the values of each dimension, as stored with the job."""
@@ -250,7 +257,7 @@ class _CostTable(dict[Component, BlockCost]):
     def __missing__(self, component: Component) -> BlockCost:
         found = self._space.measured.get(component)
         if found is not None:
-            self[component] = _measured_cost(found)
+            self[component] = self._space.counted(_measured_cost(found))
             return self[component]
         cost = self._space.predicted(component)
         near = min(self._corrections.get(component.kind, ()), key=lambda one: one.distance(component), default=None)

@@ -100,7 +100,7 @@ def build_recommendation(
         dividing_batch_sizes=dividing_batch_sizes(state) if dividing is None else (),
         prefer=request.prefer,
         headroom=request.headroom,
-        memory_choices=memory_choices(state) if final else (),
+        memory_choices=memory_choices(state, best.row) if final else (),
         composed_tokens_per_second=state.seconds(best.row).tokens_per_second,
         reused=state.reused,
         dropped_share=_dropped_share(table.model, candidate, request),
@@ -173,7 +173,7 @@ def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tup
         return ()
     if request.prefer == "memory":  # a faster one was left for a smaller peak
         return ()
-    return ("as a whole model the runner-up was the faster one, by no more than the noise of single runs explains",)
+    return ("as a whole model the runner-up was the faster one, by no more than the noise of such runs explains",)
 
 
 def _notes(

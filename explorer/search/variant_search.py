@@ -34,7 +34,7 @@ from explorer.search.suggestion import Suggestion
 from explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
 from explorer.search.variant_context import VariantContext
 from explorer.search.verification import NextCheck, WholeModels, next_comparison
-from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
+from explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
 from explorer.spec.candidate import Candidate
 
 MOST_COMPARISONS = 6
@@ -242,7 +242,7 @@ class VariantSearch:
             seconds=seconds,
         )
         self._history.add(trial)
-        found = check_whole_model(self._state, row, trial)
+        found = compare_whole_run(self._state, row, trial)
         self._whole_models.learn(trial)
         events = [whole_model_event(trial, found, check.probability_better)]
         answer = self._recommended()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
@@ -13,7 +14,7 @@ from explorer.search.report import best_stock, largest_untiled
 from explorer.search.runner_up import find_runner_up
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
-from explorer.search.whole_model_check import check_whole_model
+from explorer.search.whole_model_check import check_whole_model, compare_whole_run
 from explorer.spec.candidate import Candidate
 from explorer.spec.hardware import DeviceReport
 
@@ -73,7 +74,7 @@ class WholeModels:
             state.reject(candidate, reason, too_large=True)
         elif outcome in REFUTING:
             state.reject(candidate, reason)
-        check = check_whole_model(state, state.table.row[candidate], trial)
+        check = compare_whole_run(state, state.table.row[candidate], trial)
         if check is not None:
             found = check.measurement
             error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
@@ -124,29 +125,34 @@ class WholeModels:
         return any(t.measurement.outcome is Outcome.OK and t.candidate != recommended for t in self.trials)
 
     def of(self, candidate: Candidate) -> Trial | None:
-        """The whole-model run of a candidate."""
-        return self._history.whole_model(candidate)
+        """The whole-model run of a candidate; of several the one that is nearest to what they reached together."""
+        row = self._state.table.row.get(candidate)
+        reached = None if row is None else self._state.whole_models.tokens_per_second(row)
+        if reached is None:
+            return self._history.whole_model(candidate)
+        ran = [t for t in self.trials if t.candidate == candidate and t.measurement.outcome is Outcome.OK]
+        return min(ran, key=lambda t: abs(math.log((t.tokens_per_second or math.inf) / reached)))
 
     def runner_up_of(self, recommended: Candidate) -> RunnerUpCheck | None:
         """The fastest other candidate that was run whole, else the last that failed after `recommended` had run."""
-        own = self.of(recommended)
-        table = self._state.table
+        own, table, reached = self.of(recommended), self._state.table, self._state.whole_models.tokens_per_second
         others = [t for t in self.trials if t.candidate != recommended and t.candidate in table.row]
-        ran = [t for t in others if t.measurement.outcome is Outcome.OK and t.tokens_per_second]
+        ran = {row: speed for t in others if (speed := reached(row := table.row[t.candidate])) is not None}
         if ran:
-            trial = max(ran, key=lambda t: t.tokens_per_second or 0.0)
+            trial = self.of(table.candidates[max(ran, key=lambda row: ran[row])])
         elif own is not None and others and others[-1].number > own.number:
             trial = others[-1]
         else:
             return None
+        assert trial is not None, "it was run whole"
         row = table.row[trial.candidate]
-        whole = trial.tokens_per_second if trial in ran else None
+        whole, own_speed = ran.get(row), reached(table.row[recommended])
         return RunnerUpCheck(
             candidate=trial.candidate,
             composed_tokens_per_second=self._state.seconds(row).tokens_per_second,
             outcome=trial.measurement.outcome,
             reason=trial.measurement.reason,
-            gain=own.tokens_per_second / whole if whole and own is not None and own.tokens_per_second else None,
+            gain=None if whole is None or own_speed is None else own_speed / whole,
             whole_model=check_whole_model(self._state, row, trial),
         )
 

@@ -12,18 +12,35 @@ from explorer.spec.hardware import HardwareSpec
 from explorer.spec.request import ExplorationRequest
 
 
-def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
-    """Return how far the composed step is from that of the whole model; null if the whole model did not run."""
+def compare_whole_run(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
+    """Return how far the composed step is from that of one run of a whole model; null if it did not run."""
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
     whole = trial.measurement.whole_model
     step = _whole_step(state, state.table.candidates[row], whole)
-    composed = state.seconds(row)
+    return _compare(state, row, whole, step.tokens_per_second, step.step)
+
+
+def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
+    """Return `compare_whole_run` of a candidate for an answer, with the tokens/s of all runs of its whole model.
+
+    An answer compares candidates by these. `measurement` is that of the trial, one of the runs.
+    """
+    found, reached = compare_whole_run(state, row, trial), state.whole_models.tokens_per_second(row)
+    if found is None or reached is None:
+        return found
+    seconds = found.step_seconds * found.tokens_per_second / reached
+    return _compare(state, row, found.measurement, reached, seconds)
+
+
+def _compare(
+    state: SearchState, row: int, whole: WholeModelMeasurement, tokens_per_second: float, step_seconds: float
+) -> WholeModelCheck:
     return WholeModelCheck(
         measurement=whole,
-        tokens_per_second=step.tokens_per_second,
-        step_seconds=step.step,
-        step_error=(composed.step - step.step) / step.step,
+        tokens_per_second=tokens_per_second,
+        step_seconds=step_seconds,
+        step_error=(state.seconds(row).step - step_seconds) / step_seconds,
         peak_error=(state.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
     )
 

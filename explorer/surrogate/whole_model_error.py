@@ -13,6 +13,9 @@ A candidate's own part has heavy tails: Student's t distribution (as in Shah et 
 candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
 more than the tails, and its own part counts as Gaussian.
 
+All parts are wider by the same factor if the whole models show so: by their distance from what was composed, or by
+repeated runs that differ far more than the noise of their blocks says.
+
 Real training runs of earlier explorations show the error, too (`ReportedError`): of the same model on the same device,
 with other measurements of the components.
 
@@ -169,7 +172,8 @@ class CompositionErrors:
         rows_J = np.array(sorted(runs), dtype=np.int64)
         found = [runs[row] for row in sorted(runs)]
         log_tokens_J = np.array([run.log_tokens for run in found])
-        noise_J = WholeModelNoise(self.device_kind, found, blocks_std_J).of_means
+        noise = WholeModelNoise(self.device_kind, found, blocks_std_J)
+        noise_J = noise.of_means
         draws_NJ = self._noise([[self._seed, int(row)] for row in rows_J], len(log_composed_NJ))
         if reported:  # an error is observed by itself: nothing composed is in it
             number = len(reported)
@@ -184,7 +188,8 @@ class CompositionErrors:
         around = centred_NJ.T @ centred_NJ / (len(centred_NJ) - 1) + np.diag(noise_J**2)
         distance_J = log_tokens_J - log_mean_J
         surprise = float(distance_J @ np.linalg.solve(around + self.covariance(rows_J, rows_J), distance_J))
-        scale = float(np.sqrt(max(1.0, (PRIOR_RUNS + surprise) / (PRIOR_RUNS + len(rows_J)))))
+        shown = float(np.sqrt(max(1.0, (PRIOR_RUNS + surprise) / (PRIOR_RUNS + len(rows_J)))))
+        scale = max(shown, noise.unsteadiness)
         number = len(log_composed_NJ)
         imagined_NJ = log_composed_NJ + self.sample(number, rows_J, scale, rows_J) + noise_J * draws_NJ
         inverse_JJ = np.linalg.inv(around + self.covariance(rows_J, rows_J, scale))

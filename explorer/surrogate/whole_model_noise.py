@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,11 @@ NOISE_RUNS = 1
 
 The prior is the noise of the blocks as if all of them were slow or fast together. In a whole model a part of it
 averages out, and how large that part is only repeated runs tell.
+"""
+UNSTEADY = 10.0
+"""Variance of repeated whole models over the expected one, from which on it is the device that is unsteady.
+
+By chance two runs of one whole model show as much about once in 100,000 times.
 """
 
 
@@ -53,6 +59,14 @@ class WholeModelNoise:
         self._variance_J: Floats = stated_J**2 + RUN_STD[device_kind] ** 2 + blocks_std_J**2
         squares = float((np.array([run.squares for run in found]) / self._variance_J).sum())
         self._share = (NOISE_RUNS + squares) / (NOISE_RUNS + float((self._number_J - 1).sum()))
+
+    @property
+    def unsteadiness(self) -> float:
+        """How many times as large the noise is as expected, where it surely is; else 1.
+
+        Blocks are measured on the same device, a moment earlier or later, so that what they compose to varies as well.
+        """
+        return math.sqrt(self._share) if self._share >= UNSTEADY else 1.0
 
     @property
     def of_means(self) -> Floats:

@@ -74,6 +74,25 @@ def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
     assert sum(step.makeup.values()) == pytest.approx(1.0)
 
 
+@pytest.mark.parametrize("level", ["zero1", "zero2", "zero3"])
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(level: str, recompute: str) -> None:
+    """Sequences are short, so that buffers of gradients are most of it."""
+    asked: dict[str, Any] = {"sharding_levels": [level], "recompute": [recompute], "model": {**MODEL, "seq_length": 16}}
+    found = space({"tensor": 1, "pipeline": 1}, num_devices=2, **asked)
+    one = only(found)
+    table = SpaceTable([one.told], found.request.model, found.request)
+    is_block = [c.kind not in (ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION) for c in table.components]
+    costs = [found.predicted(c) for c, counts in zip(table.components, is_block, strict=True) if counts]
+    sizes = []
+    for name in ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes"):
+        sizes.append(np.zeros(len(is_block)))
+        sizes[-1][is_block] = [getattr(cost, name) for cost in costs]
+    saved, transient = table.activation_bytes(*sizes)
+    memory = found.step(one).memory
+    assert memory.activations + memory.transient == saved[0] + transient[0]
+
+
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
     found = space({"tensor": size}, num_devices=4, experts=True)
@@ -97,6 +116,8 @@ def test_sequence_parallelism_spares_a_device_a_part_of_norm_and_sum() -> None:
     assert share.spared_seconds(Block(attention), 1) == (0.0, 0.0)
     embedding = found.composer.components(only(found))[0]
     assert share.spared_seconds(Block(embedding), 2) == (0.0, 0.0)
+    without_norm = Block(attention, repeated_outputs=0.5)
+    assert share.spared_seconds(without_norm, 2) == (2.5 + 1.0, 3.0 + 1.5)
 
 
 def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
@@ -174,7 +195,7 @@ def test_shared_experts_stay_where_they_are() -> None:
     assert (shared.kind, model.ffn_hidden_size) == (ComponentKind.DENSE_FFN, 256)
     experts = found.request.model.num_layers * 8 * 3 * 512 * 512
     whole = count_parameters(found.request.model)
-    assert found.step(only(found)).memory.parameters == pytest.approx(2 * (whole - experts // 2), rel=1e-3)
+    assert found.step(only(found)).memory.parameters == 2 * (whole - experts // 2)
 
 
 def test_a_pipeline_waits_and_its_first_rank_holds_most() -> None:

@@ -8,9 +8,11 @@ from explorer.exports.exploration import Exploration, ExportError, UnknownFormat
 from explorer.exports.plan import Plan, build_plan
 from explorer.exports.registry import FORMATS, export, formats_for
 from explorer.records.measurement import Outcome
+from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
+from tests.explorer.search.small import whole
 
 
 def plan(answer: Exploration, name: str = "transformers") -> Plan:
@@ -28,6 +30,19 @@ def test_a_trial_that_fits_and_is_faster_goes_before_the_stock_candidate() -> No
     chosen = plan(exploration(OURS, stock=candidate(4), trials=trials))
     assert (chosen.micro_batch_size, chosen.grad_accum_steps) == (16, 32)
     assert plan(exploration(OURS, stock=candidate(4))).micro_batch_size == 4
+
+
+def test_a_runner_up_counts_with_what_its_whole_model_reached() -> None:
+    """Its blocks compose 950 tokens/s, its whole model reaches 700, and another's blocks compose 800."""
+    check = WholeModelCheck(
+        measurement=whole(), tokens_per_second=700.0, step_seconds=1.0, step_error=0.0, peak_error=0.0
+    )
+    rival = RunnerUpCheck(
+        candidate=candidate(16), composed_tokens_per_second=950.0, outcome=Outcome.OK, whole_model=check
+    )
+    trials = [trial(candidate(16), 950.0), trial(candidate(8), 800.0)]
+    assert plan(exploration(OURS, trials=trials)).micro_batch_size == 16
+    assert plan(exploration(OURS, trials=trials, known={"runner_up": rival})).micro_batch_size == 8
 
 
 def test_the_recommended_candidate_is_kept_where_it_can_be_told_whole() -> None:

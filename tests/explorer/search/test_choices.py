@@ -106,25 +106,37 @@ def test_a_whole_model_sets_the_figures_of_the_others() -> None:
 
 
 def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
-    found = memory_choices(state_of(1, 2, 4))
+    found = memory_choices(state_of(1, 2, 4), 0)
     assert [choice.within for choice in found] == [0.0, 0.01, 0.03]
     fastest = found[0]
     assert (fastest.candidate.micro_batch_size, fastest.loss) == (4, 0.0)
     for choice in found:
         assert choice.loss <= choice.within + 1e-12
         assert choice.peak_bytes <= fastest.peak_bytes
-    assert memory_choices(small_state()) == ()
+    assert memory_choices(small_state(), 0) == ()
 
 
 def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("explorer.search.choices.MEMORY_LOSSES", (0.2,))
     state = state_of(1, 2, 4, tolerance=0.2, prefer="memory")  # it keeps the smaller ones among the contenders
-    assert memory_choices(state)[-1].candidate.micro_batch_size == 2
-    reached = state.seconds(state.table.row[candidate(4)]).tokens_per_second
+    four = state.table.row[candidate(4)]
+    assert memory_choices(state, four)[-1].candidate.micro_batch_size == 2
+    reached = state.seconds(four).tokens_per_second
     state.learn_whole_model(candidate(4), reached, 0.001)
     state.learn_whole_model(candidate(2), 0.75 * reached, 0.5)  # so uncertain that the search expects more
-    fastest, near = memory_choices(state)
+    fastest, near = memory_choices(state, four)
     assert (fastest.candidate.micro_batch_size, near.loss <= 0.2) == (4, True)
+
+
+def test_figures_of_what_was_not_run_whole_are_the_same_throughout_an_answer() -> None:
+    """The whole model of the recommended candidate sets them, and not that of the fastest."""
+    state = state_of(1, 2, 4)
+    two, four = (state.table.row[candidate(size)] for size in (2, 4))
+    state.learn_whole_model(candidate(2), 0.7 * state.seconds(two).tokens_per_second, 0.001)
+    fastest = memory_choices(state, two)[0]
+    assert fastest.candidate == candidate(4)
+    assert fastest.tokens_per_second == expected_tokens_per_second(state, four, two)
+    assert fastest.tokens_per_second != expected_tokens_per_second(state, four, four)
 
 
 @pytest.mark.parametrize(("tolerance", "size"), [(0.001, 4), (0.2, 2)])

@@ -11,14 +11,17 @@ from explorer.records.event import EventCode, Progress
 from explorer.records.measurement import Measurement, Outcome
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.choices import find_dividing
 from explorer.search.explore import explore
 from explorer.search.history import TrialHistory
+from explorer.search.report import References, build_recommendation
 from explorer.search.runner_up import RunnerUp
-from explorer.search.search_state import SearchState
+from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
 from explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
-from tests.explorer.search.small import candidate, know, small_state, trial
+from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state, trial
+from tests.explorer.search.small import whole as measured_whole
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -213,7 +216,11 @@ def small_whole_models(*trials: Trial, **changes: Any) -> tuple[SearchState, Who
 
 
 def whole_trial(number: int, size: int, outcome: Outcome = Outcome.OK, tokens: float | None = None) -> Trial:
-    return trial(number, candidate(size), outcome, kind=TrialKind.WHOLE_MODEL, tokens=tokens, reason="why")
+    """A whole model; one that ran has the micro-steps of so many tokens/s, and its optimizer takes no time."""
+    found: dict[str, Any] = {}
+    if tokens is not None:
+        found["whole_model"] = measured_whole(size * MODEL["seq_length"] / tokens, optimizer_seconds=0.0)
+    return trial(number, candidate(size), outcome, kind=TrialKind.WHOLE_MODEL, tokens=tokens, reason="why", **found)
 
 
 def test_the_fastest_other_whole_model_is_the_runner_up_with_the_gain_over_it() -> None:
@@ -226,6 +233,28 @@ def test_the_fastest_other_whole_model_is_the_runner_up_with_the_gain_over_it() 
     assert found.outcome is Outcome.OK
     row = state.table.row[candidate(2)]
     assert found.composed_tokens_per_second == pytest.approx(state.seconds(row).tokens_per_second)
+
+
+def test_all_figures_of_an_answer_are_those_of_all_runs_of_a_whole_model() -> None:
+    """The recommended candidate has run at 50, 100 and 80 tokens/s, and the runner-up at 90 and 40."""
+    runs = ((7, 4, 50.0), (8, 2, 90.0), (9, 4, 100.0), (10, 4, 80.0), (11, 2, 40.0))
+    state, models = small_whole_models(*(whole_trial(number, size, tokens=speed) for number, size, speed in runs))
+    row, own, other = state.table.row[candidate(4)], 400000 ** (1 / 3), 3600**0.5
+    nearest, rival = models.of(candidate(4)), models.runner_up_of(candidate(4))
+    assert nearest is not None and nearest.number == 10
+    assert rival is not None and rival.whole_model is not None
+    assert rival.gain == pytest.approx(own / other)
+    assert rival.whole_model.tokens_per_second == pytest.approx(other)
+    references = References(base=row, largest=row)
+    found = build_recommendation(state, BestCandidate(row, 0.9), references, REPORT, nearest, rival, final=True)
+    assert found.expected_tokens_per_second == pytest.approx(own)
+    assert found.whole_model is not None
+    assert found.whole_model.step_error == pytest.approx(state.seconds(row).step / found.whole_model.step_seconds - 1)
+    shown = {choice.candidate: choice.tokens_per_second for choice in found.memory_choices}
+    assert shown[candidate(4)] == found.expected_tokens_per_second
+    dividing = find_dividing(state, row, models.of)
+    assert dividing is not None and dividing.whole_model is not None
+    assert dividing.tokens_per_second == dividing.whole_model.tokens_per_second
 
 
 def test_of_runners_up_that_failed_the_last_is_told() -> None:
@@ -251,6 +280,20 @@ def test_two_runs_of_one_whole_model_count_together() -> None:
     assert state.whole_models.count(row) == 2
     assert state.whole_models.tokens_per_second(row) == pytest.approx(11000**0.5)
     assert state.mean_tokens_per_second()[row] != composed[row]
+
+
+def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> None:
+    """The recommended candidate has run at what it composes to, and at 0.4 of that."""
+    state, _ = small_whole_models()
+    calm = state.recommend()
+    assert calm is not None
+    best = state.table.candidates[calm.row]
+    composed = state.seconds(calm.row).tokens_per_second
+    for number, share in enumerate((1.0, 0.4), 7):
+        state.learn_whole_model(best, share * composed, 0.001, number=number)
+    disturbed = state.recommend()
+    assert disturbed is not None
+    assert disturbed.confidence < 0.7 * calm.confidence
 
 
 @pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])

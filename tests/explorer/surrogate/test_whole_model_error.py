@@ -193,3 +193,14 @@ def test_the_scale_rests_on_four_whole_models_before_the_first(surprise: float, 
     runs = {0: WholeModelRun(float(np.sqrt(surprise * variance)), 0.002)}
     found = errors().condition(runs, np.zeros(1), exact[:, :1], np.zeros(1))
     assert found.scale == pytest.approx(scale)
+
+
+@pytest.mark.parametrize(("apart", "scale"), [(0.004, 1.0), (0.1, 22.4)])
+def test_composed_figures_are_as_unsteady_as_whole_models_that_differ_far_more_than_expected(
+    apart: float, scale: float
+) -> None:
+    """Two runs of one candidate, as far as expected and far more, around what it is composed to."""
+    exact = np.zeros((2, len(CANDIDATES)))
+    run = WholeModelRun.of([np.exp(apart / 2), np.exp(-apart / 2)], [0.002, 0.002])
+    found = errors().condition({0: run}, np.zeros(1), exact[:, :1], np.zeros(1))
+    assert found.scale == pytest.approx(scale, rel=0.01)

@@ -79,6 +79,7 @@ TIED = DENSE.model_copy(
         "qk_norm": "none",
     }
 )
+BIASED_EXPERTS = EXPERTS.model_copy(update={"mlp_bias": True, "attention_output_bias": True})
 DEEP = DENSE.model_copy(update={"num_layers": 5})
 DEEP_TIED = TIED.model_copy(update={"num_layers": 5})
 ONE = {"pipeline": 2, "schedule": Schedule.ONE_F_ONE_B}
@@ -86,7 +87,12 @@ TWO = {"pipeline": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
 CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "tensor": (Mesh(tensor=2), (3,), DENSE, Recompute.NONE),
     "tensor of experts, recomputed": (Mesh(tensor=2), (3,), EXPERTS, Recompute.FULL),
-    "tensor of experts, activations recomputed": (Mesh(tensor=2), (3,), EXPERTS, Recompute.ACTIVATIONS),
+    "tensor of experts with biases, activations recomputed": (
+        Mesh(tensor=2),
+        (3,),
+        BIASED_EXPERTS,
+        Recompute.ACTIVATIONS,
+    ),
     "tensor, tied": (Mesh(tensor=2), (3,), TIED, Recompute.SELECTIVE),
     "1f1b": (Mesh(**ONE), (2, 1), EXPERTS, Recompute.NONE),
     "1f1b, tied": (Mesh(**ONE), (1, 2), TIED, Recompute.FULL),
@@ -101,7 +107,7 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (3,), EXPERTS, Recompute.NONE),
     "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (3,), EXPERTS, Recompute.NONE),
     "experts with replicas": (Mesh(expert=2, data=4), (3,), EXPERTS, Recompute.NONE),
-    "tensor with experts": (Mesh(tensor=2, expert=2), (3,), EXPERTS, Recompute.NONE),
+    "tensor with experts": (Mesh(tensor=2, expert=2), (3,), BIASED_EXPERTS, Recompute.NONE),
     "tensor with experts, one shadowed": (
         Mesh(tensor=2, expert=2, data=2, shadowed_experts=1),
         (3,),
@@ -163,7 +169,7 @@ def name_in_model(name: str, first: int) -> str:
         number, _, rest = rest.partition(".")
         rest = f"{int(number) + first}.{rest}"
         place = "mlp.b_out" if ".ffn." in rest else "b_out"
-        rest = rest.replace("reduce.bias", place).replace("shared.mlp", "shared")
+        rest = rest.replace("reduce.bias", place).replace("shared.bias", "shared.b_out").replace("shared.mlp", "shared")
     return f"{head}.{rest}".replace("norm.norm", "norm")
 
 

@@ -9,17 +9,20 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
+from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Exchanges
 from explorer.cost_model.measured_exchange import MeasuredExchanges
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
+from explorer.cost_model.shards import shard_of
 from explorer.spec.candidate import Candidate
 from explorer.spec.mesh import Mesh
-from explorer.spec.model import DType, LayerKind, ModelSpec
+from explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec
 from workers.targets.reference.factory import build_block, example_inputs
 from workers.targets.reference.head import Head
 from workers.targets.reference.passes import BlockPasses
+from workers.targets.reference.spread_experts import build_busiest_rank
 from workers.targets.reference.stage import DecoderStage
 from workers.targets.reference.tensor_parallel import TensorParallel, lose_alone
 
@@ -83,6 +86,30 @@ def test_a_layer_of_a_rank_saves_what_its_blocks_compose_to(ranks: TensorParalle
         hidden = 2 * 32 * 64 * 2
         composed += measure_memory(passes, CPU).saved - block.sharded_outputs * hidden / 2
     assert saved_by_layers(ranks, 2) - saved_by_layers(ranks, 1) == pytest.approx(composed, rel=0.01)
+
+
+def test_experts_with_shared_ones_save_what_both_blocks_compose_to() -> None:
+    moe = MoESpec(num_experts=4, top_k=2, expert_ffn_hidden_size=32, shared_expert_ffn_hidden_size=64)
+    model = MODEL.model_copy(update={"moe": moe})
+    request = ExplorationRequest.model_validate(REQUEST.model_dump() | {"model": model, "parallelism": {"expert": 2}})
+    candidate = CANDIDATE.model_copy(update={"expert_backend": "loop"})
+    exchanges: Exchanges = MeasuredExchanges((), "cpu")
+    blocks = MeshDecomposer(model, request, exchanges)(MeshCandidate(Mesh(expert=2, data=2), candidate))
+    _, experts, shared = blocks.blocks[(LayerKind.MOE, False)]
+    composed, hidden = 0.0, 2 * 32 * 64 * 2
+
+    def saved(module: torch.nn.Module, component: Component) -> int:
+        inputs = example_inputs(model, component, CPU, training=True)
+        passes = BlockPasses(module, inputs, training=True, gradient_dtype=torch.bfloat16)
+        return measure_memory(passes, CPU).saved
+
+    for block in (experts, shared):
+        shard, asked = shard_of(block.component, model, request)
+        composed += saved(build_block(shard, block.component, asked, CPU), block.component)
+        composed -= block.repeated_outputs * hidden
+    whole, _ = build_busiest_rank(model, experts.component, request, CPU, None)
+    assert whole.shared is not None
+    assert saved(whole, experts.component) == pytest.approx(composed, rel=0.01)
 
 
 def test_the_loss_of_a_part_of_the_vocabulary_needs_one_float32_copy_of_a_chunk() -> None:

@@ -103,6 +103,8 @@ class TensorParallel(SequenceParallel):
                 block.norm_over_ranks = partial(norm_over_ranks, size=self.size, total=self.total)
         elif isinstance(block, DenseFFN):
             owner = block.mlp
+        elif isinstance(block, MoEFFN) and isinstance(block.shared, MLP) and block.shared.b_out is not None:
+            block.shared = _PartOfBias(block.shared, self.size)  # a gate may come before the sum
         bias: nn.Parameter | None = None
         if owner is not None:
             bias, owner.b_out = owner.b_out, None
@@ -190,6 +192,19 @@ class _Reduced(nn.Module):
     def forward(self, x_BSD: Tensor) -> Tensor:
         out = self._ranks.reduce(x_BSD)
         return out if self.bias is None else out + self.bias
+
+
+class _PartOfBias(nn.Module):
+    """Shared experts of which each rank has a part, with 1 / size of their bias, which is whole in the ranks' sum."""
+
+    def __init__(self, mlp: MLP, size: int) -> None:
+        super().__init__()
+        bias, mlp.b_out = mlp.b_out, None
+        assert bias is not None
+        self.mlp, self.bias, self._size = mlp, bias, size
+
+    def forward(self, h_TD: Tensor) -> Tensor:
+        return torch.add(self.mlp(h_TD), self.bias, alpha=1.0 / self._size)
 
 
 class _SharedExperts(nn.Module):
