@@ -107,7 +107,9 @@ def _how_many(row: Row) -> str:
 
 def _violations(row: Row) -> str:
     if "requests" in row:
-        return f"{row['num_violations']} server errors" if row["num_violations"] else "none"
+        others = [text for text in row["violations"] if not text.startswith("status ")]
+        errors = row["num_violations"] - len(others)
+        return "; ".join([f"{errors} server errors"] * (errors > 0) + others) or "none"
     return str(len(row["violations"]) or "none")
 
 
