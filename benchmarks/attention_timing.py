@@ -143,12 +143,13 @@ def time_in_turns(
         if not order:
             break
         rounds = max(map(len, samples.values()))
-        medians = {name: statistics.median(samples[name]) for name in order}
+        medians = {name: statistics.median(samples[name]) for name in runs}
         limit = (LOST if rounds >= MIN_ROUNDS else HOPELESS) * min(medians.values())
-        order = [name for name in order if medians[name] <= limit]
+        order = [name for name in runs if medians[name] <= limit]  # one that has dropped out comes back if others slow
         errors = [standard_error(samples[name]) / medians[name] for name in order]
         is_sure = rounds >= SURE_ROUNDS and max(errors) <= RELATIVE_ERROR
-        if rounds >= MIN_ROUNDS and (len(order) == 1 or is_sure or time.monotonic() > deadline):
+        fewest = min(len(samples[name]) for name in order)
+        if fewest >= MIN_ROUNDS and (len(order) == 1 or is_sure or time.monotonic() > deadline):
             break
         if rounds >= MAX_ROUNDS:
             break

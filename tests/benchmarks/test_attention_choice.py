@@ -120,6 +120,15 @@ def test_the_slow_leave_and_the_close_stay() -> None:
     assert [found[name]["rounds"] for name in "abc"] == [MIN_ROUNDS, MIN_ROUNDS, 1]
 
 
+def test_one_that_dropped_out_comes_back_if_the_others_slow_down() -> None:
+    seconds = {"a": itertools.chain([1.0], itertools.repeat(2.0)), "b": itertools.chain([2.5], itertools.repeat(1.0))}
+    seconds["c"] = itertools.repeat(9.0)
+    runs, watch = _watch(lambda name: next(seconds[name]))
+    found = time_in_turns(runs, watch, CPU, seconds=60)
+    assert found["b"]["seconds"] == 1.0
+    assert found["b"]["rounds"] >= MIN_ROUNDS
+
+
 def test_a_drift_of_the_device_meets_all_alike() -> None:
     clock = itertools.count()
     runs, watch = _watch(lambda name: (1.0 if name != "b" else 1.02) * (1 + 0.002 * next(clock)))

@@ -111,7 +111,9 @@ def _run(phase: Phase, plan: Plan, asked: argparse.Namespace) -> tuple[list[str]
         options += ["--timeout", str(asked.test_seconds)]
         spread = ["--numprocesses", str(phase.num_processes), "--dist", "worksteal", "-m", phase.marks]
         command = [*pytest, OPTION, str(written), *options, *spread, *asked.paths]
-        with subprocess.Popen(command, cwd=ROOT, start_new_session=True) as process:
+        # A pytest that is started by a process of another is none of that one's.
+        own = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_XDIST")}
+        with subprocess.Popen(command, cwd=ROOT, env=own, start_new_session=True) as process:
             try:
                 process.wait(max(0.0, plan.end - time.time()) + GRACE_SECONDS)
             except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
