@@ -121,9 +121,8 @@ def test_the_slow_leave_and_the_close_stay() -> None:
 
 
 def test_one_that_dropped_out_comes_back_if_the_others_slow_down() -> None:
-    seconds = {"a": itertools.chain([1.0], itertools.repeat(2.0)), "b": itertools.chain([2.5], itertools.repeat(1.0))}
-    seconds["c"] = itertools.repeat(9.0)
-    runs, watch = _watch(lambda name: next(seconds[name]))
+    first, later = {"a": 1.0, "b": 2.5, "c": 9.0}, {"a": 2.0, "b": 1.0, "c": 9.0}
+    runs, watch = _watch(lambda name: first.pop(name, later[name]))
     found = time_in_turns(runs, watch, CPU, seconds=60)
     assert found["b"]["seconds"] == 1.0
     assert found["b"]["rounds"] >= MIN_ROUNDS
