@@ -98,8 +98,8 @@ def test_an_id_is_printed_before_the_service_is_asked_for_its_workers(
 ) -> None:
     client = Mock(**{"submit.return_value": Mock(is_final=False, id="abc"), "workers.side_effect": KeyboardInterrupt})
     monkeypatch.setattr(submission, "connect", lambda: nullcontext(client))
-    monkeypatch.setattr(submission.options, "read_request", lambda *_: REQUEST)
-    monkeypatch.setattr(submission.options, "collect_fields", dict)
+    monkeypatch.setattr("api.cli.options.read_request", lambda *_: REQUEST)
+    monkeypatch.setattr("api.cli.options.collect_fields", dict)
     with pytest.raises(KeyboardInterrupt):
         submission.submit(config=Path(), device=None, target=None, priority=0, watch=False, as_json=False)
     assert capsys.readouterr().out == "abc\n"
