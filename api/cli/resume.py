@@ -7,6 +7,7 @@ from typing import Annotated
 
 import typer
 
+from api.cli import options
 from api.cli.arguments import AsJson, JobId
 from api.cli.connection import connect_or_embed, find_service
 from api.cli.errors import CommandError, ExitCode, say
@@ -14,6 +15,8 @@ from api.cli.explore import WorkerDevice, run_embedded
 from api.cli.job_ids import find_job
 from api.cli.jobs import follow_job
 from api.client import Client
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import LOCAL, is_local_target
 
 LocalTarget = Annotated[
     str | None, typer.Option("--target", metavar="FILE.py:NAME", help="The class of your own that is measured.")
@@ -42,7 +45,21 @@ def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = Non
         raise CommandError(
             ExitCode.USAGE, f"exploration {job.id} has succeeded: `bexp best {job.id}` prints its answer"
         )
+    check_target(job.request, target)
     if job.state == "running":
         say("it runs already, or its worker has died: this command's worker takes it over if it has")
     start = partial(Client.resume, job_id=job.id)
     raise typer.Exit(run_embedded(job.request, start, device, target, as_json=as_json, spares_others=True))
+
+
+def check_target(request: ExplorationRequest, target: str | None) -> None:
+    """Raise CommandError if an exploration measures the class of a file, and `--target` names no file of that name."""
+    measured, (name, file) = request.target_name, options.split_target(target)
+    if not is_local_target(measured) or (file is not None and measured in {LOCAL, name}):
+        return
+    stem = request.model_name if measured != LOCAL else "FILE"
+    raise CommandError(
+        ExitCode.USAGE,
+        f"the exploration measures a class of your own, with the target '{measured}'",
+        f"name its file as it was: --target {stem}.py:NAME",
+    )

@@ -41,15 +41,16 @@ def submit(
         job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():
             say(notice)
+        if watch:
+            say(f"exploration {job.id}")
+        elif as_json:
+            print_json(job.model_dump(mode="json"))
+        else:
+            typer.echo(job.id)
         if (missing := missing_target(client, job, request.target_name)) is not None:
             say(missing)
         if watch:
-            say(f"exploration {job.id}")
             raise typer.Exit(follow_job(client, job, as_json=as_json))
-    if as_json:
-        print_json(job.model_dump(mode="json"))
-    else:
-        typer.echo(job.id)
 
 
 def missing_target(client: Client, job: Job, name: str) -> str | None:

@@ -24,7 +24,7 @@ LOCAL = "local"
 
 
 def _refuse_path(name: Any) -> Any:
-    if isinstance(name, str) and (":" in name or "/" in name or name.endswith(".py")):
+    if isinstance(name, str) and (":" in name or "/" in name or (name.endswith(".py") and not is_local_target(name))):
         raise ValueError("a service measures targets by registered names; `bexp explore` measures one from a file")
     return name
 

@@ -10,11 +10,11 @@ from unittest.mock import Mock
 
 import pytest
 
-from api.cli import explore
+from api.cli import explore, resume
+from api.cli import submit as submission
 from api.cli.connection import shown_url
 from api.cli.errors import CommandError
 from api.cli.options import parse_fields, split_target
-from api.cli.submit import missing_target
 from api.client import ProblemError
 from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import REQUEST
@@ -87,10 +87,42 @@ def test_a_submission_says_if_no_worker_has_its_target(
     client, job = Mock(), Mock(is_final=False, id="a")
     client.workers.return_value = [Mock(state="idle", targets=each) for each in targets]
     client.workers.return_value += [Mock(state="lost", targets={name: "1"})]
-    found = missing_target(client, job, name)
+    found = submission.missing_target(client, job, name)
     assert (found is None) if note is None else re.match(f".*{note}", str(found))
     client.workers.side_effect = ProblemError(403, {"title": "forbidden"})
-    assert missing_target(client, job, name) is None
+    assert submission.missing_target(client, job, name) is None
+
+
+def test_an_id_is_printed_before_the_service_is_asked_for_its_workers(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    client = Mock(**{"submit.return_value": Mock(is_final=False, id="abc"), "workers.side_effect": KeyboardInterrupt})
+    monkeypatch.setattr(submission, "connect", lambda: nullcontext(client))
+    monkeypatch.setattr("api.cli.options.read_request", lambda *_: REQUEST)
+    monkeypatch.setattr("api.cli.options.collect_fields", dict)
+    with pytest.raises(KeyboardInterrupt):
+        submission.submit(config=Path(), device=None, target=None, priority=0, watch=False, as_json=False)
+    assert capsys.readouterr().out == "abc\n"
+
+
+@pytest.mark.parametrize(
+    ("measured", "target", "hint"),
+    [
+        *(("bexp", None, None), ("local.train", "train.py:Target", None), ("local", "train.py:Target", None)),
+        ("local.train", None, "--target train.py:NAME"),
+        ("local.train", "mine", "--target train.py:NAME"),
+        ("local.gpt", "train.py:Target", "--target gpt.py:NAME"),
+        ("local", None, "--target FILE.py:NAME"),
+    ],
+)
+def test_an_exploration_of_a_file_is_resumed_with_that_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, measured: str, target: str | None, hint: str | None
+) -> None:
+    (tmp_path / "train.py").touch()
+    monkeypatch.chdir(tmp_path)
+    request = REQUEST.model_copy(update={"target": measured, "model": None})
+    with pytest.raises(CommandError, match=hint) if hint else nullcontext():
+        resume.check_target(request, target)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from tests.gpu.results import FINAL, OPTION, Plan, last_results
+from tests.gpu.results import FINAL, OPTION, Plan, last_failed, last_results
 from workers.devices.discovery import visible_devices
 
 ROOT = Path(__file__).parents[2]
@@ -55,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--results", type=Path, default=Path("gpu-tests.jsonl"), help="default: %(default)s")
     parser.add_argument("--processes", type=int, default=6, help="to each GPU, at first (default: %(default)s)")
     parser.add_argument("--test-seconds", type=float, default=300.0, help="limit of one test (default: %(default)s)")
-    parser.add_argument("--failed", action="store_true", help="run those that failed, and only those")
+    parser.add_argument("--failed", action="store_true", help="run those that failed last, and only those")
     parser.add_argument("--devices", help="as in CUDA_VISIBLE_DEVICES (default: all that are visible)")
     asked = parser.parse_args(arguments)
     end = time.time() + 60 * asked.minutes
@@ -64,8 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("there is no CUDA device: every test would be skipped")
         return 2
     code = _code()
-    known = last_results(asked.results, code)
-    failed = [test for test, one in known.items() if one["outcome"] == "failed"]
+    known, failed = last_results(asked.results, code), last_failed(asked.results)
     done = [test for test, one in known.items() if one["outcome"] in FINAL]
     found: list[str] = []
     complete = True

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 import os
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -49,16 +51,21 @@ class Plan:
 
 
 def last_results(path: Path, code: str) -> dict[str, dict[str, Any]]:
-    """Return the last line of each test that ran with this state of the code. A line that was cut off is left out."""
-    found: dict[str, dict[str, Any]] = {}
+    """Return the last line of each test that ran with this state of the code."""
+    return {one["test"]: one for one in _lines(path) if one["code"] == code}
+
+
+def last_failed(path: Path) -> list[str]:
+    """Return the tests whose last result is a failure, whatever the state of the code was."""
+    outcomes = {one["test"]: one["outcome"] for one in _lines(path) if one["outcome"] in FINAL}
+    return [test for test, outcome in outcomes.items() if outcome == "failed"]
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    """Yield each line of the results, without one that was cut off."""
     for line in path.read_text().splitlines() if path.exists() else ():
-        try:
-            one = json.loads(line)
-        except ValueError:
-            continue
-        if one["code"] == code:
-            found[one["test"]] = one
-    return found
+        with suppress(ValueError):
+            yield json.loads(line)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from tests.gpu import __main__ as command
-from tests.gpu.results import last_results
+from tests.gpu.results import Plan, last_results
 
 TESTS = """
 import os
@@ -126,6 +126,20 @@ def test_a_result_of_other_code_does_not_count(tmp_path: Path) -> None:
     )
     assert {test: one["outcome"] for test, one in last_results(path, "new").items()} == {"test_a.py::test_it": "passed"}
     assert last_results(path, "newer") == {}
+
+
+def test_what_failed_runs_again_after_the_code_was_mended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, asked = tmp_path / "results.jsonl", []
+
+    def run(_phase: command.Phase, plan: Plan, _asked: object) -> tuple[list[str], bool]:
+        asked.append(plan.only)
+        return [], True
+
+    monkeypatch.setattr(command, "_run", run)
+    for lines in ([line("old", "failed"), line("old", "begun")], [line("old", "failed"), line("older", "passed")]):
+        path.write_text("\n".join(lines))
+        command.main(["--failed", "--devices", "3", "--results", str(path)])
+    assert asked == [["test_a.py::test_it"]] * 2 + [[]] * 2
 
 
 def test_without_a_gpu_nothing_runs(capsys: pytest.CaptureFixture[str]) -> None:

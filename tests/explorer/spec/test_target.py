@@ -51,8 +51,12 @@ def test_a_request_without_a_model_spec_has_what_the_search_needs() -> None:
 def test_a_registered_target_may_have_no_sequences() -> None:
     request = build(target="mine")
     assert (request.model_name, request.seq_length) == ("mine", 1)
-    of_file = request.model_copy(update={"target": name_local_target("/home/me/My GPT.py:Target")})
-    assert (of_file.target, of_file.model_name) == ("local.my-gpt", "my-gpt")
+
+
+@pytest.mark.parametrize(("file", "name"), [("My GPT.py", "my-gpt"), ("py.py", "py"), ("gpt.py.py", "gpt.py")])
+def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
+    request = build(target=name_local_target(f"/home/me/{file}:Target"))
+    assert (request.target, request.model_name) == (f"local.{name}", name)
 
 
 @pytest.mark.parametrize(
