@@ -128,7 +128,8 @@ def _stored(
     rival = known.runner_up
     if rival is not None and rival.whole_model is not None and report is not None:
         needed = required_bytes(rival.whole_model.measurement.peak_bytes, report.hardware, request.allocator)
-        named.append(_Stored(rival.candidate, rival.whole_model.tokens_per_second, needed))
+        if needed <= known.memory_limit_bytes:
+            named.append(_Stored(rival.candidate, rival.whole_model.tokens_per_second, needed))
     alternatives: list[Alternative | None] = [known.stock, known.largest_micro_batch, known.largest_without_recompute]
     named += [_Stored(one.candidate, one.tokens_per_second, None) for one in alternatives if one is not None]
     named += [_Stored(one.candidate, one.tokens_per_second, one.required_bytes) for one in known.memory_choices]

@@ -45,6 +45,21 @@ def test_a_runner_up_counts_with_what_its_whole_model_reached() -> None:
     assert plan(exploration(OURS, trials=trials, known={"runner_up": rival})).micro_batch_size == 8
 
 
+def test_a_runner_up_whose_whole_model_left_too_little_memory_is_not_exported() -> None:
+    check = WholeModelCheck(
+        measurement=whole(peak_bytes=139 * GIB),
+        tokens_per_second=999.0,
+        step_seconds=1.0,
+        step_error=0.0,
+        peak_error=0.0,
+    )
+    rival = RunnerUpCheck(
+        candidate=candidate(16), composed_tokens_per_second=999.0, outcome=Outcome.OK, whole_model=check
+    )
+    found = exploration(OURS, trials=[trial(candidate(8), 800.0)], known={"runner_up": rival})
+    assert plan(found).micro_batch_size == 8
+
+
 def test_the_recommended_candidate_is_kept_where_it_can_be_told_whole() -> None:
     faster = [trial(candidate(16), 5000.0)]
     assert plan(exploration(candidate(8), trials=faster)).micro_batch_size == 8
