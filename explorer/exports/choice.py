@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from explorer.cost_model.step import required_bytes
 from explorer.exports.exploration import ExportError
@@ -119,7 +120,7 @@ def _stored(
     """Yield the candidates that the answer names, then those of trials that fit, each once; all fit by definition.
 
     A trial's tokens/s are composed, and the answer's are those of whole models, so the error of the recommended
-    candidate's composition corrects them.
+    candidate's composition corrects them. A candidate that was run whole counts with what all its runs reached.
     """
     named = [_Stored(known.candidate, known.expected_tokens_per_second, known.required_bytes)]
     if known.dividing is not None:
@@ -146,6 +147,10 @@ def _from_trials(
     if report is None:
         return
     failed = {trial.candidate for trial in trials if trial.measurement.outcome is not Outcome.OK}
+    reached: dict[Candidate, list[float]] = {}
+    for trial in trials:
+        if trial.kind is TrialKind.WHOLE_MODEL and trial.tokens_per_second:
+            reached.setdefault(trial.candidate, []).append(trial.tokens_per_second)
     correction = 1.0 if known.whole_model is None else 1.0 + known.whole_model.step_error
     for trial in trials:
         peak, rate = trial.measured_peak_bytes, trial.tokens_per_second
@@ -155,8 +160,8 @@ def _from_trials(
             continue
         required = required_bytes(peak, report.hardware, request.allocator)
         if required <= known.memory_limit_bytes:
-            whole = trial.kind is TrialKind.WHOLE_MODEL
-            yield _Stored(trial.candidate, rate if whole else rate * correction, required)
+            runs = reached.get(trial.candidate)
+            yield _Stored(trial.candidate, geometric_mean(runs) if runs else rate * correction, required)
 
 
 def _fits_full_logits(

@@ -9,6 +9,7 @@ from explorer.exports.plan import Plan, build_plan
 from explorer.exports.registry import FORMATS, export, formats_for
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
+from explorer.records.trial import TrialKind
 from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
@@ -43,6 +44,16 @@ def test_a_runner_up_counts_with_what_its_whole_model_reached() -> None:
     trials = [trial(candidate(16), 950.0), trial(candidate(8), 800.0)]
     assert plan(exploration(OURS, trials=trials)).micro_batch_size == 16
     assert plan(exploration(OURS, trials=trials, known={"runner_up": rival})).micro_batch_size == 8
+
+
+@pytest.mark.parametrize(("reached", "size"), [((700.0, 700.0), 8), ((700.0, 1000.0), 16)])
+def test_any_candidate_that_was_run_whole_counts_with_what_its_runs_reached(
+    reached: tuple[float, ...], size: int
+) -> None:
+    """Its blocks compose 950 tokens/s, and another's compose 800."""
+    ran = [trial(candidate(16), speed).model_copy(update={"kind": TrialKind.WHOLE_MODEL}) for speed in reached]
+    trials = [trial(candidate(16), 950.0), *ran, trial(candidate(8), 800.0)]
+    assert plan(exploration(OURS, trials=trials)).micro_batch_size == size
 
 
 def test_a_runner_up_whose_whole_model_left_too_little_memory_is_not_exported() -> None:
