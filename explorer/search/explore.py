@@ -105,7 +105,7 @@ def _without_recommendation(context: VariantContext, answer: VariantAnswer, sear
     """The answer of a search that found nothing: memory is short, every trial failed, or the budget was too small."""
     limit, smallest = memory_limit(context.request, context.report.hardware), search.smallest
     all_failed = context.history.failed_for_memory(context.variant) and not search.is_unfinished
-    if smallest.required_bytes > limit or all_failed:
+    if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
         return _without_fit(context, answer, smallest)
     failure = context.history.commonest_failure(context.variant)
     reason = (

@@ -47,7 +47,8 @@ class SmallestCandidate:
     """The candidate that needs least memory, as its components compose its peak.
 
     `is_measured` says that all of them are measured. `ran_out_of_memory` names what was tried and did not fit: its
-    whole model, or a component; null if neither was.
+    whole model, or a component; null if neither was. `reported_factor` is how many times the composed memory real runs
+    of the model have needed at least; 1 without any.
     """
 
     candidate: Candidate
@@ -55,10 +56,13 @@ class SmallestCandidate:
     required_bytes: int
     is_measured: bool = True
     ran_out_of_memory: str | None = None
+    reported_factor: float = 1.0
 
     def describe(self) -> str:
-        """Return what the candidate needs, and what of it ran out of memory."""
+        """Return what the candidate needs, and what else says that it does not fit."""
         tried = f", and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
+        if self.reported_factor > 1.0:
+            tried += f", and real runs needed at least {self.reported_factor:.2f}x the composed memory"
         peak = "a peak" if self.is_measured else "an expected peak"
         return (
             f"the smallest candidate ({self.candidate.describe()}) has {peak} of {self.peak_bytes / GIB:.2f} GiB and "
@@ -140,7 +144,8 @@ def _underestimate(
     predicted = _smallest_peak(request, report, model)
     beside, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, predicted))
     too_many = memory_limit(request, report.hardware) + 2  # one byte, and another for what is rounded
-    return max(1.0, (too_many - beside) / (needed - beside), smallest.peak_bytes / predicted)
+    found = smallest.reported_factor * smallest.peak_bytes / predicted
+    return max(1.0, (too_many - beside) / (needed - beside), found)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:

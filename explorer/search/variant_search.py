@@ -28,7 +28,7 @@ from explorer.search.report import (
     largest_untiled,
     largest_without_recompute,
 )
-from explorer.search.reported_runs import reported_event
+from explorer.search.reported_runs import peak_factor, reported_event
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion
 from explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
@@ -105,7 +105,10 @@ class VariantSearch:
         is_measured, found = state.is_known(row), state.bytes(row)
         if failed is None and state.fits(row) and not (is_measured or state.is_open(row)):
             failed = "a component of it" if self._history.failed_for_memory(self._context.variant) else None
-        return SmallestCandidate(self._table.candidates[row], found.peak, found.required, is_measured, failed)
+        factor = peak_factor(state.reported)
+        return SmallestCandidate(
+            self._table.candidates[row], found.peak, found.required, is_measured, failed, reported_factor=factor
+        )
 
     @property
     def is_unfinished(self) -> bool:

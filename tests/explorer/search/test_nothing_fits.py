@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
+
 from explorer.cost_model.components import ComponentKind
 from explorer.cost_model.step import GIB, required_bytes
 from explorer.records.event import EventCode
@@ -15,6 +17,7 @@ from explorer.search.history import HOPELESS_FAILURES
 from explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
 from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate
+from explorer.spec.reported_run import ReportedRun
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
@@ -170,3 +173,20 @@ def test_a_change_that_needs_as_much_as_what_ran_out_of_memory_does_not_help() -
     assert "every attention back end" not in [each.change for each in found]
     message = explain_nothing_fits(req, DEVICE, state.table.model, found, smallest)
     assert "It would fit with micro_batch_size 4 (" in message
+
+
+def test_a_peak_below_the_limit_that_real_runs_exceed_is_said_so() -> None:
+    state, candidates = measured()
+    told = ReportedRun(exploration_id="e", candidate=candidates[0], num_reports=1, speed_ratio=1.0, peak_ratio=1.2)
+    req = asked(memory_limit_gib=limit_gib(-0.1))
+    steps = run(req, SimulatedDevice(req, noise=0.0), rep=DEVICE.model_copy(update={"reported_runs": (told,)}))
+    (message,) = lines(steps, EventCode.NOTHING_FITS)
+    assert "and real runs needed at least 1.20x the composed memory" in message
+    peak = state.bytes(state.table.row[candidates[0]]).peak
+    one, more = (
+        find_relaxations(req, DEVICE, state.table.model, SmallestCandidate(candidates[0], peak, 0, reported_factor=f))[
+            0
+        ]
+        for f in (1.15, 1.2)
+    )
+    assert more.predicted_peak_bytes == pytest.approx(1.2 / 1.15 * one.predicted_peak_bytes)
