@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from statistics import geometric_mean
 
 from explorer.cost_model.step import required_bytes
 from explorer.exports.exploration import ExportError
@@ -119,7 +120,7 @@ def _stored(
     """Yield the candidates that the answer names, then those of trials that fit, each once; all fit by definition.
 
     A trial's tokens/s are composed, and the answer's are those of whole models, so the error of the recommended
-    candidate's composition corrects them.
+    candidate's composition corrects them. A candidate that was run whole counts with what all its runs reached.
     """
     named = [_Stored(known.candidate, known.expected_tokens_per_second, known.required_bytes)]
     if known.dividing is not None:
@@ -128,7 +129,8 @@ def _stored(
     rival = known.runner_up
     if rival is not None and rival.whole_model is not None and report is not None:
         needed = required_bytes(rival.whole_model.measurement.peak_bytes, report.hardware, request.allocator)
-        named.append(_Stored(rival.candidate, rival.whole_model.tokens_per_second, needed))
+        if needed <= known.memory_limit_bytes:
+            named.append(_Stored(rival.candidate, rival.whole_model.tokens_per_second, needed))
     alternatives: list[Alternative | None] = [known.stock, known.largest_micro_batch, known.largest_without_recompute]
     named += [_Stored(one.candidate, one.tokens_per_second, None) for one in alternatives if one is not None]
     named += [_Stored(one.candidate, one.tokens_per_second, one.required_bytes) for one in known.memory_choices]
@@ -145,6 +147,10 @@ def _from_trials(
     if report is None:
         return
     failed = {trial.candidate for trial in trials if trial.measurement.outcome is not Outcome.OK}
+    reached: dict[Candidate, list[float]] = {}
+    for trial in trials:
+        if trial.kind is TrialKind.WHOLE_MODEL and trial.tokens_per_second:
+            reached.setdefault(trial.candidate, []).append(trial.tokens_per_second)
     correction = 1.0 if known.whole_model is None else 1.0 + known.whole_model.step_error
     for trial in trials:
         peak, rate = trial.measured_peak_bytes, trial.tokens_per_second
@@ -154,8 +160,8 @@ def _from_trials(
             continue
         required = required_bytes(peak, report.hardware, request.allocator)
         if required <= known.memory_limit_bytes:
-            whole = trial.kind is TrialKind.WHOLE_MODEL
-            yield _Stored(trial.candidate, rate if whole else rate * correction, required)
+            runs = reached.get(trial.candidate)
+            yield _Stored(trial.candidate, geometric_mean(runs) if runs else rate * correction, required)
 
 
 def _fits_full_logits(

@@ -28,8 +28,8 @@ class Alternative(Frozen):
 class WholeModelCheck(Frozen):
     """A candidate, run as a whole model. Errors are (composed - whole) / whole.
 
-    In an answer, tokens/s and seconds are those of all its runs together. In an event they are those of one run, and so
-    is `measurement`.
+    In an answer, tokens/s and all seconds are those of its runs together, and the bytes are those of one run. In an
+    event all are those of one run.
     """
 
     measurement: WholeModelMeasurement

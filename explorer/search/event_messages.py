@@ -123,13 +123,18 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
 
 
 def whole_model_event(
-    trial: Trial, check: WholeModelCheck | None, probability_better: float | None = None, *, mesh: str | None = None
+    trial: Trial,
+    check: WholeModelCheck | None,
+    probability_better: float | None = None,
+    probability_fits: float | None = None,
+    *,
+    mesh: str | None = None,
 ) -> EventDraft:
-    """Return the event of a whole-model run of the recommended candidate or of its runner-up.
+    """Return the event of a whole-model run of the recommended candidate, of its runner-up, or of one that may fit.
 
-    `check` is null if the run failed. `probability_better` is null for the recommended candidate. For the runner-up it
-    is the probability, before the run, that it is better than the recommended candidate. `mesh` describes the devices,
-    if they form one.
+    `check` is null if the run failed. For the runner-up `probability_better` is the probability, before the run, that
+    it is better than the recommended candidate. While no candidate can be recommended, `probability_fits` is that of
+    fitting. Both are null for the recommended candidate. `mesh` describes the devices, if they form one.
     """
     measurement = trial.measurement
     what = f"Whole model with {'' if mesh is None else mesh + ' '}{trial.candidate.describe()}"
@@ -141,6 +146,10 @@ def whole_model_event(
     if probability_better is not None:
         what = f"Runner-up, {100 * probability_better:.0f}% likely to be better: {what[0].lower()}{what[1:]}"
         data["probability_better"] = probability_better
+    if probability_fits is not None:
+        likely = f"{100 * probability_fits:.0f}% likely to fit"
+        what = f"No candidate fits as composed, {likely}: {what[0].lower()}{what[1:]}"
+        data |= {"role": "may_fit", "probability_fits": probability_fits}
     if check is None:
         return EventDraft(
             code=EventCode.WARNING,

@@ -94,19 +94,18 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
         cut_short = history.exhausted(context.index) or history.is_hopeless(context.variant)
         target = None if cut_short else context.request.budget.confidence_target
         return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
-    return _without_recommendation(context, answer, search.smallest)
+    return _without_recommendation(context, answer, search)
 
 
 def _copy_nowhere(suffix: str, study: Study) -> None:
     """The study stays in memory."""
 
 
-def _without_recommendation(
-    context: VariantContext, answer: VariantAnswer, smallest: SmallestCandidate
-) -> VariantAnswer:
+def _without_recommendation(context: VariantContext, answer: VariantAnswer, search: VariantSearch) -> VariantAnswer:
     """The answer of a search that found nothing: memory is short, every trial failed, or the budget was too small."""
-    limit = memory_limit(context.request, context.report.hardware)
-    if smallest.required_bytes > limit or context.history.failed_for_memory(context.variant):
+    limit, smallest = memory_limit(context.request, context.report.hardware), search.smallest
+    all_failed = context.history.failed_for_memory(context.variant) and not search.is_unfinished
+    if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
         return _without_fit(context, answer, smallest)
     failure = context.history.commonest_failure(context.variant)
     reason = (

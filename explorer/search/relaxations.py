@@ -44,21 +44,28 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class SmallestCandidate:
-    """The candidate that needs least memory, as its measured components compose its peak.
+    """The candidate that needs least memory, as its components compose its peak.
 
-    `ran_out_of_memory` says that its whole model was tried and did not fit.
+    `is_measured` says that all of them are measured. `ran_out_of_memory` names what was tried and did not fit: its
+    whole model, or a component; null if neither was. `reported_factor` is how many times the composed memory real runs
+    of the model have needed at least; 1 without any.
     """
 
     candidate: Candidate
     peak_bytes: int
     required_bytes: int
-    ran_out_of_memory: bool
+    is_measured: bool = True
+    ran_out_of_memory: str | None = None
+    reported_factor: float = 1.0
 
     def describe(self) -> str:
-        """Return what the candidate needs, and what became of its whole model."""
-        tried = ", and its whole model ran out of memory" if self.ran_out_of_memory else ""
+        """Return what the candidate needs, and what else says that it does not fit."""
+        tried = f", and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
+        if self.reported_factor > 1.0:
+            tried += f", and real runs needed at least {self.reported_factor:.2f}x the composed memory"
+        peak = "a peak" if self.is_measured else "an expected peak"
         return (
-            f"the smallest candidate ({self.candidate.describe()}) has a peak of {self.peak_bytes / GIB:.2f} GiB and "
+            f"the smallest candidate ({self.candidate.describe()}) has {peak} of {self.peak_bytes / GIB:.2f} GiB and "
             f"needs {self.required_bytes / GIB:.2f} GiB with fragmentation, context and margin{tried}"
         )
 
@@ -75,7 +82,7 @@ def find_relaxations(
     (the chunked loss, tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding
     level. Only the nearest micro-batch size and the nearest number of devices are named, and every other change that
     helps. If no single change helps, the result is the first combination of changes that does; it may be empty.
-    If the `smallest` candidate was measured, predictions are as much too low as its own was.
+    After a search, predictions count as too low by as much as that of its `smallest` candidate was.
     """
     found: list[Relaxation] = []
     factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
@@ -105,7 +112,7 @@ def explain_nothing_fits(
 ) -> str:
     """Return why no candidate fits, and the first of `remedies` if there are any.
 
-    The peak is that of the `smallest` candidate that was measured, else a predicted one.
+    The peak is that of the `smallest` candidate of a search, else a predicted one.
     """
     limit = memory_limit(request, report.hardware)
     static = min(static_parts(model, request.sharded(level)).total for level in request.sharding_choices)
@@ -134,10 +141,11 @@ def _underestimate(
     request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate
 ) -> float:
     """Return how many times too low predicted peaks are; at least what explains that nothing fits."""
-    limit = memory_limit(request, report.hardware)
     predicted = _smallest_peak(request, report, model)
-    unexplained = max(1.0, (limit + 1) / required_bytes(predicted, report.hardware, request.allocator))
-    return max(unexplained, smallest.peak_bytes / predicted)
+    beside, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, predicted))
+    too_many = memory_limit(request, report.hardware) + 2  # one byte, and another for what is rounded
+    found = smallest.reported_factor * smallest.peak_bytes / predicted
+    return max(1.0, (too_many - beside) / (needed - beside), found)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:

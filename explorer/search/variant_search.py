@@ -28,7 +28,7 @@ from explorer.search.report import (
     largest_untiled,
     largest_without_recompute,
 )
-from explorer.search.reported_runs import reported_event
+from explorer.search.reported_runs import peak_factor, reported_event
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion
 from explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
@@ -96,12 +96,24 @@ class VariantSearch:
 
     @property
     def smallest(self) -> SmallestCandidate:
-        """The candidate with the smallest peak that is known."""
-        row = self._state.smallest_row
-        candidate, found = self._table.candidates[row], self._state.bytes(row)
-        whole = self._whole_models.of(candidate)
-        failed = whole is not None and whole.measurement.outcome is Outcome.OUT_OF_MEMORY
-        return SmallestCandidate(candidate, found.peak, found.required, ran_out_of_memory=failed)
+        """The candidate with the smallest peak; of several, one whose whole model ran out of memory."""
+        state, smallest = self._state, self._state.smallest_row
+        ran_out = (t for t in self._whole_models.trials if t.measurement.outcome is Outcome.OUT_OF_MEMORY)
+        rows = [self._table.row[t.candidate] for t in ran_out if t.candidate in self._table.row]
+        alike = [row for row in rows if state.required_bytes_C[row] <= state.required_bytes_C[smallest]]
+        row, failed = (alike[0], "its whole model") if alike else (smallest, None)
+        is_measured, found = state.is_known(row), state.bytes(row)
+        if failed is None and state.fits(row) and not (is_measured or state.is_open(row)):
+            failed = "a component of it" if self._history.failed_for_memory(self._context.variant) else None
+        factor = peak_factor(state.reported)
+        return SmallestCandidate(
+            self._table.candidates[row], found.peak, found.required, is_measured, failed, reported_factor=factor
+        )
+
+    @property
+    def is_unfinished(self) -> bool:
+        """Whether a candidate that is expected to fit was not tried."""
+        return any(self._state.fits(int(row)) for row in self._state.open_rows())
 
     # -- phases --------------------------------------------------------------------------------------------------
 
@@ -244,7 +256,7 @@ class VariantSearch:
         self._history.add(trial)
         found = compare_whole_run(self._state, row, trial)
         self._whole_models.learn(trial)
-        events = [whole_model_event(trial, found, check.probability_better)]
+        events = [whole_model_event(trial, found, check.probability_better, check.probability_fits)]
         answer = self._recommended()
         if recommended is not None and answer is not None and answer != recommended:
             events.append(answer_changed_event(recommended, answer))

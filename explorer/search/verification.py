@@ -38,10 +38,14 @@ IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
 
 @dataclass(frozen=True, slots=True)
 class NextCheck:
-    """A candidate to run whole, and for a runner-up the probability that it is better than the recommended one."""
+    """A candidate to run whole, and for a runner-up the probability that it is better than the recommended one.
+
+    While nothing can be recommended, `probability_fits` is that of fitting.
+    """
 
     candidate: Candidate
     probability_better: float | None = None
+    probability_fits: float | None = None
 
 
 class WholeModels:
@@ -110,12 +114,13 @@ class WholeModels:
 
         The search may overdraw its budget until there is one candidate to recommend.
         """
-        if len(self.trials) >= LAST_ATTEMPTS or self._history.overdrawn(self._variant):
+        hopeless = self._history.is_hopeless(self._state.table.model.variant)
+        if hopeless or len(self.trials) >= LAST_ATTEMPTS or self._history.overdrawn(self._variant):
             return None
         found = find_runner_up(self._state)
         if found is None or found.probability < LEAST_CHANCE:
             return None
-        return NextCheck(self._state.table.candidates[found.row], found.probability)
+        return NextCheck(self._state.table.candidates[found.row], probability_fits=found.probability)
 
     def _is_compared(self, best: BestCandidate) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""
@@ -134,14 +139,19 @@ class WholeModels:
         return min(ran, key=lambda t: abs(math.log((t.tokens_per_second or math.inf) / reached)))
 
     def runner_up_of(self, recommended: Candidate) -> RunnerUpCheck | None:
-        """The fastest other candidate that was run whole, else the last that failed after `recommended` had run."""
+        """The fastest other candidate that ran whole and fits, else the last that failed after `recommended` had run.
+
+        One that ran and left too little memory free is no rival, however fast it is.
+        """
         own, table, reached = self.of(recommended), self._state.table, self._state.whole_models.tokens_per_second
         others = [t for t in self.trials if t.candidate != recommended and t.candidate in table.row]
         ran = {row: speed for t in others if (speed := reached(row := table.row[t.candidate])) is not None}
-        if ran:
-            trial = self.of(table.candidates[max(ran, key=lambda row: ran[row])])
-        elif own is not None and others and others[-1].number > own.number:
-            trial = others[-1]
+        fitting = {row: speed for row, speed in ran.items() if self._state.fits(row)}
+        failed = [t for t in others if table.row[t.candidate] not in ran]
+        if fitting:
+            trial = self.of(table.candidates[max(fitting, key=lambda row: fitting[row])])
+        elif own is not None and failed and failed[-1].number > own.number:
+            trial = failed[-1]
         else:
             return None
         assert trial is not None, "it was run whole"

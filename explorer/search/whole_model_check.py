@@ -24,13 +24,21 @@ def compare_whole_run(state: SearchState, row: int, trial: Trial | None) -> Whol
 def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
     """Return `compare_whole_run` of a candidate for an answer, with the tokens/s of all runs of its whole model.
 
-    An answer compares candidates by these. `measurement` is that of the trial, one of the runs.
+    An answer compares candidates by these. `measurement` is that of the trial, one of the runs, with its seconds scaled
+    to those of all, so that they add up to `step_seconds`.
     """
     found, reached = compare_whole_run(state, row, trial), state.whole_models.tokens_per_second(row)
     if found is None or reached is None:
         return found
-    seconds = found.step_seconds * found.tokens_per_second / reached
-    return _compare(state, row, found.measurement, reached, seconds)
+    factor, whole = found.tokens_per_second / reached, found.measurement
+    scaled = {
+        "micro_step_seconds": factor * whole.micro_step_seconds,
+        "optimizer_seconds": factor * whole.optimizer_seconds,
+        "standard_error_seconds": factor * whole.standard_error_seconds,
+    }
+    if whole.communication_seconds is not None:
+        scaled["communication_seconds"] = factor * whole.communication_seconds
+    return _compare(state, row, whole.model_copy(update=scaled), reached, factor * found.step_seconds)
 
 
 def _compare(

@@ -9,6 +9,7 @@ from explorer.exports.plan import Plan, build_plan
 from explorer.exports.registry import FORMATS, export, formats_for
 from explorer.records.measurement import Outcome
 from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
+from explorer.records.trial import TrialKind
 from explorer.spec.candidate import Recompute
 from explorer.spec.training import Sharding
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
@@ -43,6 +44,31 @@ def test_a_runner_up_counts_with_what_its_whole_model_reached() -> None:
     trials = [trial(candidate(16), 950.0), trial(candidate(8), 800.0)]
     assert plan(exploration(OURS, trials=trials)).micro_batch_size == 16
     assert plan(exploration(OURS, trials=trials, known={"runner_up": rival})).micro_batch_size == 8
+
+
+@pytest.mark.parametrize(("reached", "size"), [((700.0, 700.0), 8), ((700.0, 1000.0), 16)])
+def test_any_candidate_that_was_run_whole_counts_with_what_its_runs_reached(
+    reached: tuple[float, ...], size: int
+) -> None:
+    """Its blocks compose 950 tokens/s, and another's compose 800."""
+    ran = [trial(candidate(16), speed).model_copy(update={"kind": TrialKind.WHOLE_MODEL}) for speed in reached]
+    trials = [trial(candidate(16), 950.0), *ran, trial(candidate(8), 800.0)]
+    assert plan(exploration(OURS, trials=trials)).micro_batch_size == size
+
+
+def test_a_runner_up_whose_whole_model_left_too_little_memory_is_not_exported() -> None:
+    check = WholeModelCheck(
+        measurement=whole(peak_bytes=139 * GIB),
+        tokens_per_second=999.0,
+        step_seconds=1.0,
+        step_error=0.0,
+        peak_error=0.0,
+    )
+    rival = RunnerUpCheck(
+        candidate=candidate(16), composed_tokens_per_second=999.0, outcome=Outcome.OK, whole_model=check
+    )
+    found = exploration(OURS, trials=[trial(candidate(8), 800.0)], known={"runner_up": rival})
+    assert plan(found).micro_batch_size == 8
 
 
 def test_the_recommended_candidate_is_kept_where_it_can_be_told_whole() -> None:

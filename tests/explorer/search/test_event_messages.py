@@ -174,6 +174,14 @@ def test_a_runner_up_is_told_with_its_probability(probability: float) -> None:
     assert (event.data["role"], event.data["probability_better"]) == ("runner_up", probability)
 
 
+def test_a_whole_model_that_may_fit_is_told_with_the_probability_of_that() -> None:
+    event = whole_model_event(RUN, CHECK, probability_fits=0.25)
+    assert event.message.startswith(
+        "No candidate fits as composed, 25% likely to fit: whole model with micro_batch_size=1"
+    )
+    assert (event.data["role"], event.data["probability_fits"]) == ("may_fit", 0.25)
+
+
 def test_a_whole_model_that_could_not_be_run_is_a_warning() -> None:
     failed = trial(9, outcome=Outcome.TIMED_OUT, reason="too slow", kind=TrialKind.WHOLE_MODEL)
     event = whole_model_event(failed, None)

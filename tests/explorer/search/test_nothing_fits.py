@@ -4,13 +4,20 @@ from __future__ import annotations
 
 from functools import cache
 
+import pytest
+
+from explorer.cost_model.components import ComponentKind
 from explorer.cost_model.step import GIB, required_bytes
 from explorer.records.event import EventCode
 from explorer.records.measurement import Measurement, Outcome
+from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
 from explorer.search.feasibility import MOST_TOO_LARGE
+from explorer.search.history import HOPELESS_FAILURES
+from explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
 from explorer.search.search_state import SearchState
 from explorer.spec.candidate import Candidate
+from explorer.spec.reported_run import ReportedRun
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
@@ -52,42 +59,49 @@ def limit_gib(over: float) -> float:
 
 
 class PeaksOff(SimulatedDevice):
-    """The whole models of `factors` need so much of their composed peaks and run; all others run out of memory."""
+    """The whole models of `factors` need so much of their composed peaks and run; all others end as in `failure`."""
 
     factors: dict[Candidate, float]
+    failure = Outcome.OUT_OF_MEMORY
 
     def _whole_model(self, plan: TrialPlan) -> Measurement:
         found = super()._whole_model(plan)
         if plan.candidate not in self.factors or found.whole_model is None:
-            return Measurement(candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="simulated")
+            return Measurement(candidate=plan.candidate, outcome=self.failure, reason="simulated")
         peak = round(self.factors[plan.candidate] * found.whole_model.peak_bytes)
         return found.model_copy(update={"whole_model": found.whole_model.model_copy(update={"peak_bytes": peak})})
 
 
-def explored(factors: dict[Candidate, float], over: float) -> tuple[list[Trial], object, str]:
+def explored(
+    factors: dict[Candidate, float], over: float, failure: Outcome = Outcome.OUT_OF_MEMORY
+) -> tuple[list[Trial], Recommendation | None, str]:
     """The whole models of a search, its recommendation, and the message that ends it without one."""
     device = PeaksOff(asked(memory_limit_gib=limit_gib(over)), noise=0.0)
-    device.factors = factors
+    device.factors, device.failure = factors, failure
     steps = run(device.request, device)
-    answer = answer_of(steps)
     whole = [t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL]
-    found = answer.recommendation
-    return whole, None if found is None else found.candidate, " ".join(lines(steps, EventCode.NOTHING_FITS))
+    told = [*lines(steps, EventCode.WHOLE_MODEL), *lines(steps, EventCode.WARNING)]
+    assert sum("% likely to fit: whole model with" in line for line in told) == len(whole)
+    again = run(device.request, device, history=trials_of(steps)[: -len(whole) // 2] if whole else ())
+    assert answer_of(again) == answer_of(steps), "a resumed search goes the same way"
+    return whole, answer_of(steps).recommendation, " ".join(lines(steps, EventCode.NOTHING_FITS))
 
 
 def test_the_likeliest_to_fit_are_run_whole_before_a_search_gives_up() -> None:
     _, candidates = measured()
     fits = candidates[3]
     whole, found, _ = explored({**dict.fromkeys(candidates, 1.0), fits: 0.98}, over=0.0005)
-    assert found == fits
+    assert found is not None and found.candidate == fits
     assert all(t.measurement.outcome is Outcome.OK for t in whole), "those that leave too little room run, too"
+    assert len(whole) > 1
+    assert found.runner_up is None, "none of them could be recommended, however fast it is"
 
 
 def test_a_whole_model_that_is_too_large_leaves_others_within_the_error_of_memory() -> None:
     _, candidates = measured()
     fits = candidates[3]
     whole, found, _ = explored({fits: 0.98}, over=0.0005)
-    assert found == fits
+    assert found is not None and found.candidate == fits
     assert whole[0].measurement.outcome is Outcome.OUT_OF_MEMORY
 
 
@@ -107,3 +121,72 @@ def test_what_is_hardly_likely_to_fit_is_not_tried() -> None:
     assert (whole, found) == ([], None)
     assert "ran out of memory" not in message
     assert "It would fit with micro_batch_size 4 (" in message
+
+
+def test_whole_models_that_all_crash_for_one_reason_end_the_search() -> None:
+    whole, found, _ = explored({}, over=0.0005, failure=Outcome.CRASHED)
+    assert (len(whole), found) == (HOPELESS_FAILURES, None)
+
+
+class Cramped(SimulatedDevice):
+    """Attention runs out of memory."""
+
+    def __call__(self, plan: TrialPlan) -> Measurement:
+        return Measurement(
+            candidate=plan.candidate,
+            outcome=Outcome.OUT_OF_MEMORY,
+            reason="simulated",
+            failed_component=next(c for c in plan.components if c.kind is ComponentKind.ATTENTION),
+        )
+
+
+def test_a_budget_that_ends_early_is_no_reason_to_say_that_nothing_fits() -> None:
+    """The base and another attention ran out of memory, and a third was not tried."""
+    req = request(
+        micro_batch_size=[8],
+        attention_backends=["cudnn", "flash", "efficient"],
+        recompute=["none"],
+        bta={"enable": False},
+        budget={"max_trials": 1},
+    )
+    steps = run(req, Cramped(req, noise=0.0))
+    (message,) = lines(steps, EventCode.NOTHING_FITS)
+    assert "no candidate fits" not in message
+    assert "out_of_memory: simulated" in message
+
+
+def test_what_ran_out_of_memory_below_the_limit_is_said_so() -> None:
+    req = asked()
+    (message,) = lines(run(req, Cramped(req, noise=0.0)), EventCode.NOTHING_FITS)
+    assert "has an expected peak of" in message
+    assert "a component of it ran out of memory" in message
+
+
+def test_a_change_that_needs_as_much_as_what_ran_out_of_memory_does_not_help() -> None:
+    """Its composed peak is below the limit, as predicted ones are. Another attention keeps as many bytes."""
+    state, candidates = measured()
+    peak = state.bytes(state.table.row[candidates[0]]).peak
+    needed = required_bytes(peak, DEVICE.hardware, state.request.allocator)
+    req = asked(memory_limit_gib=1.1 * needed / GIB)
+    smallest = SmallestCandidate(candidates[0], peak, needed, ran_out_of_memory="its whole model")
+    found = find_relaxations(req, DEVICE, state.table.model, smallest)
+    assert "every attention back end" not in [each.change for each in found]
+    message = explain_nothing_fits(req, DEVICE, state.table.model, found, smallest)
+    assert "It would fit with micro_batch_size 4 (" in message
+
+
+def test_a_peak_below_the_limit_that_real_runs_exceed_is_said_so() -> None:
+    state, candidates = measured()
+    told = ReportedRun(exploration_id="e", candidate=candidates[0], num_reports=1, speed_ratio=1.0, peak_ratio=1.2)
+    req = asked(memory_limit_gib=limit_gib(-0.1))
+    steps = run(req, SimulatedDevice(req, noise=0.0), rep=DEVICE.model_copy(update={"reported_runs": (told,)}))
+    (message,) = lines(steps, EventCode.NOTHING_FITS)
+    assert "and real runs needed at least 1.20x the composed memory" in message
+    peak = state.bytes(state.table.row[candidates[0]]).peak
+    one, more = (
+        find_relaxations(req, DEVICE, state.table.model, SmallestCandidate(candidates[0], peak, 0, reported_factor=f))[
+            0
+        ]
+        for f in (1.15, 1.2)
+    )
+    assert more.predicted_peak_bytes == pytest.approx(1.2 / 1.15 * one.predicted_peak_bytes)

@@ -250,6 +250,7 @@ def test_all_figures_of_an_answer_are_those_of_all_runs_of_a_whole_model() -> No
     assert found.expected_tokens_per_second == pytest.approx(own)
     assert found.whole_model is not None
     assert found.whole_model.step_error == pytest.approx(state.seconds(row).step / found.whole_model.step_seconds - 1)
+    assert found.whole_model.measurement.micro_step_seconds == pytest.approx(4 * MODEL["seq_length"] / own)
     shown = {choice.candidate: choice.tokens_per_second for choice in found.memory_choices}
     assert shown[candidate(4)] == found.expected_tokens_per_second
     dividing = find_dividing(state, row, models.of)
