@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -122,8 +123,14 @@ def _pinned(function: Callable[..., Any], backend: str, *, strict: bool) -> Call
         if torch.compiler.is_compiling():
             with sdpa_kernel(kernel):
                 return function(module, query, key, value, attention_mask, **kwargs)
-        with _Only(backend):
-            return function(module, query, key, value, attention_mask, **kwargs)
+        try:
+            with _Only(backend):
+                return function(module, query, key, value, attention_mask, **kwargs)
+        except RuntimeError as error:
+            if not _NO_KERNEL.search(str(error)):
+                raise
+            shapes = f"queries {tuple(query.shape)}, keys {tuple(key.shape)}, {query.dtype}"
+            raise SettingsError(f"torch's {backend} attention has no kernel for {shapes}") from error
 
     return attend
 
@@ -142,6 +149,10 @@ def _recomputed(function: Callable[..., Any]) -> Callable[..., Any]:
 @functools.cache
 def _warn_of_masks(backend: str) -> None:
     _LOGGER.warning("sdpa:%s takes no mask: batches with one go to the back end that torch picks", backend)
+
+
+_NO_KERNEL = re.compile("Invalid backend|No available kernel|No viable backend")
+"""What torch says, by version, if the one back end that is enabled cannot run. `efficient` has none for grouped queries."""
 
 
 class _Only:

@@ -157,6 +157,15 @@ def errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, floa
     return {name: references.relative_error(found[name], exact[name]) for name in exact}
 
 
+def test_a_pinned_back_end_without_a_kernel_for_grouped_queries_says_so() -> None:
+    model = model_of("llama", torch.bfloat16)
+    set_up(model, Settings(attention="sdpa:efficient"))
+    with pytest.raises(
+        SettingsError, match=r"efficient attention has no kernel for queries \(4, 8, 512, 64\), keys \(4, 4"
+    ):
+        gradients(model, batch())
+
+
 @pytest.mark.parametrize("model_type", TYPES)
 def test_a_model_that_is_set_up_is_no_further_from_float64(model_type: str) -> None:
     """Routes are chosen by bfloat16 numbers, and a token that changes its expert moves a gradient as a whole: so the
@@ -172,7 +181,6 @@ def test_a_model_that_is_set_up_is_no_further_from_float64(model_type: str) -> N
     choices = [
         Settings(attention="sdpa:flash"),
         Settings(attention="sdpa:cudnn"),
-        Settings(attention="sdpa:efficient"),
         Settings(loss="chunked"),
         Settings(bta_tile=2),
         Settings(recompute="full"),
