@@ -152,7 +152,7 @@ def _warn_of_masks(backend: str) -> None:
 
 
 _NO_KERNEL = re.compile("Invalid backend|No available kernel|No viable backend")
-"""What torch says, by version, if the one back end that is enabled cannot run. `efficient` has none for grouped queries."""
+"""What torch says, by version, if the back end that is enabled cannot run: `efficient` takes no grouped queries."""
 
 
 class _Only:
