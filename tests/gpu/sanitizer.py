@@ -193,7 +193,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "fused, in Triton": _Fused("triton", 300),
     "fused, for Hopper": _Fused("hopper", 300),
     "fused, for Hopper, transposed": _Fused("hopper, the other way to gather", 300, transposed=True),
-    "fused, for Hopper, rows by expert": _Fused("hopper, rows by expert", 300),
+    "fused, for Hopper, rows by token": _Fused("hopper, rows by token", 300),
     "router": _router,
     "merged attention": _merge,
     "sums of quack's rows": _combine,

@@ -280,8 +280,9 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("mean", [1, 20, 40, 100, 300, 5000])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("on_hopper", [True, False])
-def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: bool) -> None:
-    tiles = default_tiles(mean * 64, 64, gated, 2, on_hopper)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: bool, top_k: int) -> None:
+    tiles = default_tiles(mean * 64 // top_k, top_k, 64, gated, 2, on_hopper)
     for field in fields(FusedTiles):
         tile = getattr(tiles, field.name)
         if not isinstance(tile, TileConfig):
@@ -294,7 +295,9 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: 
             assert tile.copy % wanted == 0
     assert isinstance(tiles.gate_up_gemm, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
     assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
-    many = default_tiles(mean * (HOPPER_EXPERTS + 1), HOPPER_EXPERTS + 1, gated, 2, on_hopper)
+    by_expert = on_hopper and mean >= HOPPER_ROWS and top_k > 1
+    assert isinstance(tiles.down_gemm, HopperRows) is isinstance(tiles.grad_input, HopperRows) is by_expert
+    many = default_tiles(mean * (HOPPER_EXPERTS + 1), top_k, HOPPER_EXPERTS + 1, gated, 2, on_hopper)
     assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
 
 

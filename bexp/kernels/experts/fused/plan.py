@@ -291,7 +291,8 @@ def fused_plan(
 def chosen_tiles(shape: FusedShape) -> FusedTiles:
     """The default tiles."""
     on_hopper = has_hopper_kernels(shape.place)
-    return default_tiles(shape.num_pairs, shape.num_experts, shape.gated, shape.dtype.itemsize, on_hopper)
+    sizes = (shape.num_tokens, shape.top_k, shape.num_experts)
+    return default_tiles(*sizes, shape.gated, shape.dtype.itemsize, on_hopper)
 
 
 def _sums_rows(shape: FusedShape, tile: TileConfig | HopperRows) -> bool:
