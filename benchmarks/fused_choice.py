@@ -4,7 +4,8 @@
 
 The ways run in turns, by the clock and on the device. `without fused/hopper` has no GEMMs that are written for Hopper
 but the sums over rows. `rows by expert` multiplies by the grouped GEMM's kernel, whose rows stay in the experts' order;
-the sums to tokens gather them. `rows by token` multiplies by Triton's, which writes each row to its place. The chosen
+the sums to tokens gather them (with one expert a token there are none, and the kernel writes each row to its token).
+`rows by token` multiplies by Triton's kernel, which writes each row to its place. The chosen
 tiles are one of the two. The errors of a way are its differences from the chosen one. If the file exists, its rows are
 kept, and the missing ones are measured. Needs a Hopper GPU.
 """
@@ -83,7 +84,7 @@ def ways_of(layer: Layer) -> dict[str, FusedTiles]:
     chosen = default_tiles(layer.num_tokens, layer.top_k, *sizes, on_hopper=True)
     by_token = default_tiles(pairs, 1, *sizes, on_hopper=True)
     ways = {
-        "without fused/hopper": on_hopper_tiles(default_tiles(pairs, 1, *sizes), projections=False),
+        "without fused/hopper": on_hopper_tiles(default_tiles(pairs, 1, *sizes), projections=False, products=False),
         "rows by token": by_token,
         "rows by expert": by_token.replaced(down_gemm=HopperRows(), grad_input=HopperRows()),
         "rows by expert, forward": by_token.replaced(down_gemm=HopperRows()),

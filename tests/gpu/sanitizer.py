@@ -213,6 +213,7 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "fused, for Hopper": _Fused("hopper", 300),
     "fused, for Hopper, transposed": _Fused("hopper, the other way to gather", 300, transposed=True),
     "fused, for Hopper, rows by token": _Fused("hopper, rows by token", 300),
+    "fused, for Hopper, one route": _Fused("hopper", 300, top_k=1),
     "router": _router,
     "merged attention": _merge,
     "sums of quack's rows": _combine,

@@ -10,6 +10,8 @@ from bexp.kernels.experts.fused.layouts import Layout
 
 HOPPER_ROWS = 96
 """From this many rows an expert the GEMMs with epilogues use Hopper's kernels; the sums over rows always use them."""
+HOPPER_PRODUCT_ROWS = 256
+"""From this many rows an expert the other products use them; at 128 rows they are level."""
 HOPPER_EXPERTS = 512
 """The bounds of more experts than this do not fit the registers of the search for a tile."""
 
@@ -86,22 +88,24 @@ def default_tiles(
         return FusedTiles(**{field.name: _SMALL for field in fields(FusedTiles)})
     tiles = _FEW if mean < 24 else _SOME if mean < 96 else _HUNDREDS if mean < 256 else _MANY
     if on_hopper and num_experts <= HOPPER_EXPERTS:
-        return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS, summed=top_k > 1)
+        products = mean >= HOPPER_PRODUCT_ROWS and top_k > 1
+        return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS, products=products)
     if gated or mean < 96:
         return tiles
     return tiles.replaced(gate_up_gemm=TileConfig(128, 256, 64, 8, 3, tma=True))
 
 
-def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True, summed: bool = True) -> FusedTiles:
-    """`tiles` with the sums over rows on Hopper's own kernels, and with `projections` the GEMMs that have epilogues.
+def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True, products: bool = True) -> FusedTiles:
+    """`tiles` with the sums over rows on Hopper's own kernels.
 
-    With `summed`, rows are summed to tokens after the other products. These then leave their rows in the experts'
-    order on Hopper's own kernel, because the sums gather them at no cost.
+    With `projections` the GEMMs that have epilogues are on them, too, and with `products` the two others. These then
+    leave their rows in the experts' order, and the sums to tokens gather them at no cost.
     """
     tiles = tiles.replaced(grad_w_in=HopperSum(), grad_w_out=HopperSum())
+    if products:
+        tiles = tiles.replaced(down_gemm=HopperRows(), grad_input=HopperRows())
     if projections:
-        tiles = tiles.replaced(gate_up_gemm=GATE_UP_GEMM, grad_hidden=GRAD_HIDDEN)
-        return tiles.replaced(down_gemm=HopperRows(), grad_input=HopperRows()) if summed else tiles
+        return tiles.replaced(gate_up_gemm=GATE_UP_GEMM, grad_hidden=GRAD_HIDDEN)
     if isinstance(tiles.grad_hidden, TileConfig):  # what is gathered in tiles serves no sum any more
         return tiles.replaced(grad_hidden=replace(tiles.grad_hidden, copy=0))
     return tiles
