@@ -4,19 +4,20 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from bexp.kernels.experts.hopper.pipeline import jit
 
-@gluon.jit
-def _write(out: gl.tensor, partition: gl.constexpr):
+
+@jit
+def _write(out: gl.tensor, partition: gl.constexpr) -> None:
     layout: gl.constexpr = gl.BlockedLayout([1], [32], [4], [0])
     rows = partition * 128 + gl.arange(0, 128, layout=layout)
     gl.store(out + rows, rows)
 
 
-@gluon.jit
-def control_kernel(out: gl.tensor):
+@jit
+def control_kernel(out: gl.tensor) -> None:
     """Each partition writes its half of the numbers from 0 to 255."""
     gl.warp_specialize([(_write, (out, 0)), (_write, (out, 1))], [4], [64])
 
