@@ -88,7 +88,7 @@ class _LiveBytes(TorchDispatchMode):
     """Bytes of the tensors that operators have returned, as long as they live, and the most of them at once."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
         self.most = self._now = 0
         self._known: set[int] = set()
 
