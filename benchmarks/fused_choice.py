@@ -80,11 +80,11 @@ def main(arguments: list[str] | None = None) -> int:
 def ways_of(layer: Layer) -> dict[str, FusedTiles]:
     """The tiles that are compared, the chosen ones first."""
     sizes = (layer.num_experts, True, 2)
-    pairs = layer.num_tokens * layer.top_k
     chosen = default_tiles(layer.num_tokens, layer.top_k, *sizes, on_hopper=True)
-    by_token = default_tiles(pairs, 1, *sizes, on_hopper=True)
+    in_triton = default_tiles(layer.num_tokens, layer.top_k, *sizes)
+    by_token = chosen.replaced(down_gemm=in_triton.down_gemm, grad_input=in_triton.grad_input)
     ways = {
-        "without fused/hopper": on_hopper_tiles(default_tiles(pairs, 1, *sizes), projections=False, products=False),
+        "without fused/hopper": on_hopper_tiles(in_triton, projections=False, products=False),
         "rows by token": by_token,
         "rows by expert": by_token.replaced(down_gemm=HopperRows(), grad_input=HopperRows()),
         "rows by expert, forward": by_token.replaced(down_gemm=HopperRows()),
