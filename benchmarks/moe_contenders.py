@@ -153,7 +153,7 @@ def _run_of(name: str) -> ExpertFFN:
 
 
 def _has_liger() -> bool:
-    if importlib.util.find_spec("liger_kernel") is None:
+    if importlib.util.find_spec("liger_kernel") is None or importlib.util.find_spec("triton") is None:
         return False
     return importlib.util.find_spec("liger_kernel.ops.fused_moe") is not None
 

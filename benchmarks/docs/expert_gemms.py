@@ -72,7 +72,9 @@ def _difference(rows: Iterable[Row], way: str) -> str:
     return f"differ by {worst:.1e}, relative to the chosen one's" if worst else "the chosen one's, bit by bit"
 
 
-def _choice(seconds: Row, way: str) -> str:
+def _choice(seconds: Row, way: str) -> str | None:
+    if way not in seconds:  # it is the chosen one there
+        return None
     clock, device = seconds[way]["clock_seconds"], seconds[way]["device_seconds"]
     if way == CHOSEN:
         return f"{clock * 1e3:.2f} ms ({device * 1e3:.2f})"

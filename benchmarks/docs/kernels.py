@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.docs.results import GIB, Columns, Row, counted, facts, grid, measured_on, percent, ratio, table
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 from benchmarks.gemm_summary import ROOFLINE_SECONDS, device_seconds, wall_seconds
-from benchmarks.moe_contenders import DENSE
+from benchmarks.moe_contenders import DENSE, LIGER
 from benchmarks.moe_summary import GRAPH
 
 KINDS = {"layer": "Whole MoE layers (norm, router, experts, combination)", "experts": "Expert FFNs alone"}
@@ -162,6 +162,7 @@ def moe_turns(results: Row) -> str:
     choices: dict[str, Callable[[Row], bool]] = {
         "dense": lambda row: row["backend"] in DENSE,
         "fastest stock": lambda row: row["backend"] in BASELINES,
+        "liger": lambda row: row["backend"] == LIGER,
         "fastest back end": lambda row: not row["backend"].endswith(GRAPH) and not row["backend"].startswith("dense"),
         "`auto`": lambda row: row["backend"] == "auto",
         "dense graph": lambda row: row["backend"].removesuffix(GRAPH) in DENSE and row["backend"].endswith(GRAPH),
@@ -172,7 +173,8 @@ def moe_turns(results: Row) -> str:
         rows = [row for row in cells[place] if choices[choice](row)]
         return _layer_times(min(rows, key=lambda row: float(row["seconds"]))) if rows else None
 
-    shown = grid("layer", sorted(cells), choices, cell, row=lambda place: f"{place[0]} m={place[1]}")
+    kinds = [kind for kind, is_one in choices.items() if any(is_one(row) for rows in cells.values() for row in rows)]
+    shown = grid("layer", sorted(cells), kinds, cell, row=lambda place: f"{place[0]} m={place[1]}")
     errors = [row["error"] for row in results["errors"]]
     figures: list[tuple[str, Any]] = [
         ("largest relative error against float64", f"{max(errors):.1e}" if errors else None),

@@ -15,6 +15,8 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
+from bexp.kernels.loss import float32_log_softmax
+
 CHUNK_TOKENS = 4096
 _MOST_BYTES = 1 << 30
 
@@ -114,7 +116,8 @@ def _losses(
             scores = transform(leaf)
     kept = targets != ignore_index
     index = torch.where(kept, targets, 0).unsqueeze(1)
-    log_probabilities = torch.log_softmax(scores.detach(), dim=-1, dtype=torch.float32)
+    values = scores.detach()
+    log_probabilities = float32_log_softmax(values if transform is None else values.to(torch.float32, copy=True))
     total = -(log_probabilities.gather(1, index).squeeze(1) * kept).sum()
     if not gradient:
         return total, None

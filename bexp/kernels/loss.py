@@ -32,6 +32,15 @@ def chunked_cross_entropy(
     return loss
 
 
+def float32_log_softmax(logits: Tensor) -> Tensor:
+    """Return the logarithm of the softmax over the last dimension in float32; logits in float32 are overwritten.
+
+    The result takes the memory of the logits' copy in float32. torch.log_softmax with a dtype holds both at once.
+    """
+    wide = logits.float()
+    return torch.log_softmax(wide, dim=-1, out=wide)
+
+
 class _ChunkedCrossEntropy(Function):
     @staticmethod
     def forward(
@@ -53,7 +62,7 @@ class _ChunkedCrossEntropy(Function):
             chunk = slice(start, min(num_tokens, start + chunk_tokens))
             h, targets = h_TD[chunk], targets_T[chunk].unsqueeze(1)
             logits = F.linear(h, weight_VD, bias_V)
-            log_probabilities = torch.log_softmax(logits, dim=-1, dtype=torch.float32)
+            log_probabilities = float32_log_softmax(logits)
             total -= log_probabilities.gather(1, targets).sum()
             if not any(needs):
                 del logits, log_probabilities

@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows
-from bexp.kernels.experts.fused.tiles import ON_HOPPER, FusedTiles, default_tiles
+from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN
+from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles, on_hopper_tiles
 
-PATHS = ("chosen", "triton", "hopper", "hopper, the other way to gather", "hopper, rows by expert")
+PATHS = ("chosen", "triton", "hopper", "hopper, the other way to gather", "hopper, rows by token")
 
-ROWS_BY_EXPERT = ON_HOPPER.replaced(down_gemm=HopperRows(), grad_input=HopperRows())
+_TOKENS, _EXPERTS = 1 << 20, 1 << 8
+_SIZES = (_EXPERTS, True, 2)
+_IN_TRITON = default_tiles(_TOKENS, 2, *_SIZES)
+ON_HOPPER = on_hopper_tiles(_IN_TRITON)
+ROWS_BY_TOKEN = on_hopper_tiles(_IN_TRITON, products=False)
 
 
 def tiles_of(path: str) -> FusedTiles | None:
@@ -18,8 +22,8 @@ def tiles_of(path: str) -> FusedTiles | None:
     copied = replace(GATE_UP_GEMM, gathered=False)
     return {
         "chosen": None,
-        "triton": default_tiles(1 << 20, 1 << 10, True, 2),
+        "triton": _IN_TRITON,
         "hopper": ON_HOPPER,
-        "hopper, the other way to gather": ON_HOPPER.replaced(gate_up_gemm=copied, grad_hidden=gathered),
-        "hopper, rows by expert": ROWS_BY_EXPERT,
+        "hopper, the other way to gather": ROWS_BY_TOKEN.replaced(gate_up_gemm=copied, grad_hidden=gathered),
+        "hopper, rows by token": ROWS_BY_TOKEN,
     }[path]

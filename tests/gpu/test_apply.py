@@ -67,14 +67,14 @@ def fused_without_hopper(*args: Any) -> Tensor:
     routes, w_in, w_out = args[1], args[3], args[4]
     gated = w_in.shape[2] == 2 * w_out.shape[1]
     ffn: Any = fused_ffn
-    out: Tensor = ffn(*args, tiles=default_tiles(routes.numel(), w_in.shape[0], gated, 2, False))
+    out: Tensor = ffn(*args, tiles=default_tiles(*routes.shape, w_in.shape[0], gated, 2))
     return out
 
 
 def fused_on_hopper(*args: Any) -> Tensor:
     from bexp.kernels.experts.fused.function import fused_ffn
     from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
-    from bexp.kernels.experts.fused.tiles import ON_HOPPER
+    from tests.gpu.fused_paths import ON_HOPPER
 
     if not has_hopper_kernels(DEVICE):
         pytest.skip("needs compute capability 9.0 and its Gluon")

@@ -9,6 +9,7 @@ from bexp.kernels.activations import Activation, activate
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
 from bexp.kernels.experts.quack.backend import QUACK
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
+from bexp.kernels.loss import float32_log_softmax
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from tests.bexp.kernels import expert_cases, references
 
@@ -132,3 +133,16 @@ def test_activation(name: Activation, gated: bool) -> None:
     wanted.sum().backward()
     for value, expected in ((out, wanted), (a.grad, c.grad), (b.grad, d.grad)):
         assert references.relative_error(value, expected) <= TOLERANCE
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab_size", [999, 1024, 50257, 151936])  # torch has several kernels, by the row's length
+def test_log_softmax_in_place_gives_the_bits_of_torch(vocab_size: int, dtype: torch.dtype) -> None:
+    logits = torch.randn(512, vocab_size, dtype=dtype, device=CUDA)
+    expected = torch.log_softmax(logits.float(), dim=-1)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    found = float32_log_softmax(logits)
+    assert torch.cuda.max_memory_allocated() - before <= (0 if dtype is torch.float32 else found.nbytes + (1 << 20))
+    assert torch.equal(found, expected)

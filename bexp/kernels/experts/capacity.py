@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.autograd import applied, differentiable_once
 from bexp.kernels.experts.backend import ExpertFFN
 from bexp.kernels.selective_recompute import announce
 
@@ -72,13 +72,11 @@ class ExpertsWithCapacity:
         num_tokens, top_k = routes_TK.shape
         kept = keep_pairs(routes_TK, weights_TK, w_in.shape[0], self.capacity_of(num_tokens))
         token_of_row = kept.pair_of_row if top_k == 1 else kept.pair_of_row // top_k
-        x_RD, weights_R = _Gather.apply(  # type: ignore[no-untyped-call]  # untyped in torch
-            x_TD, weights_TK, token_of_row, kept.pair_of_row, kept.row_of_pair, kept.is_kept
-        )
+        x_RD, weights_R = _gather(x_TD, weights_TK, token_of_row, kept.pair_of_row, kept.row_of_pair, kept.is_kept)
         announce(x_RD, lambda x: x.index_select(0, token_of_row), x_TD)
         routes_R = routes_TK.reshape(-1).index_select(0, kept.pair_of_row)
         y_RD = self.run_experts(x_RD, routes_R.unsqueeze(1), weights_R.unsqueeze(1), w_in, w_out, activation)
-        out: Tensor = _Sum.apply(y_RD, token_of_row, kept.row_of_pair, kept.is_kept, top_k)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _sum(y_RD, token_of_row, kept.row_of_pair, kept.is_kept, top_k)
         return out
 
 
@@ -105,7 +103,7 @@ class _Gather(Function):
         return x_TD.index_select(0, token_of_row), weights_TK.reshape(-1).index_select(0, pair_of_row)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_x_RD: Tensor, grad_weights_R: Tensor) -> tuple[Tensor | None, ...]:
         row_of_pair, is_kept = ctx.saved_tensors
         grad_weights = grad_weights_R.index_select(0, row_of_pair).masked_fill_(~is_kept, 0.0)
@@ -124,7 +122,10 @@ class _Sum(Function):
         return _sum_rows(y_RD, row_of_pair, is_kept, top_k)
 
     @staticmethod
-    @once_differentiable
+    @differentiable_once
     def backward(ctx: Any, grad_TD: Tensor) -> tuple[Tensor | None, ...]:
         (token_of_row,) = ctx.saved_tensors
         return grad_TD.index_select(0, token_of_row), None, None, None, None
+
+
+_gather, _sum = applied(_Gather), applied(_Sum)

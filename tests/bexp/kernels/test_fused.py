@@ -19,7 +19,14 @@ from torch import Tensor
 from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.fused.backend import FUSED
 from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows, HopperSum, HopperTile
-from bexp.kernels.experts.fused.tiles import HOPPER_EXPERTS, HOPPER_ROWS, FusedTiles, TileConfig, default_tiles
+from bexp.kernels.experts.fused.tiles import (
+    HOPPER_EXPERTS,
+    HOPPER_PRODUCT_ROWS,
+    HOPPER_ROWS,
+    FusedTiles,
+    TileConfig,
+    default_tiles,
+)
 from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.test_experts import experts_shape
@@ -141,7 +148,7 @@ class RowsOnTheHost:
         """Nothing is prepared on the host."""
 
     def by_triton(self, tensors: dict[str, Tensor]) -> None:
-        num_rows, num_experts, k, n, transposed, *_ = self.sizes
+        num_rows, num_experts, k, n, transposed, *_, places = self.sizes
         w_shape = (num_experts, n, k) if transposed else (num_experts, k, n)
         shapes = ((num_rows, k), None, (num_rows, n), (num_experts,))
         x, _, out, ends = (p.view(tensors, s) for p, s in zip(self.pointers, shapes, strict=True))
@@ -150,13 +157,14 @@ class RowsOnTheHost:
         assert w.shape == w_shape
         bounds = [0, *ends.tolist()]
         for e, (start, end) in enumerate(pairwise(bounds)):
-            out[start:end] = x[start:end] @ (w[e].T if transposed else w[e])
+            rows = slice(start, end) if places is None else places.view(tensors, (num_rows,))[start:end]
+            out[rows] = x[start:end] @ (w[e].T if transposed else w[e])
 
 
 @interpreted
 @pytest.mark.parametrize("transposed", [True, False])
 @pytest.mark.parametrize("top_k", [1, 2])
-def test_rows_that_stay_in_the_experts_order_are_gathered_by_the_sums(
+def test_rows_that_stay_in_the_experts_order_are_gathered_by_the_sums_or_written_to_their_tokens(
     top_k: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from bexp.kernels.experts.fused import gemms
@@ -219,7 +227,7 @@ def test_rows_are_sorted_by_expert_and_then_by_token(at_once: bool, monkeypatch:
 
 
 @interpreted
-def test_it_keeps_a_row_of_pre_activations_and_two_integers_a_pair() -> None:
+def test_it_keeps_a_row_of_pre_activations_and_three_integers_a_pair() -> None:
     case = expert_cases.ExpertCase("memory", 64, 4, 2)
     routes, tensors = expert_cases.problem(case, torch.float32, CPU)
     inputs = references.leaves(tensors[:4], torch.float32)
@@ -236,8 +244,8 @@ def test_it_keeps_a_row_of_pre_activations_and_two_integers_a_pair() -> None:
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         out = backend(VARIANTS["pointers"]).forward(x, routes, weights, w_in, w_out, "silu")
     pairs = case.num_tokens * case.top_k
-    for_tiles = 4 * (2 * (pairs // 16 + 4) + 3 * 4 + 1 + 8 * 3)  # each of eight parts aligned to four numbers
-    assert sum(kept.values()) <= pairs * (2 * case.width * 4 + 2 * 4) + for_tiles
+    for_tiles = 4 * (2 * (pairs // 16 + 4) + 3 * 4 + 1 + 9 * 3)  # each of nine parts aligned to four numbers
+    assert sum(kept.values()) <= pairs * (2 * case.width * 4 + 3 * 4) + for_tiles
     out.sum().backward()
 
 
@@ -280,8 +288,9 @@ def test_no_tokens() -> None:
 @pytest.mark.parametrize("mean", [1, 20, 40, 100, 300, 5000])
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize("on_hopper", [True, False])
-def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: bool) -> None:
-    tiles = default_tiles(mean * 64, 64, gated, 2, on_hopper)
+@pytest.mark.parametrize("top_k", [1, 2])
+def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: bool, top_k: int) -> None:
+    tiles = default_tiles(mean * 64 // top_k, top_k, 64, gated, 2, on_hopper)
     for field in fields(FusedTiles):
         tile = getattr(tiles, field.name)
         if not isinstance(tile, TileConfig):
@@ -294,7 +303,9 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: 
             assert tile.copy % wanted == 0
     assert isinstance(tiles.gate_up_gemm, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
     assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
-    many = default_tiles(mean * (HOPPER_EXPERTS + 1), HOPPER_EXPERTS + 1, gated, 2, on_hopper)
+    by_expert = on_hopper and mean >= HOPPER_PRODUCT_ROWS and top_k > 1
+    assert isinstance(tiles.down_gemm, HopperRows) is isinstance(tiles.grad_input, HopperRows) is by_expert
+    many = default_tiles(mean * (HOPPER_EXPERTS + 1), top_k, HOPPER_EXPERTS + 1, gated, 2, on_hopper)
     assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
 
 

@@ -1,11 +1,14 @@
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from bexp.kernels.causal_loss import causal_cross_entropy
 from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 from explorer.spec.model import ModelSpec
 from explorer.spec.training import LossSpec
@@ -79,6 +82,43 @@ def test_chunks_never_hold_the_full_logits(monkeypatch: pytest.MonkeyPatch) -> N
     h, w = torch.randn(300, 8), torch.randn(50, 8)
     chunked_cross_entropy(h, w, None, torch.zeros(300, dtype=torch.int64), 128)
     assert seen == [(128, 50), (128, 50), (44, 50)]
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Bytes of the tensors that operators have returned, as long as they live, and the most of them at once."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]  # untyped in torch
+        self.most = self._now = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else [out]:
+            storage = tensor.untyped_storage() if isinstance(tensor, torch.Tensor) else None
+            if storage is not None and storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                self._now += storage.nbytes()
+                self.most = max(self.most, self._now)
+                weakref.finalize(storage, self._freed, storage._cdata, storage.nbytes())
+        return out
+
+    def _freed(self, key: int, num_bytes: int) -> None:
+        self._known.discard(key)
+        self._now -= num_bytes
+
+
+@pytest.mark.parametrize(("dtype", "bytes_each"), [(torch.bfloat16, 6), (torch.float32, 4)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_chunk_holds_its_logits_and_one_copy_in_float32(dtype: torch.dtype, bytes_each: int, causal: bool) -> None:
+    h, w = torch.randn(256, 8, dtype=dtype, requires_grad=True), torch.randn(4000, 8, dtype=dtype)
+    targets = torch.zeros(256, dtype=torch.int64)
+    with _LiveBytes() as live:
+        if causal:
+            causal_cross_entropy(h, w, None, targets, chunk=128)
+        else:
+            chunked_cross_entropy(h, w, None, targets, 128)
+    assert bytes_each <= live.most / (128 * 4000) <= bytes_each + 0.5
 
 
 def test_without_gradients_there_is_only_the_loss() -> None:

@@ -72,15 +72,17 @@ def down_gemm(
 ) -> Launch:
     """Multiply rows in the experts' order by `w_out`, or in backward by the transpose of `w_in`, to the tokens' order.
 
-    `rows` are (R, H), in backward (R, 2H or H); `out` is (R, D). With `HopperRows` it stays in the experts' order.
+    `rows` are (R, H), in backward (R, 2H or H); `out` is (R, D). With `HopperRows` and more than one expert a token it
+    stays in the experts' order.
     """
     k, n = (shape.pre_size if backward else shape.hidden_size), shape.token_size
     stored = (n, k) if backward else (k, n)
     transposed = backward ^ (shape.in_transposed if backward else shape.out_transposed)
     if isinstance(tile, HopperRows):
         sizes = (shape.num_pairs, shape.num_experts, k, n)
+        places = permutation.pair_of_row if shape.top_k == 1 else None  # a pair is a token then
         return rows_launch(
-            rows, Pointer(w), out, permutation.ends, *sizes, transposed, shape.dtype, shape.device, tile.tiles
+            rows, Pointer(w), out, permutation.ends, *sizes, transposed, shape.dtype, shape.device, tile.tiles, places
         )
     tiles = permutation.tiles[tile.block_m]
     return Launch(

@@ -49,12 +49,12 @@ def fused_experts(
 def _(
     x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: str, keep: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    num_pairs = routes_TK.numel()
+    (num_tokens, top_k), num_pairs = routes_TK.shape, routes_TK.numel()
     out = x_TD.new_empty(x_TD.shape)
     if not keep:
         return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
     gated, on_hopper = w_in.shape[2] == 2 * w_out.shape[1], has_hopper_kernels(w_in.device)
-    tiles = default_tiles(num_pairs, w_in.shape[0], gated, w_in.element_size(), on_hopper)
+    tiles = default_tiles(num_tokens, top_k, w_in.shape[0], gated, w_in.element_size(), on_hopper)
     size = permutation_size(num_pairs, w_in.shape[0], tiles.heights(backward=True))
     return out, x_TD.new_empty(num_pairs, w_in.shape[2]), routes_TK.new_empty(size, dtype=torch.int32)
 

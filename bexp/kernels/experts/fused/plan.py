@@ -15,7 +15,7 @@ from bexp.kernels.experts.fused import gemms
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
 from bexp.kernels.experts.fused.hopper.tiles import HopperRows
 from bexp.kernels.experts.fused.layouts import FusedShape, Layout, Operand, Workspace
-from bexp.kernels.experts.fused.tiles import FusedTiles, TileConfig, default_tiles
+from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles
 from bexp.kernels.experts.fused.token_permutation import (
     Sort,
     TokenPermutation,
@@ -135,7 +135,7 @@ class _Forward:
         hidden = self.work.take(shape.num_pairs * shape.hidden_size)
         layout, height = tiles.gate_up_gemm.gathers
         gathered = _gathered_numel(shape, permutation, layout, height)
-        sums = _sums_rows(shape, tiles.down_gemm)
+        sums = shape.top_k > 1
         rows = self.work.take(max(gathered, _num_summed(shape) if sums else 0))  # of x, and of the output behind them
         x, gather = _gather("x", rows, shape, permutation, layout, height)
         gate_up = gemms.gate_up_gemm(x, Pointer("pre"), hidden, shape, permutation, tiles.gate_up_gemm, keep=keep)
@@ -169,7 +169,7 @@ class _Backward:
         self._partial = self.work.take(self._num_summands * shape.num_pairs, torch.float32)
         places = (tiles.grad_hidden.gathers, tiles.grad_w_out.gathers, tiles.grad_w_in.gathers)
         room = max(_gathered_numel(shape, permutation, *place) for place in places)
-        self._sums_rows = _sums_rows(shape, tiles.grad_input)
+        self._sums_rows = shape.top_k > 1
         self._by_expert = isinstance(tiles.grad_input, HopperRows)
         self._permutation = permutation
         self._rows = rows = self.work.take(max(room, _num_summed(shape) if self._sums_rows else 0))
@@ -291,12 +291,8 @@ def fused_plan(
 def chosen_tiles(shape: FusedShape) -> FusedTiles:
     """The default tiles."""
     on_hopper = has_hopper_kernels(shape.place)
-    return default_tiles(shape.num_pairs, shape.num_experts, shape.gated, shape.dtype.itemsize, on_hopper)
-
-
-def _sums_rows(shape: FusedShape, tile: TileConfig | HopperRows) -> bool:
-    """Whether rows are summed to tokens: with one expert a token only if they are not in the tokens' order."""
-    return shape.top_k > 1 or isinstance(tile, HopperRows)
+    sizes = (shape.num_tokens, shape.top_k, shape.num_experts)
+    return default_tiles(*sizes, shape.gated, shape.dtype.itemsize, on_hopper)
 
 
 def _num_summed(shape: FusedShape) -> int:

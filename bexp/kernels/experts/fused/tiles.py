@@ -10,6 +10,8 @@ from bexp.kernels.experts.fused.layouts import Layout
 
 HOPPER_ROWS = 96
 """From this many rows an expert the GEMMs with epilogues use Hopper's kernels; the sums over rows always use them."""
+HOPPER_PRODUCT_ROWS = 256
+"""From this many rows an expert the other products use them; at 128 rows they are level."""
 HOPPER_EXPERTS = 512
 """The bounds of more experts than this do not fit the registers of the search for a tile."""
 
@@ -73,26 +75,35 @@ class FusedTiles:
 
 
 @lru_cache(maxsize=256)
-def default_tiles(num_pairs: int, num_experts: int, gated: bool, itemsize: int, on_hopper: bool = False) -> FusedTiles:
-    """The tiles for `num_pairs` pairs over `num_experts` experts, chosen by the mean of rows, which the host knows.
+def default_tiles(
+    num_tokens: int, top_k: int, num_experts: int, gated: bool, itemsize: int, on_hopper: bool = False
+) -> FusedTiles:
+    """The tiles for `top_k` pairs a token over `num_experts` experts, by the mean of rows, which the host knows.
 
     The tiles of the Triton kernels are those that were fastest on an H200 at 1024, 128, 64 and 16 rows an expert.
     `on_hopper` allows Hopper's own kernels: they are faster at 64 and 128 rows, and level from 1024 rows on.
     """
-    mean = num_pairs / num_experts
+    mean = num_tokens * top_k / num_experts
     if itemsize > 2:
         return FusedTiles(**{field.name: _SMALL for field in fields(FusedTiles)})
     tiles = _FEW if mean < 24 else _SOME if mean < 96 else _HUNDREDS if mean < 256 else _MANY
     if on_hopper and num_experts <= HOPPER_EXPERTS:
-        return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS)
+        products = mean >= HOPPER_PRODUCT_ROWS and top_k > 1
+        return on_hopper_tiles(tiles, projections=mean >= HOPPER_ROWS, products=products)
     if gated or mean < 96:
         return tiles
     return tiles.replaced(gate_up_gemm=TileConfig(128, 256, 64, 8, 3, tma=True))
 
 
-def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True) -> FusedTiles:
-    """`tiles` with the sums over rows on Hopper's own kernels, and with `projections` the GEMMs that have epilogues."""
+def on_hopper_tiles(tiles: FusedTiles, *, projections: bool = True, products: bool = True) -> FusedTiles:
+    """`tiles` with the sums over rows on Hopper's own kernels.
+
+    With `projections` the GEMMs that have epilogues are on them, too, and with `products` the two others. These then
+    leave their rows in the experts' order, and the sums to tokens gather them at no cost.
+    """
     tiles = tiles.replaced(grad_w_in=HopperSum(), grad_w_out=HopperSum())
+    if products:
+        tiles = tiles.replaced(down_gemm=HopperRows(), grad_input=HopperRows())
     if projections:
         return tiles.replaced(gate_up_gemm=GATE_UP_GEMM, grad_hidden=GRAD_HIDDEN)
     if isinstance(tiles.grad_hidden, TileConfig):  # what is gathered in tiles serves no sum any more
@@ -109,7 +120,6 @@ _MANY = FusedTiles(
     grad_w_in=TileConfig(128, 256, 64, 8, 5, tma=True),  # two stages more in flight: the tokens' indices come first
     grad_w_out=TileConfig(128, 256, 64, 8, 3, tma=True, copy=128),  # of what grad_hidden gathered
 )
-ON_HOPPER = on_hopper_tiles(_MANY)
 _HUNDREDS = _MANY.replaced(
     down_gemm=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),
     grad_input=TileConfig(64, 128, 64, 4, 4, tma=True, flatten=True, per_multiprocessor=2),

@@ -120,8 +120,9 @@ def rows_launch(
     dtype: torch.dtype,
     device: int,
     tiles: HopperTiles | None = None,
+    places: Pointer | None = None,
 ) -> Launch:
-    """The launch of `multiply_rows`."""
+    """The launch of `multiply_rows`; with `places` (R,) int32, row i of the result is written to row places[i]."""
     from bexp.kernels.experts.hopper.rows_kernel import rows_kernel  # noqa: PLC0415 - imports Triton
 
     multiprocessors = num_multiprocessors(torch.device("cuda", device))
@@ -138,6 +139,7 @@ def rows_launch(
             "w_desc": tensor_map(w, w_shape, w_block, dtype),
             "out_desc": tensor_map(out, (num_rows, n), (tiles.rows, tiles.columns), dtype),
             "out": out,
+            "places": ends if places is None else places,
             "ends": ends,
             "num_experts": num_experts,
             "K": k,
@@ -145,6 +147,7 @@ def rows_launch(
             "stride_out": n,
             "EXPERTS": searched_experts(num_experts),
             "TRANSPOSED": transposed,
+            "SCATTERED": places is not None,
             "BLOCK_K": tiles.block_k,
             **_sizes(tiles, num_experts),
         },

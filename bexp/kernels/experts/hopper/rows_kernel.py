@@ -65,10 +65,38 @@ def _load(
 
 
 @jit
+def _store(
+    buffer: gl.tensor,
+    out: gl.tensor,
+    places: gl.tensor,
+    row: gl.tensor,
+    end: gl.tensor,
+    col: gl.tensor,
+    N: gl.tensor,
+    stride_out: gl.tensor,
+    SCATTERED: gl.constexpr,
+) -> None:
+    """A buffer's rows before `end` and columns before N, without a bulk copy; if SCATTERED, each row to its place."""
+    ROWS: gl.constexpr = buffer.shape[0]
+    COLUMNS: gl.constexpr = buffer.shape[1]
+    gl.thread_barrier()
+    lanes: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
+    layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
+    values = buffer.load(layout)
+    rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))
+    cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
+    inside = rows < end
+    if SCATTERED:
+        rows = gl.load(places + rows, mask=inside, other=0)
+    gl.store(out + rows.to(gl.int64)[:, None] * stride_out + cols, values, mask=inside[:, None] & (cols < N))
+
+
+@jit
 def _write(
     result: gl.tensor,
     out_desc: gl.tensor,
     out: gl.tensor,
+    places: gl.tensor,
     row: gl.tensor,
     end: gl.tensor,
     col: gl.tensor,
@@ -78,38 +106,43 @@ def _write(
     slot: gl.tensor,
     PART: gl.constexpr,
     BUFFERS: gl.constexpr,
+    SCATTERED: gl.constexpr,
 ) -> gl.tensor:
     """Rows before `end` and columns before N from (row, col) on, in pieces of a buffer's columns; the next slot."""
     ROWS: gl.constexpr = buffers.shape[1]
     COLUMNS: gl.constexpr = buffers.shape[2]
     if result.shape[1] > COLUMNS:
+        half: gl.constexpr = result.shape[1] // 2
         left, right = halves(result)
-        slot = _write(left, out_desc, out, row, end, col, N, stride_out, buffers, slot, PART, BUFFERS)
-        slot = _write(right, out_desc, out, row, end, col + right.shape[1], N, stride_out, buffers, slot, PART, BUFFERS)
+        slot = _write(
+            left, out_desc, out, places, row, end, col, N, stride_out, buffers, slot, PART, BUFFERS, SCATTERED
+        )
+        slot = _write(
+            right, out_desc, out, places, row, end, col + half, N, stride_out, buffers, slot, PART, BUFFERS, SCATTERED
+        )
     else:
         buffer = free_buffer(buffers, slot, PART, BUFFERS)
         buffer.store(result)
-        if row + ROWS <= end:
+        if SCATTERED:
+            _store(buffer, out, places, row, end, col, N, stride_out, SCATTERED)
+            slot = next_slot(slot, BUFFERS)
+        elif row + ROWS <= end:
             fence_async_shared()
             gl.thread_barrier()
             tma.async_copy_shared_to_global(out_desc, [row, col], buffer)
             slot = next_slot(slot, BUFFERS)
         else:
-            gl.thread_barrier()
-            lanes: gl.constexpr = COLUMNS // 8 if COLUMNS < 256 else 32
-            layout: gl.constexpr = gl.BlockedLayout([1, 8], [32 // lanes, lanes], [gl.num_warps(), 1], [1, 0])
-            values = buffer.load(layout)
-            rows = row + gl.arange(0, ROWS, gl.SliceLayout(1, layout))[:, None]
-            cols = col + gl.arange(0, COLUMNS, gl.SliceLayout(0, layout))[None, :]
-            gl.store(out + rows.to(gl.int64) * stride_out + cols, values, mask=(rows < end) & (cols < N))
+            _store(buffer, out, places, row, end, col, N, stride_out, SCATTERED)
     return slot
 
 
 @jit
 def _multiply(
     PART: gl.constexpr,
+    SCATTERED: gl.constexpr,
     out_desc: gl.tensor,
     out: gl.tensor,
+    places: gl.tensor,
     ends: gl.tensor,
     num_experts: gl.tensor,
     K: gl.tensor,
@@ -146,7 +179,9 @@ def _multiply(
         row += PART * ROWS
         if row < end:
             result = acc.to(out_desc.dtype)
-            slot = _write(result, out_desc, out, row, end, col, N, stride_out, buffers, slot, PART, BUFFERS)
+            slot = _write(
+                result, out_desc, out, places, row, end, col, N, stride_out, buffers, slot, PART, BUFFERS, SCATTERED
+            )
     tma.store_wait(0)
 
 
@@ -156,6 +191,7 @@ def rows_kernel(
     w_desc: gl.tensor,
     out_desc: gl.tensor,
     out: gl.tensor,
+    places: gl.tensor,
     ends: gl.tensor,
     num_experts: gl.tensor,
     K: gl.tensor,
@@ -171,12 +207,14 @@ def rows_kernel(
     GROUP_M: gl.constexpr,
     EXPERTS: gl.constexpr,
     TRANSPOSED: gl.constexpr,
+    SCATTERED: gl.constexpr,
     PRODUCER_REGISTERS: gl.constexpr,
     CONSUMER_REGISTERS: gl.constexpr,
 ) -> None:
     """out[rows of e] = x[rows of e] @ w[e], with w[e] as (K, N), or (N, K) where TRANSPOSED.
 
     A tile has CONSUMERS * ROWS rows and BLOCK_N columns, and is written in pieces of the columns of out's descriptor.
+    If SCATTERED, row i is written to the row places[i] of out.
     """
     gl.static_assert(CONSUMERS <= 3 and STAGES >= 2)
     dtype: gl.constexpr = x_desc.dtype
@@ -188,21 +226,27 @@ def rows_kernel(
     fence_async_shared()
     sizes: gl.constexpr = (WIDTH, BUFFERS, CONSUMERS, ROWS, BLOCK_N, BLOCK_K, STAGES, GROUP_M, EXPERTS, TRANSPOSED)
     load = (x_desc, w_desc, ends, num_experts, K, N, full, empty, a, b)
-    multiply = (out_desc, out, ends, num_experts, K, N, stride_out, full, empty, a, b, buffers)
+    multiply = (out_desc, out, places, ends, num_experts, K, N, stride_out, full, empty, a, b, buffers)
     if CONSUMERS == 1:
-        gl.warp_specialize([(_multiply, (0,) + multiply + sizes), (_load, load + sizes)], [1], [PRODUCER_REGISTERS])
+        gl.warp_specialize(
+            [(_multiply, (0, SCATTERED) + multiply + sizes), (_load, load + sizes)], [1], [PRODUCER_REGISTERS]
+        )
     elif CONSUMERS == 2:
         gl.warp_specialize(
-            [(_multiply, (0,) + multiply + sizes), (_multiply, (1,) + multiply + sizes), (_load, load + sizes)],
+            [
+                (_multiply, (0, SCATTERED) + multiply + sizes),
+                (_multiply, (1, SCATTERED) + multiply + sizes),
+                (_load, load + sizes),
+            ],
             [4, 1],
             [CONSUMER_REGISTERS, PRODUCER_REGISTERS],
         )
     else:
         gl.warp_specialize(
             [
-                (_multiply, (0,) + multiply + sizes),
-                (_multiply, (1,) + multiply + sizes),
-                (_multiply, (2,) + multiply + sizes),
+                (_multiply, (0, SCATTERED) + multiply + sizes),
+                (_multiply, (1, SCATTERED) + multiply + sizes),
+                (_multiply, (2, SCATTERED) + multiply + sizes),
                 (_load, load + sizes),
             ],
             [4, 4, 1],

@@ -90,7 +90,8 @@ class HopperSum:
 class HopperRows:
     """A product of rows in the experts' order, by the grouped GEMM's kernel; null takes its choice of tiles.
 
-    The rows of the result are in the experts' order, too: whatever sums them to tokens gathers them.
+    The rows of the result are in the experts' order, too: whatever sums them to tokens gathers them. With one expert a
+    token there is no sum, and each row is written to its token.
     """
 
     tiles: HopperTiles | None = None
