@@ -11,7 +11,7 @@ import pytest
 from explorer.cost_model.step import gathered_bytes, static_parts
 from explorer.spec.parts import ModelParts
 from explorer.spec.training import Sharding
-from tests.explorer.cost_model.test_part_costs import parts
+from tests.explorer.cost_model.described import parts
 from tests.forked_ranks import run_ranks
 from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, TRAINING
 from tests.workers.targets.transformers.targets import open_target, request_for
