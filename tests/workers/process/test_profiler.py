@@ -21,6 +21,7 @@ from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import (
     ENVIRONMENT,
     HUGE,
+    forked_profilers,
     kill_while_starting,
     measured_whole,
     slow_trial,
@@ -34,13 +35,16 @@ from workers.process.interface import ProfilerInterruptedError
 from workers.process.profiler import Profiler
 from workers.process.protocol import Begin, Reply, ReportReply, RunTrial
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 
 @pytest.fixture(scope="module")
 def profiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiler]:
     """One process for the tests that leave it well, or replaced."""
-    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path_factory.mktemp("locks")) as shared:
+    with (
+        forked_profilers(),
+        Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path_factory.mktemp("locks")) as shared,
+    ):
         yield shared
 
 

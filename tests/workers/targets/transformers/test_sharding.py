@@ -17,7 +17,7 @@ from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, 
 from tests.workers.targets.transformers.targets import open_target, request_for
 from workers.profiler.failures import UnsupportedTrialError
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 pytest.importorskip("transformers")
 KINDS = [kind for kind in TRAINING if kind != "lora" or find_spec("peft") is not None]
