@@ -6,7 +6,6 @@ import atexit
 import gc
 import os
 import signal
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cache
@@ -50,7 +49,7 @@ def fork_server() -> ForkServer:
     """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them."""
     given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     environment = kernel_cache(given) | profiler_environment(given, is_group=True)
-    with os.fdopen(os.dup(sys.__stderr__.fileno()), "wb") as log:
+    with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
         server = ForkServer(environment | {"PYTHONWARNINGS": "error::FutureWarning"}, log, PRELOADED)
     atexit.register(server.end)
     return server

@@ -5,15 +5,10 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
 from explorer.records.trial import TrialPlan
-from tests.chaos.fork_server import ForkedProcess
-from tests.chaos.forked_profilers import fork_profiler, profilers_started_by
-from tests.forked_ranks import fork_server
 from tests.workers.profiler.samples import MODEL, candidate, components_of, plan
 from workers.process.profiler import Profiler
 
@@ -22,18 +17,6 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 
 HUGE = MODEL.model_copy(update={"hidden_size": 1024, "seq_length": 1024, "vocab_size": 4096})
 """At a large micro-batch: seconds to run, and gigabytes of activations."""
-
-
-@contextmanager
-def forked_profilers() -> Iterator[None]:
-    """Have the profilers of this process fork theirs, ranks included. They have torch then, which takes seconds."""
-    doubles = {"workers.profiler.distributed": "tests.workers.process.forked_group"}
-
-    def start(command: Sequence[str], **options: Any) -> ForkedProcess:
-        return fork_profiler(fork_server(), [doubles.get(word, word) for word in command], **options)
-
-    with profilers_started_by(start):
-        yield
 
 
 def works(profiler: Profiler) -> bool:

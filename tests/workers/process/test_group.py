@@ -18,8 +18,9 @@ from explorer.records.plan import MeshRun
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.training import Sharding, TrainingSpec
+from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
-from tests.workers.process.profilers import ENVIRONMENT, HUGE, forked_profilers, measured_whole
+from tests.workers.process.profilers import ENVIRONMENT, HUGE, measured_whole
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
 from workers.process.interface import ProfilerInterruptedError

@@ -17,11 +17,11 @@ from explorer.records.measurement import Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
+from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import (
     ENVIRONMENT,
     HUGE,
-    forked_profilers,
     kill_while_starting,
     measured_whole,
     slow_trial,
