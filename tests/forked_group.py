@@ -43,5 +43,5 @@ class RankServer(fork_server.ForkServer):
 
 
 if __name__ == "__main__":
-    SubprocessHandler._popen = RankServer().start_rank  # type: ignore[method-assign]  # a double
+    SubprocessHandler._popen = RankServer().start_rank  # type: ignore[assignment]  # a double
     raise SystemExit(main())
