@@ -55,8 +55,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         if mark is None:
             others.append(item)
         else:
-            together = mark.kwargs.get("together", False)
-            slow.setdefault(str(item.path) if together else item.nodeid, []).append(item)
+            together = mark.kwargs.get("together", item.nodeid)
+            slow.setdefault(str(item.path) if together is True else together, []).append(item)
     number = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
     left, pieces = iter(others), list[pytest.Item]()
     for i in range(number):  # at first, each process is given a part of the list in one piece

@@ -1,20 +1,30 @@
-"""Ranks of a process group that share one import of torch, which takes longer than most of what they are tested for."""
+"""Processes that share one import of torch, which takes longer than most of what they are tested for."""
 
 from __future__ import annotations
 
+import atexit
 import gc
 import os
 import signal
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from importlib import import_module
 from pathlib import Path
+
+from tests.chaos.fork_server import ForkServer
+from workers.process.environment import profiler_environment
+from workers.process.kernel_cache import kernel_cache
 
 ROOT = Path(__file__).parents[1]
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
+PRELOADED = (
+    "workers.profiler.device",
+    "workers.profiler.distributed.launch",
+    "workers.profiler.distributed.rank_device",
+    *SHARDING,
+)
 
 
 def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:
@@ -22,12 +32,8 @@ def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0
 
     Raises AssertionError, with what the ranks printed, if one of them fails or they take longer than `seconds`.
     """
-    command = [sys.executable, "-W", "error::FutureWarning", "-m", module, str(folder), *arguments]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     with (folder / "printed").open("w+") as printed:
-        process = subprocess.Popen(
-            command, stdout=printed, stderr=printed, cwd=ROOT, env=environment, start_new_session=True
-        )
+        process = fork_server().start(module, str(folder), *arguments, output=printed.fileno())
         try:
             process.wait(seconds)
         finally:
@@ -36,6 +42,17 @@ def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0
             code = process.wait()
             printed.seek(0)
             assert code == 0, f"exit status {code}:\n{printed.read()}"
+
+
+@cache
+def fork_server() -> ForkServer:
+    """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them."""
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    environment = kernel_cache(given) | profiler_environment(given, is_group=True)
+    with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
+        server = ForkServer(environment | {"PYTHONWARNINGS": "error::FutureWarning"}, log, PRELOADED)
+    atexit.register(server.end)
+    return server
 
 
 def fork_ranks(run: Callable[[int], None], num_ranks: int, *, shared: Sequence[str] = ()) -> int:

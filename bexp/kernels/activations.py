@@ -34,7 +34,7 @@ def activate(x: Tensor, activation: Activation, *, gated: bool, row_weights: Ten
 
 
 def _activate(x: Tensor, row_weights: Tensor | None, activation: Activation, gated: bool) -> Tensor:
-    out: Tensor = _Activate.apply(x, row_weights, activation, gated)  # type: ignore[no-untyped-call]
+    out: Tensor = _Activate.apply(x, row_weights, activation, gated)  # type: ignore[no-untyped-call]  # in torch
     return out
 
 

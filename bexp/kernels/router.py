@@ -39,7 +39,7 @@ def route(
         chosen, shares, _ = router_operators.route(scores_TE, forced_TK, norm_topk_prob, dtype)
         return chosen, shares
     if fused:
-        routes, weights = _Route.apply(scores_TE, forced_TK, norm_topk_prob, dtype)  # type: ignore[no-untyped-call]
+        routes, weights = _Route.apply(scores_TE, forced_TK, norm_topk_prob, dtype)  # type: ignore[no-untyped-call]  # in torch
         return routes, weights
     probabilities_TE = torch.softmax(scores_TE, dim=-1, dtype=torch.float32)
     raised_TE = scores_TE.detach().scatter(1, forced_TK, float("inf"))

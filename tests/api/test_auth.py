@@ -9,7 +9,7 @@ from api.examples import REQUEST
 from api.settings import ServiceSettings
 from storage.database import Database
 from storage.tokens import create_token, revoke_token
-from tests.api.test_submissions import assert_problem
+from tests.api.problems import assert_problem
 
 PROTECTED = [
     ("GET", "/v1/explorations"),

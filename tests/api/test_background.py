@@ -24,7 +24,7 @@ from storage.events import read_last_seqs
 from storage.jobs import Job
 from storage.queue import Queue
 from tests.api.conftest import wait_until
-from tests.api.test_submissions import assert_problem
+from tests.api.problems import assert_problem
 
 SHORT = DatabaseLimits(
     statement=timedelta(seconds=1), lock=timedelta(seconds=0.2), pool=timedelta(seconds=0.2), max_connections=2

@@ -16,8 +16,8 @@ from storage.owners import LOCAL
 from storage.queue import Queue
 from storage.tables import jobs
 from tests.api.conftest import Served, wait_until
+from tests.api.problems import assert_problem
 from tests.api.test_logs import follow
-from tests.api.test_submissions import assert_problem
 from tests.contracts.samples import make_progress, make_report, make_request
 
 EXPLORATIONS = "/v1/explorations"

@@ -22,7 +22,7 @@ from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue
 from tests.api.conftest import GRACE_SECONDS, Served, wait_until
-from tests.api.test_submissions import assert_problem
+from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_recommendation
 
 SSE = {"Accept": "text/event-stream"}

@@ -16,7 +16,7 @@ from storage.queue import Queue
 from storage.tables import jobs, workers
 from storage.workers import WorkerInfo, register_worker
 from tests.api.conftest import wait_until
-from tests.api.test_submissions import assert_problem
+from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_request
 
 

@@ -28,7 +28,7 @@ from storage.quotas import Quota, set_quota
 from storage.tables import tokens
 from storage.tokens import create_token, revoke_token, verify_token
 from tests.api.conftest import Served, wait_until
-from tests.api.test_submissions import assert_problem
+from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress
 
 HERE = "/v1/explorations"

@@ -11,7 +11,7 @@ from explorer.records.trial import Trial
 from storage.jobs import Job, JobState
 from storage.leases import Lease
 from storage.queue import Queue
-from tests.api.test_submissions import assert_problem
+from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_recommendation, make_request, make_trial
 from tests.contracts.test_reuse import add_worker, measure
 

@@ -10,7 +10,7 @@ from api.examples import RUN_REPORT
 from storage.jobs import Job
 from storage.leases import Lease
 from storage.queue import Queue
-from tests.api.test_submissions import JSON_HEADERS, assert_problem
+from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress
 
 REPORT: dict[str, Any] = RUN_REPORT["report"]
@@ -61,7 +61,7 @@ def test_a_report_about_nothing_is_refused(client: TestClient, job: Job) -> None
     ],
 )
 def test_a_bad_report_names_the_field(client: TestClient, path: str, changes: dict[str, Any], field: str) -> None:
-    response = client.post(path, content=json.dumps(REPORT | changes), headers=JSON_HEADERS)
+    response = client.post(path, content=json.dumps(REPORT | changes), headers={"Content-Type": "application/json"})
     assert_problem(response, 422)
     assert [error["field"] for error in response.json()["errors"]] == [field]
 

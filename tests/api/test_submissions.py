@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from starlette.types import Message
 
 from api.examples import REQUEST, REQUEST_YAML
+from tests.api.problems import assert_problem
 
 EXPLORATIONS = "/v1/explorations"
 JSON_HEADERS = {"Content-Type": "application/json"}
@@ -345,13 +346,3 @@ def test_no_body_makes_the_service_fail(client: TestClient, changes: list[tuple[
 def test_no_bytes_make_the_service_fail(client: TestClient, body: bytes) -> None:
     for headers in (JSON_HEADERS, YAML_HEADERS):
         assert_problem(client.post(EXPLORATIONS, content=body, headers=headers), 422)
-
-
-def assert_problem(response: Any, status: int) -> None:
-    assert response.status_code == status, response.text
-    assert response.headers["Content-Type"] == "application/problem+json"
-    problem = response.json()
-    assert problem["status"] == status
-    assert problem["title"]
-    assert problem["type"]
-    assert problem["instance"].startswith("/")

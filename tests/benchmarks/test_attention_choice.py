@@ -17,6 +17,7 @@ from explorer.records.measurement import ComponentMeasurement, Measurement, Outc
 from explorer.records.trial import TrialPlan
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
+from tests.forked_profilers import forked_profilers
 
 CPU = torch.device("cpu")
 REPORT = DeviceReport(
@@ -201,11 +202,12 @@ def test_the_flops_are_those_of_causal_attention() -> None:
     assert cell.flops == pytest.approx(3.5 * forward)
 
 
-@pytest.mark.slow
+@pytest.mark.slow(together="forked")
 def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table.json"
     sizes = ["--tokens", "128", "--num-heads", "2", "--head-sizes", "16", "--seq-lengths", "64"]
-    assert main(["--device", "cpu", *sizes, "--seconds", "120", "--out", str(out)]) == 0
+    with forked_profilers():
+        assert main(["--device", "cpu", *sizes, "--seconds", "120", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert not found["left_out"]
     assert found["hardware"]["device_kind"] == "cpu"

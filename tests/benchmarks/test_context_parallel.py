@@ -13,6 +13,7 @@ from bexp.kernels.context_parallel.layouts import LAYOUTS
 from tests.forked_ranks import run_ranks
 
 
+@pytest.mark.slow(together="forked")
 def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     run_ranks("tests.benchmarks.context_parallel_ranks", tmp_path)
     found = json.loads((tmp_path / "first.json").read_text())

@@ -17,6 +17,7 @@ from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
+from tests.forked_profilers import forked_profilers
 
 CONFIG = """
 model:
@@ -309,13 +310,13 @@ def test_a_request_varies_nothing_but_sizes_layouts_and_recomputation() -> None:
     ]
 
 
-@pytest.mark.slow
-def test_two_ranks_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+@pytest.mark.slow(together="forked")
+def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     config, out = tmp_path / "tiny.yaml", tmp_path / "found.json"
     config.write_text(TINY)
     options = ["--num-devices", "2", "--device", "cpu", "--seq-lengths", "64", "--rounds", "1", "--out", str(out)]
-    assert context_parallel_step.main([str(config), *options, "--search-seconds", "0.5"]) == 0
+    with forked_profilers():
+        assert context_parallel_step.main([str(config), *options, "--search-seconds", "0.5"]) == 0
     (cell,) = json.loads(out.read_text())["cells"]
     assert {row["layout"] for row in cell["layouts"]} == {"ring", "striped", "zigzag"}
     for row in cell["layouts"]:

@@ -13,6 +13,7 @@ from explorer.records.measurement import ComponentMeasurement, Measurement, Outc
 from explorer.records.trial import TrialPlan
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
+from tests.forked_profilers import forked_profilers
 
 MODEL: dict[str, Any] = {
     "num_layers": 4,
@@ -81,13 +82,14 @@ def test_back_ends_that_do_not_serve_are_said(capsys: pytest.CaptureFixture[str]
     assert "fused: there is no back end of this name" in capsys.readouterr().out
 
 
-@pytest.mark.slow
+@pytest.mark.slow(together="forked")
 def test_a_run_on_the_host(tmp_path: Path) -> None:
     config, out = tmp_path / "small.yaml", tmp_path / "found.json"
     model = {**MODEL, "num_layers": 2, "hidden_size": 64, "seq_length": 64, "dtype": "float32"}
     model["moe"] = {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 64}
     config.write_text(json.dumps({"model": model}))
-    assert main([str(config), "--device", "cpu", "--micro-batch-size", "2", "--tiles", "--out", str(out)]) == 0
+    with forked_profilers():
+        assert main([str(config), "--device", "cpu", "--micro-batch-size", "2", "--tiles", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     rows = {label(row): row for row in found["rows"]}
     assert found["hardware"]["device_kind"] == "cpu"

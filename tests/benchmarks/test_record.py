@@ -14,6 +14,7 @@ from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.hardware import DeviceReport, HardwareSpec
 from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
+from tests.forked_profilers import forked_profilers
 from tests.workers.replay.samples import recording, request, table_of
 from workers.replay.device import RecordedDevice
 from workers.replay.recording import Recording, RecordingError
@@ -252,12 +253,13 @@ attention_backends: [flash]
 """
 
 
-@pytest.mark.slow
+@pytest.mark.slow(together="forked")
 def test_records_on_a_real_device(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tmp_path / "tiny.yaml", tmp_path / "tiny.jsonl"
     config.write_text(CONFIG)
     arguments = [str(config), "--out", str(out), "--device", "cpu", "--whole", "all", "--runs", "2"]
-    assert main(arguments) == 0
+    with forked_profilers():
+        assert main(arguments) == 0
     assert "tiny.jsonl: complete" in capsys.readouterr().out
     recorded = Recording.read(out)
     table = space(recorded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from random import Random
 from types import SimpleNamespace
@@ -50,9 +50,7 @@ class Starts:
             self.cold += 1
             return subprocess.Popen(command, **options)
         self.forked += 1
-        arguments = list(command[command.index(MODULE) + 1 :])
-        arguments[arguments.index("--parent") + 1] = str(self.server.pid)
-        return _fork(self.server, MODULE, *arguments, descriptors=options["pass_fds"])
+        return fork_profiler(self.server, command, **options)
 
     def start_other(self, module: str, *arguments: str) -> Any:
         """Start a module that writes to `stdout`, as `subprocess.Popen` does."""
@@ -69,15 +67,38 @@ class Starts:
 @contextmanager
 def faulty_profilers(starts: Starts) -> Iterator[None]:
     """Have the profilers of this process start their processes so."""
-    originals = child.module_command, child.subprocess  # type: ignore[attr-defined]  # that it imports
-    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
     patched: Any = child
+    original = patched.module_command
     patched.module_command = lambda _, *arguments: module_command(MODULE, *arguments)
-    patched.subprocess = SimpleNamespace(Popen=starts.start, **names)
+    try:
+        with profilers_started_by(starts.start):
+            yield
+    finally:
+        patched.module_command = original
+
+
+@contextmanager
+def profilers_started_by(start: Callable[..., Any]) -> Iterator[None]:
+    """Have `start`, in place of `subprocess.Popen`, start the processes of this process's profilers."""
+    patched: Any = child
+    original = patched.subprocess
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    patched.subprocess = SimpleNamespace(Popen=start, **names)
     try:
         yield
     finally:
-        patched.module_command, patched.subprocess = originals
+        patched.subprocess = original
+
+
+def fork_profiler(server: ForkServer, command: Sequence[str], **options: Any) -> ForkedProcess:
+    """Do what `subprocess.Popen` does with the command line and the options of a profiler process.
+
+    The environment is the server's.
+    """
+    at = command.index("-m") + 1
+    arguments = list(command[at + 1 :])
+    arguments[arguments.index("--parent") + 1] = str(server.pid)
+    return _fork(server, command[at], *arguments, descriptors=options["pass_fds"])
 
 
 def _fork(server: ForkServer, module: str, *arguments: str, descriptors: Sequence[int] = ()) -> ForkedProcess:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
 
 import pytest
@@ -17,6 +15,7 @@ from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
 from bexp.kernels.experts.registry import expert_support
 from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references
+from tests.bexp.kernels.poison import poisoned_memory
 from tests.gpu.fused_paths import PATHS, tiles_of
 from tests.gpu.test_kernels import experts_shape
 
@@ -52,17 +51,6 @@ LARGE = (
     expert_cases.ExpertCase("many tiles", 20000, 64, 2, hidden=512, width=320, skew=0.5),
     expert_cases.ExpertCase("odd widths", 1111, 4, 2, hidden=200, width=136, activation="relu"),
 )
-
-
-@contextmanager
-def poisoned_memory() -> Iterator[None]:
-    """What nobody writes is NaN, since deterministic mode fills it in. Not for the reference: cuBLAS would object."""
-    torch.use_deterministic_algorithms(True)
-    torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in its stubs
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 def expected(case: expert_cases.ExpertCase, routes: Tensor, tensors: list[Tensor]) -> list[Tensor]:

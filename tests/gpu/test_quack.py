@@ -7,7 +7,8 @@ import torch
 
 from bexp.kernels.experts.quack.backend import QUACK
 from tests.bexp.kernels import expert_cases, references
-from tests.gpu.test_fused import expected, poisoned_memory
+from tests.bexp.kernels.poison import poisoned_memory
+from tests.gpu.test_fused import expected
 from tests.gpu.test_kernels import experts_shape
 
 CUDA = torch.device("cuda")

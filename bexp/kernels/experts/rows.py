@@ -78,7 +78,7 @@ def dispatch(x_TD: Tensor, weights_TK: Tensor, rows: Rows) -> tuple[Tensor, Tens
 
 def combine(y_RD: Tensor, rows: Rows, top_k: int) -> Tensor:
     """Sum the rows (R, D) of each token: (T, D)."""
-    out: Tensor = _Combine.apply(y_RD, rows.token_of_row, rows.row_of_pair, top_k)  # type: ignore[no-untyped-call]
+    out: Tensor = _Combine.apply(y_RD, rows.token_of_row, rows.row_of_pair, top_k)  # type: ignore[no-untyped-call]  # in torch
     return out
 
 

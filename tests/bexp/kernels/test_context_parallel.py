@@ -23,7 +23,7 @@ from tests.bexp.kernels import references
 from tests.bexp.kernels.thread_ring import run_ranks
 from tests.bexp.kernels.triton_interpreter import is_interpreting
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 CPU = torch.device("cpu")
 TOLERANCES = {"float32": 1e-5, "float64": 1e-12, "bfloat16": 1e-2}

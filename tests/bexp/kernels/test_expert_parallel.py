@@ -6,7 +6,7 @@ import pytest
 
 from tests.bexp.kernels import expert_parallel_ranks as ranks
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 TOLERANCES = {"float64": 1e-12, "float32": 1e-5}
 Found = list[dict[str, Any]]

@@ -29,6 +29,7 @@ from bexp.kernels.experts.fused.tiles import (
 )
 from bexp.kernels.selective_recompute import selective_recompute
 from tests.bexp.kernels import expert_cases, references
+from tests.bexp.kernels.poison import poisoned_memory
 from tests.bexp.kernels.test_experts import experts_shape
 from tests.bexp.kernels.triton_interpreter import accept_scalars_of_one_element, is_interpreting
 
@@ -57,14 +58,13 @@ def backend(tiles: FusedTiles) -> ExpertBackend:
 
 
 @pytest.fixture(autouse=True)
-def poisoned_memory() -> Iterator[None]:
-    """What nobody writes is NaN, and deterministic mode fills it in."""
-    if is_interpreting():
-        accept_scalars_of_one_element()
-        torch.use_deterministic_algorithms(True)
-        torch.utils.deterministic.fill_uninitialized_memory = True  # type: ignore[attr-defined]  # not in its stubs
-    yield
-    torch.use_deterministic_algorithms(False)
+def poisoned() -> Iterator[None]:
+    if not is_interpreting():
+        yield
+        return
+    accept_scalars_of_one_element()
+    with poisoned_memory():
+        yield
 
 
 @pytest.mark.skipif(is_interpreting(), reason="this is the child")

@@ -237,6 +237,7 @@ def two_processes(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[int, s
     return answers
 
 
+@pytest.mark.slow(together="forked")
 def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, str], Any]) -> None:
     (found, timeout), (other, _) = (two_processes[rank, "alone"] for rank in (0, 1))
     assert found == other
@@ -247,6 +248,7 @@ def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, st
     assert timeout == timedelta(minutes=30)  # gloo's own, as before
 
 
+@pytest.mark.slow(together="forked")
 def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
     two_processes: dict[tuple[int, str], Any],
 ) -> None:

@@ -9,7 +9,7 @@ from tests.bexp.transformers.ranks import NUM_RANKS, WRAPPERS
 from tests.forked_ranks import run_ranks
 
 
-@pytest.mark.slow
+@pytest.mark.slow(together="forked")
 def test_gradients_under_ddp_and_fully_shard_are_those_of_the_plain_model(tmp_path: Path) -> None:
     run_ranks("tests.bexp.transformers.ranks", tmp_path)
     for rank in range(NUM_RANKS):

@@ -18,14 +18,15 @@ from explorer.records.plan import MeshRun
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.model import ModelSpec
 from explorer.spec.training import Sharding, TrainingSpec
+from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
-from tests.workers.process.test_profiler import ENVIRONMENT, HUGE, measured_whole
+from tests.workers.process.profilers import ENVIRONMENT, HUGE, measured_whole
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
 from workers.process.interface import ProfilerInterruptedError
 from workers.process.profiler import Profiler
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 LARGE = HUGE.model_copy(update={"num_attention_heads": 16, "num_query_groups": 16})
 """At a large micro-batch: seconds to run, most of them in rings."""
@@ -35,7 +36,7 @@ LARGE = HUGE.model_copy(update={"num_attention_heads": 16, "num_query_groups": 1
 def group(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiler]:
     """Two ranks, for tests that leave them well, or replaced."""
     locks = tmp_path_factory.mktemp("locks")
-    with Profiler(("cpu", "cpu"), environment=ENVIRONMENT, lock_directory=locks) as shared:
+    with forked_profilers(), Profiler(("cpu", "cpu"), environment=ENVIRONMENT, lock_directory=locks) as shared:
         yield shared
         left = processes(shared) if shared.pid is not None else []
     assert not any(is_alive(process) for process in left), "a process outlives the group"

@@ -1,13 +1,10 @@
-"""Real profiler processes on the CPU: what they answer, and what becomes of them."""
+"""A real profiler process on the CPU: what it answers, and what becomes of it in the middle of a job."""
 
 from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,71 +13,43 @@ import psutil
 import pytest
 
 from explorer.cost_model.components import ComponentKind
-from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
-from explorer.records.trial import TrialPlan
+from explorer.records.measurement import Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
-from explorer.spec.execution import Execution
 from explorer.spec.request import ExplorationRequest
+from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
+from tests.workers.process.profilers import (
+    ENVIRONMENT,
+    HUGE,
+    kill_while_starting,
+    measured_whole,
+    slow_trial,
+    wait_for,
+    works,
+)
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
-from workers.devices.lock import DeviceBusyError, DeviceLocks
+from workers.devices.lock import DeviceBusyError
 from workers.process.child import ProfilerProcess
-from workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
+from workers.process.interface import ProfilerInterruptedError
 from workers.process.profiler import Profiler
 from workers.process.protocol import Begin, Reply, ReportReply, RunTrial
 
-pytestmark = pytest.mark.slow(together=True)
-
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-"""Threads that wait for each other on a busy host take longer than one alone."""
-
-HUGE = MODEL.model_copy(update={"hidden_size": 1024, "seq_length": 1024, "vocab_size": 4096})
-"""At a large micro-batch: seconds to run, and gigabytes of activations."""
+pytestmark = pytest.mark.slow(together="forked")
 
 
 @pytest.fixture(scope="module")
 def profiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Profiler]:
     """One process for the tests that leave it well, or replaced."""
-    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path_factory.mktemp("locks")) as shared:
+    with (
+        forked_profilers(),
+        Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path_factory.mktemp("locks")) as shared,
+    ):
         yield shared
-
-
-def works(profiler: Profiler) -> bool:
-    """Whether a small trial succeeds."""
-    chosen = candidate(1)
-    return profiler.measure(plan(chosen, components_of(chosen)[:1])).outcome is Outcome.OK
-
-
-def measured_whole(profiler: Profiler, of: TrialPlan) -> WholeModelMeasurement:
-    """A whole model whose optimizer takes time. It is a difference, which the noise of a busy host may hide."""
-    for _ in range(5):
-        result = profiler.measure(of)
-        assert result.outcome is Outcome.OK, result.reason
-        assert result.whole_model is not None
-        if result.whole_model.optimizer_seconds > 0:
-            return result.whole_model
-    raise AssertionError("the optimizer takes no time")
 
 
 def attention_of(m: int) -> tuple:  # type: ignore[type-arg]  # any components
     return tuple(c for c in components_of(candidate(m), HUGE) if c.kind is ComponentKind.ATTENTION)
-
-
-def slow_trial(profiler: Profiler, *, timeout_seconds: float = 600.0) -> Measurement:
-    chosen = candidate(4)
-    components = components_of(chosen, HUGE)
-    return profiler.measure(plan(chosen, components, model=HUGE, timeout_seconds=timeout_seconds))
-
-
-def test_worker_and_api_start_without_what_they_seldom_need() -> None:
-    """Torch takes seconds to import. Alembic changes tables, rich prints for people."""
-    script = """
-import sys
-import api.embedded_api, workers.__main__
-sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers"}))
-"""
-    subprocess.run([sys.executable, "-c", script], check=True, timeout=500, cwd=Path(__file__).parents[3])
 
 
 def test_hardware_is_measured_once(profiler: Profiler) -> None:
@@ -303,46 +272,6 @@ def test_a_device_has_one_profiler_at_a_time(profiler: Profiler, tmp_path: Path)
         Profiler("cpu", environment=ENVIRONMENT, lock_directory=directory, lock_timeout_seconds=0.1).start()
 
 
-def test_a_device_that_does_not_exist_is_an_error() -> None:
-    with pytest.raises(ValueError, match="cuda:0"):
-        Profiler("cuda:0", environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
-
-
-def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text("raise ImportError('libcudart is missing')")
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
-    profiler = Profiler("cpu", lock_directory=tmp_path, environment=environment)
-    with pytest.raises(ProfilerError, match="libcudart is missing"):
-        profiler.start()
-    profiler.close()
-
-
-def kill_while_starting(profiler: Profiler, times: int, known: int | None = None) -> threading.Thread:
-    """Kill the next `times` processes of a profiler before they say that they are ready; `known` is the one before."""
-
-    def kill() -> None:
-        killed = {known}
-        while len(killed) <= times:
-            process = profiler._process.current
-            if process is not None and process.pid not in killed:
-                killed.add(process.pid)
-                process.kill()
-            time.sleep(0.01)
-
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
-
-
-def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(tmp_path: Path) -> None:
-    profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, start_pauses_seconds=(0.05,))
-    killer = kill_while_starting(profiler, 2)
-    with pytest.raises(ProfilerStartError, match="SIGKILL"):
-        profiler.start()
-    killer.join(60)
-    profiler.close()
-
-
 def test_the_process_of_a_clean_job_serves_the_next_one_at_once(profiler: Profiler) -> None:
     profiler.begin(REQUEST)
     assert works(profiler)
@@ -352,65 +281,6 @@ def test_the_process_of_a_clean_job_serves_the_next_one_at_once(profiler: Profil
     profiler.begin(REQUEST)
     assert works(profiler)
     assert profiler.pid == pid
-
-
-def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:
-    compiled = REQUEST.model_copy(update={"execution": Execution.COMPILE})
-    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
-        assert spare_of(profiler) is None  # a clean process serves the next job itself
-        profiler.begin(compiled)
-        doomed = spare_of(profiler)
-        assert doomed is not None
-        os.kill(doomed, signal.SIGKILL)
-        wait_for(lambda: not psutil.pid_exists(doomed) or psutil.Process(doomed).status() == psutil.STATUS_ZOMBIE)
-        refused = candidate(1, attention="cudnn")  # at once, while compiling would take seconds
-        result = profiler.measure(plan(refused, components_of(refused)[1:2]))  # which also starts another spare
-        assert result.outcome is Outcome.UNSUPPORTED
-        spare = spare_of(profiler)
-        assert spare not in {None, doomed}
-        profiler.finish_job()
-        profiler.begin(REQUEST)
-        assert profiler.pid == spare
-        assert spare_of(profiler) is None
-        assert works(profiler)
-
-
-def spare_of(profiler: Profiler) -> int | None:
-    spare = profiler._process._spare
-    return None if spare is None else spare.pid
-
-
-def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
-    script = f"""
-import pathlib
-from tests.workers.profiler.samples import REQUEST
-from tests.workers.process.test_profiler import ENVIRONMENT, slow_trial
-from workers.process.profiler import Profiler
-profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=pathlib.Path({str(tmp_path)!r}))
-profiler.start()
-profiler.begin(REQUEST)
-print(profiler.pid, flush=True)
-while True:
-    slow_trial(profiler)
-"""
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
-    )
-    assert parent.stdout is not None
-    child = psutil.Process(int(parent.stdout.readline()))
-    time.sleep(0.5)
-    assert child.is_running()
-    parent.kill()
-    parent.communicate(timeout=500)
-    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
-    assert DeviceLocks(["cpu"], directory=tmp_path).acquire(timeout_seconds=60.0)
-
-
-def wait_for(done: Callable[[], bool], seconds: float = 60.0) -> None:
-    deadline = time.monotonic() + seconds
-    while not done():
-        assert time.monotonic() < deadline, "it did not happen in time"
-        time.sleep(0.02)
 
 
 def test_a_replacement_is_told_who_held_the_device_when_the_job_began(

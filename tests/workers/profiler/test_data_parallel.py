@@ -9,7 +9,7 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.parallel_ranks import CASES, NUM_RANKS, Case, name_of
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 
 @pytest.fixture(scope="module")

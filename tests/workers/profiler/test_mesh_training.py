@@ -9,7 +9,7 @@ import pytest
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.mesh_ranks import CASES, NUM_RANKS
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 Said = dict[str, tuple[float, float]]
 

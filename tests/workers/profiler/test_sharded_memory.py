@@ -10,7 +10,7 @@ from explorer.cost_model.step import gathered_bytes, static_parts
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.sharded_memory_ranks import CASES, Case, name_of, request_of
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 
 @pytest.fixture(scope="module")

@@ -189,10 +189,10 @@ def block_sparse_ffn(
     outer = block_topology(rows.counts, w_in.shape[2], block, x_TD.device)
     inner = block_topology(rows.counts, width, block, x_TD.device) if gated else outer
     x_PD, weights_P = dispatch(x_TD, weights_TK, rows)
-    blocks: Tensor = recomputable(lambda x: SDD.apply(x, w_in, outer), x_PD, product=True)  # type: ignore[no-untyped-call]
+    blocks: Tensor = recomputable(lambda x: SDD.apply(x, w_in, outer), x_PD, product=True)  # type: ignore[no-untyped-call]  # in torch
     h = activate(blocks.view(outer.num_block_rows, -1), activation, gated=gated)
     h = recomputable(torch.mul, h.view(outer.num_block_rows, -1, block, block), weights_P.view(-1, 1, block, 1))
-    y_PD: Tensor = DSD.apply(h.view(-1, block, block), w_out, inner)  # type: ignore[no-untyped-call]
+    y_PD: Tensor = DSD.apply(h.view(-1, block, block), w_out, inner)  # type: ignore[no-untyped-call]  # in torch
     return combine(y_PD, rows, routes_TK.shape[1])
 
 

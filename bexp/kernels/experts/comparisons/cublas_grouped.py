@@ -124,7 +124,7 @@ def _check(shape: ExpertsShape, device: torch.device) -> str | None:
 
     x = torch.randn(32, 64, dtype=shape.dtype, device=device, requires_grad=True)
     w = torch.randn(4, 64, 64, dtype=shape.dtype, device=device, requires_grad=True)
-    return failure_of(lambda: CublasGemm.apply(x, w, (8, 0, 16, 8)), device)  # type: ignore[no-untyped-call]
+    return failure_of(lambda: CublasGemm.apply(x, w, (8, 0, 16, 8)), device)  # type: ignore[no-untyped-call]  # in torch
 
 
 def _with_rows(counts: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:

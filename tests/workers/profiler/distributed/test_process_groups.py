@@ -11,7 +11,7 @@ from tests.forked_ranks import run_ranks
 from workers.profiler.distributed.launch import launch_config
 
 
-@pytest.mark.slow
+@pytest.mark.slow(together="forked")
 def test_ranks_find_their_rings_and_agree(tmp_path: Path) -> None:
     run_ranks("tests.workers.profiler.distributed.process_group_ranks", tmp_path)
     found = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(4)]

@@ -11,13 +11,13 @@ import pytest
 from explorer.cost_model.step import gathered_bytes, static_parts
 from explorer.spec.parts import ModelParts
 from explorer.spec.training import Sharding
-from tests.explorer.cost_model.test_part_costs import parts
+from tests.explorer.cost_model.described import parts
 from tests.forked_ranks import run_ranks
 from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, TRAINING
 from tests.workers.targets.transformers.targets import open_target, request_for
 from workers.profiler.failures import UnsupportedTrialError
 
-pytestmark = pytest.mark.slow(together=True)
+pytestmark = pytest.mark.slow(together="forked")
 
 pytest.importorskip("transformers")
 KINDS = [kind for kind in TRAINING if kind != "lora" or find_spec("peft") is not None]

@@ -1,0 +1,106 @@
+"""Devices that share sequences: what a search makes of them."""
+
+from __future__ import annotations
+
+import pytest
+
+from explorer.cost_model.components import Component, ComponentKind
+from explorer.cost_model.search_space import enumerate_candidates
+from explorer.records.recommendation import Answer
+from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.explore import explore
+from explorer.search.feasibility import at_least
+from explorer.search.optuna_trials import DIMENSIONS, distributions, to_candidate, to_params
+from explorer.spec.context_parallel import LAYOUTS
+from explorer.spec.request import ExplorationRequest
+from explorer.spec.variant import Variant
+from tests.explorer.explorations import pruned
+from tests.explorer.long_sequences import MODEL, SMALL, request
+from tests.explorer.simulator import SimulatedDevice, report
+
+
+def run(req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4) -> tuple[Answer, list[TrialPlan]]:
+    rep = report(memory_gib=40, experts=False, num_devices=num_devices)
+    device.hardware = rep.hardware
+    answer = list(explore(req, rep, device, prune=pruned))[-1].answer
+    assert answer is not None
+    return answer, device.plans
+
+
+@pytest.mark.parametrize("best", ["ring", "striped", "zigzag"])
+def test_the_search_finds_the_layout_that_the_device_likes(best: str) -> None:
+    req = request((2, 4), model={**MODEL, "seq_length": 65536})
+    device = SimulatedDevice(req, seed=1)
+    # The prior holds the ring to be slower: to be the best it must be so by more than the prior says.
+    device.layout_speed = {layout: 2.0 if layout == best else 0.8 for layout in LAYOUTS}
+    answer, plans = run(req, device)
+    found = answer.variants[0].recommendation
+    assert found is not None
+    assert found.candidate.context_parallel_layout == best
+    assert {plan.num_processes for plan in plans} == {4}, "a step waits for the slowest of those that train together"
+    assert any("passes between devices are included" in note for note in found.notes)
+    assert any("the exchange of gradients between 4 devices is included" in note for note in found.notes)
+
+
+def test_a_profiler_of_a_part_of_the_devices_runs_no_more_than_share_a_sequence() -> None:
+    req = request((2,), model={**MODEL, "seq_length": 65536})
+    _, plans = run(req, SimulatedDevice(req), num_devices=3)
+    for plan in plans:
+        communicating = [c.context_parallel_size for c in plan.components if c.communicates]
+        most = 2 if plan.kind is TrialKind.WHOLE_MODEL else max(communicating, default=1)
+        assert plan.num_processes == most
+    assert {plan.num_processes for plan in plans} == {1, 2}
+
+
+def test_sharing_wins_where_memory_leaves_nothing_else_and_loses_where_it_only_costs() -> None:
+    roomy = request((1, 2), attention_backends=["flash"])
+    device = SimulatedDevice(roomy)
+    device.layout_speed = dict.fromkeys(LAYOUTS, 0.5)
+    best = run(roomy, device)[0].variants[0].recommendation
+    assert best is not None
+    assert best.candidate.context_parallel_size == 1
+    long = request((1, 2, 4), model={**MODEL, "seq_length": 1 << 20}, recompute=["full"], attention_backends=["flash"])
+    answer = run(long, SimulatedDevice(long))[0].variants[0]
+    assert answer.recommendation is not None, answer.reason
+    assert answer.recommendation.candidate.context_parallel_size == 4
+    assert answer.recommendation.base.context_parallel_size == 2, "the first base that fits"
+
+
+def test_a_worker_with_one_device_serves_what_does_not_share() -> None:
+    req = request("explore")
+    answer, plans = run(req, SimulatedDevice(req), num_devices=1)
+    found = answer.variants[0].recommendation
+    assert found is not None
+    assert found.candidate.context_parallel_size == 1
+    assert {plan.num_processes for plan in plans} == {1}
+    assert "context-parallel sizes 2, 4 need more devices than the 1 here" in found.notes
+
+
+def test_a_failed_block_says_nothing_of_other_layouts() -> None:
+    def attention(m: int, size: int = 1, layout: str | None = None) -> Component:
+        return Component(
+            kind=ComponentKind.ATTENTION,
+            micro_batch_size=m,
+            backend="flash",
+            num_query_groups=4,
+            context_parallel_size=size,
+            context_parallel_layout=layout,
+        )
+
+    assert at_least(attention(4, 2, "ring"), attention(2, 2, "ring"))
+    assert not at_least(attention(4, 2, "zigzag"), attention(2, 2, "ring"))
+    assert not at_least(attention(4, 4, "ring"), attention(2, 2, "ring"))
+    assert not at_least(attention(4, 4, "ring"), attention(4))
+    ffn = Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1, context_parallel_size=2)
+    assert not at_least(ffn, Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1))
+    assert at_least(Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1), ffn)
+
+
+def test_a_trial_from_before_context_parallelism_is_still_read() -> None:
+    rep = report(experts=False)
+    plain = ExplorationRequest.model_validate({"model": MODEL, **SMALL})
+    candidates = enumerate_candidates(plain, rep, plain.model).candidates
+    space = distributions(candidates)
+    assert set(space) == set(DIMENSIONS)
+    old = {name: to_params(candidates[0])[name] for name in DIMENSIONS[:5]}
+    assert to_candidate(old, Variant(4)) == candidates[0]

@@ -1,0 +1,66 @@
+"""What tests do with real profiler processes on the CPU."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+
+from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
+from explorer.records.trial import TrialPlan
+from tests.workers.profiler.samples import MODEL, candidate, components_of, plan
+from workers.process.profiler import Profiler
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+"""Threads that wait for each other on a busy host take longer than one alone."""
+
+HUGE = MODEL.model_copy(update={"hidden_size": 1024, "seq_length": 1024, "vocab_size": 4096})
+"""At a large micro-batch: seconds to run, and gigabytes of activations."""
+
+
+def works(profiler: Profiler) -> bool:
+    """Whether a small trial succeeds."""
+    chosen = candidate(1)
+    return profiler.measure(plan(chosen, components_of(chosen)[:1])).outcome is Outcome.OK
+
+
+def measured_whole(profiler: Profiler, of: TrialPlan) -> WholeModelMeasurement:
+    """A whole model whose optimizer takes time. It is a difference, which the noise of a busy host may hide."""
+    for _ in range(5):
+        result = profiler.measure(of)
+        assert result.outcome is Outcome.OK, result.reason
+        assert result.whole_model is not None
+        if result.whole_model.optimizer_seconds > 0:
+            return result.whole_model
+    raise AssertionError("the optimizer takes no time")
+
+
+def slow_trial(profiler: Profiler, *, timeout_seconds: float = 600.0) -> Measurement:
+    chosen = candidate(4)
+    components = components_of(chosen, HUGE)
+    return profiler.measure(plan(chosen, components, model=HUGE, timeout_seconds=timeout_seconds))
+
+
+def kill_while_starting(profiler: Profiler, times: int, known: int | None = None) -> threading.Thread:
+    """Kill the next `times` processes of a profiler before they say that they are ready; `known` is the one before."""
+
+    def kill() -> None:
+        killed = {known}
+        while len(killed) <= times:
+            process = profiler._process.current
+            if process is not None and process.pid not in killed:
+                killed.add(process.pid)
+                process.kill()
+            time.sleep(0.01)
+
+    thread = threading.Thread(target=kill, daemon=True)
+    thread.start()
+    return thread
+
+
+def wait_for(done: Callable[[], bool], seconds: float = 60.0) -> None:
+    deadline = time.monotonic() + seconds
+    while not done():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        time.sleep(0.02)

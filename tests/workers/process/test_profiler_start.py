@@ -1,0 +1,113 @@
+"""How real profiler processes on the CPU start, and how they end with whoever started them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from explorer.records.measurement import Outcome
+from explorer.spec.execution import Execution
+from tests.workers.process.profilers import (
+    ENVIRONMENT,
+    kill_while_starting,
+    wait_for,
+    works,
+)
+from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan
+from workers.devices.lock import DeviceLocks
+from workers.process.interface import ProfilerError, ProfilerStartError
+from workers.process.profiler import Profiler
+
+pytestmark = pytest.mark.slow
+
+
+def test_worker_and_api_start_without_what_they_seldom_need() -> None:
+    """Torch takes seconds to import. Alembic changes tables, rich prints for people."""
+    script = """
+import sys
+import api.embedded_api, workers.__main__
+sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers"}))
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=500, cwd=Path(__file__).parents[3])
+
+
+def test_a_device_that_does_not_exist_is_an_error() -> None:
+    with pytest.raises(ValueError, match="cuda:0"):
+        Profiler("cuda:0", environment={**os.environ, "CUDA_VISIBLE_DEVICES": ""})
+
+
+def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("raise ImportError('libcudart is missing')")
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    profiler = Profiler("cpu", lock_directory=tmp_path, environment=environment)
+    with pytest.raises(ProfilerError, match="libcudart is missing"):
+        profiler.start()
+    profiler.close()
+
+
+def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(tmp_path: Path) -> None:
+    profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, start_pauses_seconds=(0.05,))
+    killer = kill_while_starting(profiler, 2)
+    with pytest.raises(ProfilerStartError, match="SIGKILL"):
+        profiler.start()
+    killer.join(60)
+    profiler.close()
+
+
+def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:
+    compiled = REQUEST.model_copy(update={"execution": Execution.COMPILE})
+    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
+        assert spare_of(profiler) is None  # a clean process serves the next job itself
+        profiler.begin(compiled)
+        doomed = spare_of(profiler)
+        assert doomed is not None
+        os.kill(doomed, signal.SIGKILL)
+        wait_for(lambda: not psutil.pid_exists(doomed) or psutil.Process(doomed).status() == psutil.STATUS_ZOMBIE)
+        refused = candidate(1, attention="cudnn")  # at once, while compiling would take seconds
+        result = profiler.measure(plan(refused, components_of(refused)[1:2]))  # which also starts another spare
+        assert result.outcome is Outcome.UNSUPPORTED
+        spare = spare_of(profiler)
+        assert spare not in {None, doomed}
+        profiler.finish_job()
+        profiler.begin(REQUEST)
+        assert profiler.pid == spare
+        assert spare_of(profiler) is None
+        assert works(profiler)
+
+
+def spare_of(profiler: Profiler) -> int | None:
+    spare = profiler._process._spare
+    return None if spare is None else spare.pid
+
+
+def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:
+    script = f"""
+import pathlib
+from tests.workers.profiler.samples import REQUEST
+from tests.workers.process.profilers import ENVIRONMENT, slow_trial
+from workers.process.profiler import Profiler
+profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=pathlib.Path({str(tmp_path)!r}))
+profiler.start()
+profiler.begin(REQUEST)
+print(profiler.pid, flush=True)
+while True:
+    slow_trial(profiler)
+"""
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, cwd=Path(__file__).parents[3]
+    )
+    assert parent.stdout is not None
+    child = psutil.Process(int(parent.stdout.readline()))
+    time.sleep(0.5)
+    assert child.is_running()
+    parent.kill()
+    parent.communicate(timeout=500)
+    wait_for(lambda: not child.is_running() or child.status() == psutil.STATUS_ZOMBIE)
+    assert DeviceLocks(["cpu"], directory=tmp_path).acquire(timeout_seconds=60.0)
