@@ -142,10 +142,11 @@ def test_a_model_whose_own_code_was_measured_stays_as_it_is() -> None:
     settings = bexp.Recommendation.read(told).settings
     assert (settings.attention, settings.loss) == (None, "library")
     model = models.tiny("olmoe")
-    model.gradient_checkpointing_enable()
+    model.activation_checkpointing_enable()
     before = models.snapshot(model)
     assert "as your own code sets them" in str(bexp.apply(model, told))
-    assert models.snapshot(model) == before
+    changed = {key for key, value in models.snapshot(model).items() if before.get(key, None) != value}
+    assert changed == {"._bexp_applied"}
     assert bexp.restore(model)
 
 
