@@ -16,6 +16,7 @@ from api.administration import QuotaLimits
 from api.auth import authorize
 from api.deadlines import DeadlineMiddleware
 from api.metrics import LatencyMiddleware, Metrics
+from api.parameters import refuse_unknown_parameters
 from api.problems import Problem, install_problem_handlers
 from api.routes import (
     administration,
@@ -44,6 +45,7 @@ COMMON_PROBLEMS = examples.problems(
     "/v1/explorations",
     HTTPStatus.UNAUTHORIZED,
     HTTPStatus.FORBIDDEN,
+    HTTPStatus.UNPROCESSABLE_ENTITY,
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.SERVICE_UNAVAILABLE,
 )
@@ -68,12 +70,14 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         docs_url=None,  # the stock pages load their scripts from another host; `web` has a page of its own
         redoc_url=None,
         redirect_slashes=False,
+        generate_unique_id_function=lambda route: route.name,  # what a generated client calls its functions
     )
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
+    v1_rules = [Depends(authorize), Depends(refuse_unknown_parameters)]
     for module in (explorations, resuming, results, run_reports, logs, workers, administration, schemas):
-        app.include_router(module.router, dependencies=[Depends(authorize)], responses=COMMON_PROBLEMS)
+        app.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     app.include_router(web.router)
     _describe(app)

@@ -15,9 +15,11 @@ from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
 from bexp.recommendation import Recommendation, RecommendationError, Source, execution_settings
 from bexp.transformers.set_up import Applied, set_up
+from bexp.transformers.undo import Changes
 
 _LOGGER = logging.getLogger(__name__)
 _APPLIED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+_UNTOUCHED = "attention, experts, recomputation and loss: as your own code sets them, because that was measured"
 _MARK = "_bexp_applied"
 """An attribute of a model that is set up. A deep copy has it, too, and is not in `_APPLIED`."""
 
@@ -55,6 +57,8 @@ def apply(
     is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
     measured. A model that was set up before is restored first. What was done is logged and returned.
 
+    If the step of a target of your own was measured, only the allocator is set.
+
     `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With graphs, the
     micro-step is captured when it first runs. What cannot be captured runs operation by operation, and the log says why
     (see `bexp.graphs`).
@@ -76,7 +80,9 @@ def apply(
         warnings.append("the model was compiled before it was set up: call bexp.apply first, then torch.compile")
     if strict and warnings:
         raise RecommendationError("; ".join(warnings))
-    report = Report(told, set_up(inner, told.settings), tuple(warnings))
+    untouched = told.own_code and execution is None
+    applied = Applied(told.settings, (_UNTOUCHED,), Changes()) if untouched else set_up(inner, told.settings)
+    report = Report(told, applied, tuple(warnings))
     _APPLIED[inner] = report
     setattr(inner, _MARK, True)
     for warning in warnings:
@@ -161,6 +167,8 @@ def _differences(told: Recommendation, seq_length: int | None, model: nn.Module)
         found.append(f"it was measured on {told.device_name}, but this is {device_name()}")
     if told.seq_length and seq_length and seq_length != told.seq_length:
         found.append(f"it was measured with sequences of {told.seq_length} tokens, not {seq_length}")
+    if getattr(model, "is_quantized", False) and not told.own_code:
+        found.append("it was measured with plain weights, and those of this model are quantised")
     here = versions()
     found += [
         f"it was measured with {name} {version}, and this is {here[name]}"

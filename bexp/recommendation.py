@@ -22,6 +22,8 @@ _EXPERTS = {
     "auto": "bexp_auto",
 }
 """The experts setting of a transformers model for each expert back end of our reference layers."""
+_OWN_ATTENTION = "own"
+"""The attention back end of a model that was measured whole: whatever its code calls."""
 _SDPA = ("flash", "cudnn", "efficient", "math")
 _SIZES = {
     "model_type": ("model_type",),
@@ -50,7 +52,8 @@ class Recommendation:
     none.
 
     `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
-    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null.
+    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null. `own_code`
+    says that the step of a target of the person's own was measured, which has settings of its own.
     """
 
     settings: Settings
@@ -66,6 +69,7 @@ class Recommendation:
     device_name: str | None = None
     versions: Mapping[str, str] = field(default_factory=dict)
     architecture: Mapping[str, Any] = field(default_factory=dict)
+    own_code: bool = False
 
     @classmethod
     def read(cls, source: Source | Recommendation) -> Recommendation:
@@ -100,6 +104,7 @@ class Recommendation:
         return cls(
             settings=settings,
             micro_batch_size=candidate["micro_batch_size"],
+            own_code=candidate.get("attention_backend") == _OWN_ATTENTION and request.get("hf_config") is None,
             architecture=_sizes(
                 found.get("model") or document.get("model") or request.get("model") or request.get("hf_config") or {}
             ),
@@ -166,7 +171,10 @@ def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
-    """Return the settings in the document, or translate the candidate's back ends to those of a transformers model."""
+    """Return the settings in the document, or translate the candidate's back ends to those of a transformers model.
+
+    A candidate that was measured whole leaves attention and loss as the model has them.
+    """
     written = found.get("settings")
     if isinstance(written, Mapping):
         return Settings.from_json(dict(written))
@@ -175,12 +183,13 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
     experts = candidate.get("expert_backend")
     loss = training.get("loss") if isinstance(training, Mapping) else None
     kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
-    if candidate.get("loss") is not None or request.get("hf_config") is not None:  # the model's own loss was measured
+    is_whole = attention == _OWN_ATTENTION
+    if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
         kind = candidate.get("loss")
     compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
     allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
     return Settings(
-        attention=f"sdpa:{attention}" if attention in _SDPA else attention,
+        attention=None if is_whole else f"sdpa:{attention}" if attention in _SDPA else attention,
         experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),

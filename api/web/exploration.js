@@ -5,7 +5,7 @@ import { confidenceChart, frontChart, heatMap, memoryChart, throughputChart } fr
 import { el, throttle } from "./dom.js";
 import * as format from "./format.js";
 import { Log } from "./log.js";
-import { TrialsTable } from "./trials_table.js";
+import { TrialsTable, withMeshes } from "./trials_table.js";
 import { confidenceOver } from "./trial_figures.js";
 
 const FINAL = new Set(["succeeded", "failed", "cancelled"]);
@@ -97,7 +97,7 @@ export class ExplorationView {
     }
     this.log.update(events, exploration.recommendation, isFinal(exploration));
     this.trialsCard.hidden = trials.length === 0;
-    if (this.trials.trials.length !== trials.length) this.trials.update([...trials]);
+    if (this.trials.trials.length !== trials.length) this.trials.update(withMeshes(trials, events));
   }
 
   #drawHead(exploration, trials) {

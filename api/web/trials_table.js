@@ -7,6 +7,7 @@ const dash = (value, text = String) => (value === null || value === undefined ? 
 
 const COLUMNS = [
   { name: "trial", value: (t) => t.number },
+  { name: "mesh", value: (t) => t.mesh ?? null, isText: true, isOptional: true },
   { name: "micro-batch", value: (t) => t.measurement.candidate.micro_batch_size },
   { name: "tile", value: (t) => t.measurement.candidate.bta_tile, text: (v) => v ?? "off" },
   { name: "recompute", value: (t) => t.measurement.candidate.recompute, text: format.words, isText: true },
@@ -24,6 +25,15 @@ const COLUMNS = [
 /** What a candidate chooses that has no column of its own. */
 const rest = (candidate) =>
   format.settings({ ...candidate, attention_backend: "own", expert_backend: null });
+
+/** The trials with the mesh of each, which the event of the trial names. */
+export function withMeshes(trials, events) {
+  const meshes = new Map(events.filter(({ data }) => data?.mesh).map(({ data }) => [data.trial, data.mesh]));
+  return trials.map((trial) => {
+    const mesh = trial.mesh_run?.mesh ?? meshes.get(trial.number);
+    return mesh ? { ...trial, mesh: format.mesh(mesh) } : trial;
+  });
+}
 
 /** A table of trials; a click on a column's name sorts by it, and a second click turns the order around. */
 export class TrialsTable {

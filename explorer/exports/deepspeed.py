@@ -10,7 +10,7 @@ import json
 from typing import Any
 
 from explorer.exports.accelerate import script_notes
-from explorer.exports.document import Export
+from explorer.exports.document import Export, decided_fields
 from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from explorer.exports.plan import Plan
 from explorer.exports.transformers import PRECISION
@@ -32,4 +32,6 @@ def render(plan: Plan) -> Export:
     }
     if plan.dtype in PRECISION:
         values[PRECISION[plan.dtype]] = {"enabled": True}
-    return Export(json.dumps(values, indent=2, allow_nan=False) + "\n", "application/json", header)
+    return Export(
+        json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n", "application/json", header
+    )

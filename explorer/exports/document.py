@@ -12,6 +12,14 @@ import yaml
 
 from explorer.exports.plan import ALLOCATOR_VARIABLE, Plan
 
+OF_THE_CODE = frozenset(
+    {
+        *("bf16", "fp16", "mixed_precision", "torch_compile"),
+        *("activation_checkpointing", "gradient_checkpointing", "disable_gradient_checkpointing"),
+    }
+)
+"""Fields of precision, compilation and recomputation. A target that a person has written decides them by itself."""
+
 
 @dataclass(frozen=True, slots=True)
 class Export:
@@ -25,14 +33,14 @@ class Export:
 
 def json_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> Export:
     """Return a JSON file. Its parser takes no comments and no unknown keys, so the header goes beside it."""
-    text = json.dumps(values, indent=2, allow_nan=False) + "\n"
+    text = json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n"
     return Export(text, "application/json", (*plan.header, *notes), has_header=False)
 
 
 def yaml_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> Export:
     """Return a YAML file under its header."""
     header = (*plan.header, *notes)
-    text = f"{comments(header)}{yaml.safe_dump(values, sort_keys=False)}"
+    text = f"{comments(header)}{yaml.safe_dump(decided_fields(plan, values), sort_keys=False)}"
     return Export(text, "application/yaml", header)
 
 
@@ -56,3 +64,8 @@ def shell_export(plan: Plan, variable: str, flags: Iterable[tuple[str, ...]], no
 def comments(lines: Iterable[str]) -> str:
     """Return lines as comments; what would end a comment's line is taken out."""
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)
+
+
+def decided_fields(plan: Plan, values: dict[str, Any]) -> dict[str, Any]:
+    """Return the fields that were decided; a framework keeps its own setting of a field that is left out."""
+    return {key: value for key, value in values.items() if not (plan.is_own_code and key in OF_THE_CODE)}

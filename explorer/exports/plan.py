@@ -26,7 +26,7 @@ from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import DType
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import TRANSFORMERS, describe_target
+from explorer.spec.target import BEXP, TRANSFORMERS, describe_target
 from explorer.spec.training import Sharding
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
@@ -73,6 +73,11 @@ class Plan:
         return "expandable_segments:True" if self.expandable_segments else None
 
     @property
+    def is_own_code(self) -> bool:
+        """Whether a person's own target was measured, whose code decides precision, recomputation and kernels."""
+        return is_own_code(self.request)
+
+    @property
     def data_parallel_size(self) -> int:
         """Groups of devices that process sequences of their own."""
         return self.mesh.mesh.data if self.mesh is not None else self.num_devices // self.context_parallel_size
@@ -99,7 +104,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
     return Plan(
         model_name=request.model_name,
         has_experts=candidate.expert_backend is not None,
-        seq_length=request.seq_length,
+        seq_length=_seq_length(request, report),
         dtype=compute_dtype(request, report),
         autocast=request.training.precision == "autocast",
         batch_size=request.batch_size,
@@ -142,7 +147,7 @@ def _header(
         f"bexp export '{name}' of exploration {exploration.id}: {request.model_name}",
         f"measured: target {measured}{device}",
         f"measured candidate: {choice.candidate.describe()}",
-        _batch_line(request, choice, choice.plan),
+        _batch_line(request, choice, _seq_length(request, report)),
     ]
     if choice.plan is not None:
         lines.append(
@@ -150,6 +155,11 @@ def _header(
             f"{', '.join(map(str, choice.plan.layers_per_stage))}; exchanges follow from a described fabric"
         )
     lines += _lost(framework, request, known, choice, report)
+    if is_own_code(request):
+        lines.append(
+            "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
+            "of them otherwise, keep yours"
+        )
     if request.target_name not in framework.targets:
         lines.append(f"{framework.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
@@ -171,11 +181,22 @@ def _weights_line(request: ExplorationRequest, report: DeviceReport | None) -> s
     return f"weights: measured in {dtype}, so make the model with dtype={dtype}"
 
 
-def _batch_line(request: ExplorationRequest, choice: Choice, plan: MeshPlan | None) -> str:
-    size = choice.context_parallel_size
+def is_own_code(request: ExplorationRequest) -> bool:
+    """Whether the target is one that a person has written."""
+    return request.target_name not in (BEXP, TRANSFORMERS)
+
+
+def _seq_length(request: ExplorationRequest, report: DeviceReport | None) -> int:
+    """Return the tokens of a sequence: a target that a person has written states its own; 1 if it states none."""
+    parts = report.parts if report is not None else None
+    return parts.seq_length if parts is not None and is_own_code(request) else request.seq_length
+
+
+def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) -> str:
+    size, plan = choice.context_parallel_size, choice.plan
     groups = request.data_parallel_size(size) if plan is None else plan.mesh.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
-    tokens = f", of {request.seq_length} tokens each" if request.seq_length > 1 else ""  # 1: its target has its own
+    tokens = f", of {seq_length} tokens each" if seq_length > 1 else ""  # 1: its target states none
     return (
         f"batch_size {request.batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "
         f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}{tokens}: "

@@ -79,7 +79,7 @@ def _recommendation(plan: Plan) -> dict[str, Any]:
         request |= {"hf_config": scalars, "hf_seq_length": plan.seq_length}
     candidate = plan.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": plan.recompute.value}
     for key, kept in (("attention_backend", plan.attention), ("expert_backend", plan.experts)):
-        if kept is None:
+        if kept is None and not plan.candidate.is_whole:  # the reader leaves a model that was measured whole as it is
             candidate.pop(key, None)
     return {
         "recommendation": {"candidate": candidate, "dtype": plan.dtype.value},

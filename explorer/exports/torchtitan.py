@@ -7,6 +7,7 @@ parser, so it stands last.
 from __future__ import annotations
 
 from explorer.exports.document import Export, shell_export
+from explorer.exports.exploration import ExportError
 from explorer.exports.framework import Framework
 from explorer.exports.plan import Plan
 from explorer.records.plan import MeshPlan
@@ -41,7 +42,12 @@ def render_release(plan: Plan) -> Export:
 
 
 def render_main(plan: Plan) -> Export:
-    """Return the flags of torchtitan's main line."""
+    """Return the flags of torchtitan's main line.
+
+    Raises ExportError if the target states no length of its sequences, because this version counts tokens.
+    """
+    if plan.is_own_code and plan.seq_length == 1:
+        raise ExportError("torchtitan's main line counts tokens, and the target states no seq_length.")
     batch: Flags = [
         ("--training.num_tokens_per_microbatch_per_dp_rank", str(plan.micro_batch_size * plan.seq_length)),
         ("--training.num_tokens_per_train_step", str(plan.batch_size * plan.seq_length)),

@@ -75,7 +75,7 @@ def relocate(native: Location, sources: Mapping[Location, Location]) -> Location
 def _simplify(detail: ErrorDetails) -> tuple[Location, str]:
     """Return the field of an error, without the names that pydantic gives the members of a union, and the rule."""
     location: Location = detail["loc"]
-    message = "is missing" if detail["type"] == "missing" else rule_of(detail)
+    message = rule_of(detail)
     if location[:1] == ("num_csx",):
         location = ("num_devices", *location[1:])
     if location[:2] == SIZES:

@@ -16,7 +16,7 @@ from explorer.formats.translation import Translation
 from explorer.formats.vision import refuse_vision
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.spelling import did_you_mean
-from explorer.spec.target import BEXP, TRANSFORMERS, default_target
+from explorer.spec.target import BEXP, TRANSFORMERS, default_target, unlike_the_config
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
@@ -51,7 +51,7 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
         raise FormatError(list(translation.problems)[:MAX_ERRORS])
     said = merged.get("notices", ())
     if (notices := translation.notices()) and isinstance(said, (list, tuple)):  # else the request refuses what is said
-        merged["notices"] = [*said, *notices]
+        merged["notices"] = [*said, *(notice for notice in notices if notice not in said)]
     sources = {target: source for target, source in translation.sources.items() if _lookup(changes, target) is _ABSENT}
     try:
         request = ExplorationRequest.model_validate(merged)
@@ -116,6 +116,8 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
     config = translation.get("hf_config")
     if isinstance(config, Mapping):
         drop_remote_code(config, translation)
+        if _choose(changes, translation.document, "target") in (None, TRANSFORMERS):
+            translation.notes += unlike_the_config(config)
         if _choose(changes, translation.document, "hf_seq_length") is None:
             assume_seq_length(config, translation)
 

@@ -10,7 +10,7 @@ from explorer.cost_model.search_space import LegalSpace
 from explorer.cost_model.step import GIB
 from explorer.records.event import EventCode, EventDraft
 from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Answer, WholeModelCheck
+from explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
 from explorer.records.trial import Trial
 from explorer.search.suggestion import Suggestion
 from explorer.spec.candidate import Candidate
@@ -185,9 +185,15 @@ def end_event(answer: Answer) -> EventDraft:
         return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
     return EventDraft(
         code=EventCode.SUCCEEDED,
-        message=(
-            f"Recommended: {found.candidate.describe()}: {found.expected_tokens_per_second:.0f} tokens/s, "
-            f"{found.performance:.2f}x base, confidence {found.confidence}"
-        ),
+        message=(f"Recommended: {_with_rate(found)}, {found.performance:.2f}x base, confidence {found.confidence}"),
         data=data,
     )
+
+
+def _with_rate(found: Recommendation) -> str:
+    """Return the candidate and its rate. That of a mesh begins with the mesh, which names the sharding."""
+    rate = f"{found.expected_tokens_per_second:.0f} tokens/s"
+    if found.plan is None:
+        return f"{found.candidate.describe()}: {rate}"
+    settings = found.candidate.model_copy(update={"sharding": None}).describe()
+    return f"{found.plan.mesh.describe()} {settings}: {rate} of each device"

@@ -23,7 +23,7 @@ from explorer.spec.candidate import Candidate, Recompute
 from explorer.spec.hardware import BackendSupport, DeviceReport
 from explorer.spec.parts import ExploredModel, ModelParts
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP
+from explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
 from explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
@@ -180,6 +180,8 @@ def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
     notes = [f"execution: {candidate.execution or request.execution}"]
+    if request.hf_config is not None and request.target_name == TRANSFORMERS:
+        notes += unlike_the_config(request.hf_config)
     notes += [f"kernels '{each.name}' are left out: {each.reason}" for each in report.kernels if not each.usable]
     notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
     notes += _named_and_left_out(request, report)

@@ -22,6 +22,8 @@ _MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
 def rule_of(detail: Mapping[str, Any]) -> str:
     """Return the rule that an error of pydantic names, in the words of our own rules."""
     message: str = detail["msg"]
+    if detail["type"] == "missing":
+        return "is missing"
     if detail["type"] in _MAPPINGS:
         return MAPPING_RULE
     for written, plain in _WORDS:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any
 
@@ -41,6 +42,9 @@ MAX_CONFIG_DEPTH = 16
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 """Keys of a config.json that ask for code from elsewhere to be run."""
 
+OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice", "MaskedLM")
+"""What the classes of transformers are for whose head and loss are not those of a causal language model."""
+
 
 def name_local_target(reference: str) -> str:
     """Return the name of a target that a person names by its file: `local.train` for `/home/me/train.py:Target`."""
@@ -77,6 +81,25 @@ def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
     if _measure(config, ()) > MAX_CONFIG_BYTES:
         raise RuleError(f"the configuration is larger than {MAX_CONFIG_BYTES // 1024} KiB")
     return config
+
+
+def unlike_the_config(config: Mapping[str, Any]) -> list[str]:
+    """Return, in words, what a config.json says of the training and target `transformers` measures otherwise."""
+    found = []
+    quantized = config.get("quantization_config")
+    if quantized:
+        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
+        named = f" ({method:.40})" if isinstance(method, str) else ""
+        found.append(
+            f"quantization_config{named} is left out: plain weights are measured, "
+            "so memory and speed are not those of training on quantised ones"
+        )
+    classes = config.get("architectures")
+    for name in classes if isinstance(classes, list | tuple) else ():
+        if isinstance(name, str) and name.endswith(tuple(f"For{head}" for head in OTHER_HEADS)):
+            found.append(f"{name:.80} has another head and loss than what is measured: the causal language model")
+            break
+    return found
 
 
 def check_target_config(config: dict[str, Any]) -> dict[str, Any]:

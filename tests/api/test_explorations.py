@@ -151,6 +151,7 @@ EDGES = [
     ("query", "field"),
     [
         ("limit=0", "limit"),
+        ("labels=team%3Dsearch", "labels"),
         ("limit=201", "limit"),
         ("limit=x", "limit"),
         ("limit=NaN", "limit"),

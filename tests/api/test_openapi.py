@@ -40,6 +40,12 @@ def test_every_route_has_a_summary_and_examples(document: dict[str, Any]) -> Non
             assert "example" in content, name
 
 
+def test_a_generated_client_has_a_short_name_for_each_route(document: dict[str, Any]) -> None:
+    names = [operation["operationId"] for _, operation in operations(document)]
+    assert len(set(names)) == len(names)
+    assert {"submit_exploration", "list_explorations", "follow_events"} <= set(names)
+
+
 def test_errors_are_described_as_problems(document: dict[str, Any]) -> None:
     for name, operation in operations(document):
         for status, response in operation["responses"].items():

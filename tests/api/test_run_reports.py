@@ -66,5 +66,11 @@ def test_a_bad_report_names_the_field(client: TestClient, path: str, changes: di
     assert [error["field"] for error in response.json()["errors"]] == [field]
 
 
+def test_a_field_that_a_report_lacks_is_said_to_be_missing(client: TestClient, path: str) -> None:
+    lacking = {name: value for name, value in REPORT.items() if name != "steps"}
+    response = client.post(path, json=lacking)
+    assert [error["message"] for error in response.json()["errors"]] == ["is missing"]
+
+
 def test_a_large_report_is_refused(client: TestClient, path: str) -> None:
     assert_problem(client.post(path, json=REPORT | {"hardware": "x" * 20_000}), 413)

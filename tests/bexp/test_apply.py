@@ -137,6 +137,25 @@ def test_settings_that_are_written_out_come_first() -> None:
     assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
 
 
+def test_a_model_whose_own_code_was_measured_stays_as_it_is() -> None:
+    told = document(attention_backend="own", expert_backend=None)
+    settings = bexp.Recommendation.read(told).settings
+    assert (settings.attention, settings.loss) == (None, "library")
+    model = models.tiny("olmoe")
+    model.activation_checkpointing_enable()
+    before = models.snapshot(model)
+    assert "as your own code sets them" in str(bexp.apply(model, told))
+    changed = {key for key, value in models.snapshot(model).items() if before.get(key, None) != value}
+    assert changed == {"._bexp_applied"}
+    assert bexp.restore(model)
+
+
+def test_quantised_weights_are_a_warning() -> None:
+    model = models.tiny("olmoe")
+    model.is_quantized = True
+    assert any("plain weights" in warning for warning in bexp.apply(model, document()).warnings)
+
+
 def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
     settings = bexp.Recommendation.read(document(kernels="liger", loss="liger")).settings
     assert (settings.kernels, settings.loss) == ("liger", "liger")

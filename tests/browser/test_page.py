@@ -112,6 +112,16 @@ def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, servi
         "import(new URL('web/answer.js', document.baseURI)).then(({ renderAnswer }) => "
         f"renderAnswer({json.dumps({**answer, 'answer': None})}).map((node) => node.textContent).join(' '))"
     )
+    measurement = {"candidate": best.recommendation.candidate.model_dump(mode="json"), "outcome": "ok"}
+    trials = [{"number": number, "kind": "components", "measurement": measurement, "seconds": 1} for number in (0, 1)]
+    events = [{"data": {"trial": 1, "mesh": plan.mesh.model_dump(mode="json")}}, {"data": {}}]
+    table = browser.evaluate(
+        "import(new URL('web/trials_table.js', document.baseURI)).then(({ TrialsTable, withMeshes }) => "
+        "{ const table = new TrialsTable(); "
+        f"table.update(withMeshes({json.dumps(trials)}, {json.dumps(events)})); return table.root.textContent; }})"
+    )
+    assert "trialmeshmicro-batch" in table
+    assert "1tensor=2 pipeline=2 (zb_h1) data=8" in table
     for part in (
         "meshtensor=2 pipeline=2 (zb_h1) data=8 sharding=none",
         "75.0% computation, 5.0% exchange, 20.0% bubble; 90.0% of the step was measured",

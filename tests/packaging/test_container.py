@@ -131,7 +131,7 @@ def test_compose() -> None:
     assert services["postgres"]["environment"]["POSTGRES_PASSWORD"].startswith(password)
     for name in ("api", "worker", "worker-cpu"):
         service = services[name]
-        assert service["environment"]["BEXP_DATABASE_URL"].startswith("postgresql+psycopg://bexp:" + password)
+        assert service["environment"]["BEXP_DATABASE_URL"].startswith("postgresql://bexp:" + password)
         assert (ROOT / "deploy" / service["build"]["context"] / "Dockerfile").exists()
     assert services["api"]["ports"] == [f"127.0.0.1:{DEFAULT_PORT}:{DEFAULT_PORT}"]
     assert services["worker"]["command"] == ["worker", "--device", "cuda:0"]

@@ -266,7 +266,7 @@ def test_selectors_match_the_pods_that_are_meant() -> None:
 
 def test_the_database_of_the_manifests_is_where_the_secret_says() -> None:
     text = (DEPLOY / "kubernetes/postgres/postgres.yaml").read_text()
-    match = re.search(r"database-url=postgresql\+psycopg://(\w+):\$password@([\w-]+):(\d+)/(\w+)", text)
+    match = re.search(r"database-url=postgresql://(\w+):\$password@([\w-]+):(\d+)/(\w+)", text)
     assert match is not None
     user, host, port, name = match.groups()
     service = find_object("Service", host)
@@ -291,7 +291,7 @@ def test_compose_has_what_its_services_need() -> None:
                 assert is_bexp or "test" in services[needed]["healthcheck"]
     url = services["api"]["environment"]["BEXP_DATABASE_URL"]
     told = services["postgres"]["environment"]
-    pattern = rf"postgresql\+psycopg://{told['POSTGRES_USER']}:\$\{{\w+[^}}]*\}}@postgres:5432/{told['POSTGRES_DB']}"
+    pattern = rf"postgresql://{told['POSTGRES_USER']}:\$\{{\w+[^}}]*\}}@postgres:5432/{told['POSTGRES_DB']}"
     assert re.fullmatch(pattern, url)
 
 

@@ -93,7 +93,9 @@ def fake_explore(
         yield Progress((event,), trial=trial, recommendation=make_recommendation(number + 1))
     found = None if request.seed == 13 else make_recommendation(NUM_TRIALS)
     code = EventCode.SUCCEEDED if found else EventCode.NOTHING_FITS
-    variant = VariantAnswer(num_query_groups=4, num_parameters=10, recommendation=found)
+    variant = VariantAnswer(
+        num_query_groups=4, num_parameters=10, recommendation=found, reason=None if found else "too large"
+    )
     yield Progress(
         (EventDraft(code=code, message="the end"),), recommendation=found, answer=Answer(variants=(variant,))
     )

@@ -258,7 +258,8 @@ class _Run:
         answer = step.answer.model_copy(update={"timings": self._account.seconds()})
         found = answer.recommendation is not None
         last = replace(self._with_replacements(step), answer=answer)
-        state, error = (JobState.SUCCEEDED, None) if found else (JobState.FAILED, "no feasible candidate")
+        reason = next((each.reason for each in answer.variants if each.reason is not None), "no feasible candidate")
+        state, error = (JobState.SUCCEEDED, None) if found else (JobState.FAILED, reason)
         self._hold(self._keep_components, self.check)
         finish = partial(self._queue.finish, self._claim.lease, state, error=error, last=last)
         self._hold(partial(self._heartbeat.end, finish), self.check)

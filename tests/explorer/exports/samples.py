@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from explorer.exports.exploration import Exploration
@@ -14,6 +15,7 @@ from explorer.spec.hardware import DeviceReport
 from explorer.spec.model import DType
 from explorer.spec.parts import LayerPart, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.target import OWN_ATTENTION
 from tests.contracts.samples import make_recommendation, make_report
 
 GIB = 1 << 30
@@ -72,6 +74,15 @@ def exploration(
         trials=trials,
         final=final,
     )
+
+
+def own_exploration(seq_length: int) -> Exploration:
+    """An exploration of a target that a person has written; `seq_length` is 1 if it states none."""
+    best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
+    found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16)
+    parts = PARTS.model_copy(update={"target": "mine", "target_version": "1.0", "seq_length": seq_length})
+    assert found.report is not None
+    return replace(found, report=found.report.model_copy(update={"parts": parts}))
 
 
 def device_report() -> DeviceReport:

@@ -12,12 +12,13 @@ from typing import Any
 import pytest
 import yaml
 
-from explorer.exports.document import Export
+from explorer.exports.document import OF_THE_CODE, Export
+from explorer.exports.exploration import ExportError
 from explorer.exports.registry import FORMATS, export
 from explorer.formats.request import parse_request
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
-from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
+from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration, own_exploration
 
 LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam", "clip")
 """Parts of names that decide what is learnt."""
@@ -83,6 +84,28 @@ def test_transformers_fields() -> None:
         False,
     )
     assert sharded["fsdp_config"] == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_targets_own_code_decides_is_left_to_it(name: str) -> None:
+    made = export(name, own_exploration(seq_length=64))
+    assert any("those of your own code" in line for line in made.header)
+    if made.media_type in ("application/json", "application/yaml"):
+        assert not yaml.safe_load(made.text).keys() & OF_THE_CODE
+
+
+def test_torchtitans_main_line_counts_the_tokens_of_a_targets_own_sequences() -> None:
+    main = flags(export("torchtitan-main", own_exploration(seq_length=64)), "TORCHTITAN_FLAGS")
+    assert main[1:4:2] == [str(4 * 64), str(16 * 64)]
+    with pytest.raises(ExportError, match="no seq_length"):
+        export("torchtitan-main", own_exploration(seq_length=1))
+
+
+def test_the_python_module_leaves_the_loss_and_attention_of_a_targets_own_code() -> None:
+    scope: dict[str, Any] = {}
+    exec(export("python", own_exploration(seq_length=64)).text, scope)
+    read = scope["bexp"].Recommendation.read(scope["RECOMMENDATION"])
+    assert (read.settings, read.grad_accum_steps(1)) == (scope["bexp"].Settings(), 4)
 
 
 def test_accelerate_and_deepspeed() -> None:

@@ -85,6 +85,24 @@ def test_the_code_that_a_published_config_names_is_left_out_and_noted(place: Cal
     assert any("auto_map is left out" in notice for notice in request.notices)
 
 
+@pytest.mark.parametrize(
+    ("said", "part"),
+    [
+        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config (bitsandbytes) is left out"),
+        ({"architectures": ["Gemma2ForSequenceClassification"]}, "has another head and loss"),
+    ],
+)
+def test_what_a_config_says_and_is_not_measured_is_noted_once(said: dict[str, Any], part: str) -> None:
+    request = parse_request({**GEMMA, "seq_length": 64, **said})
+    assert [part in notice for notice in request.notices] == [True]
+    assert parse_request(request.model_dump(mode="json")) == request
+    assert parse_request({"hf_config": {**GEMMA, **said}, "hf_seq_length": 64, "target": "mine"}).notices == ()
+
+
+def test_the_head_of_a_language_model_is_not_noted() -> None:
+    assert parse_request({**GEMMA, "seq_length": 64, "architectures": ["Gemma2ForCausalLM"]}).notices == ()
+
+
 @pytest.mark.parametrize("place", [lambda config: config, lambda config: {"model": config}])
 def test_a_time_step_without_a_limit_is_left_out(place: Callable[[Any], Any]) -> None:
     mamba = {"model_type": "mamba2", "time_step_limit": [0.0, float("inf")]}

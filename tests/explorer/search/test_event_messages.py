@@ -9,6 +9,7 @@ import pytest
 from explorer.cost_model.components import Component
 from explorer.records.event import EventCode
 from explorer.records.measurement import ComponentMeasurement, Conditions, Outcome
+from explorer.records.plan import MeshPlan
 from explorer.records.recommendation import Answer, VariantAnswer, WholeModelCheck
 from explorer.records.trial import TrialKind
 from explorer.search.event_messages import (
@@ -22,6 +23,8 @@ from explorer.search.event_messages import (
     whole_model_event,
 )
 from explorer.search.suggestion import Suggestion
+from explorer.spec.mesh import Mesh
+from explorer.spec.training import Sharding
 from tests.explorer.search.small import candidate, recommendation, small_request, small_space, trial, whole
 
 GIB = 2**30
@@ -205,6 +208,27 @@ def test_the_end_is_the_main_variants_recommendation() -> None:
     name = candidate(4).describe()
     assert event.message == f"Recommended: {name}: 1234 tokens/s, 1.25x base, confidence 87"
     assert event.data == {"answer": answer.model_dump(mode="json")}
+
+
+def test_the_end_of_a_plan_names_the_mesh_and_says_whose_rate_it_is() -> None:
+    plan = MeshPlan(
+        mesh=Mesh(tensor=2, data=4, sharding=Sharding.ZERO1),
+        base_mesh=Mesh(data=8),
+        num_micro_batches=1,
+        tokens_per_second=9872.0,
+        compute_share=1.0,
+        exchange_share=0.0,
+        bubble_share=0.0,
+        measured_share=1.0,
+        layers_per_stage=(4,),
+        fullest_rank=0,
+    )
+    best = candidate(4, sharding=Sharding.ZERO1)
+    found = recommendation().model_copy(update={"candidate": best, "plan": plan})
+    event = end_event(Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=found),)))
+    assert event.message.startswith("Recommended: tensor=2 pipeline=1 data=4 sharding=zero1 micro_batch_size=4 ")
+    assert event.message.count("sharding=") == 1
+    assert "1234 tokens/s of each device, 1.25x base" in event.message
 
 
 @pytest.mark.parametrize(("reason", "words"), [(None, "no candidate fits"), ("the device burns", "the device burns")])

@@ -78,7 +78,7 @@ def test_what_a_killed_recorder_left_of_a_line_is_ignored_and_cut_off(tmp_path: 
         (lambda lines: [], "its first line is no header"),
         (lambda lines: lines[1:], "its first line is no header"),
         (lambda lines: [lines[0], lines[0]], "line 2: a second header"),
-        (lambda lines: [lines[0], '{"type": "component"}'], "line 2: component.component: Field required"),
+        (lambda lines: [lines[0], '{"type": "component"}'], "line 2: component.component: is missing"),
         (lambda lines: [lines[0], "nonsense"], "line 2: Invalid JSON"),
         (lambda lines: [json.dumps(json.loads(lines[0]) | {"version": 2})], "line 1: header.version"),
     ],

@@ -16,6 +16,7 @@ from explorer.spec.spelling import did_you_mean
 MINIMUM_VERSION = (5, 0)
 MAX_LAYERS = 512
 _REMOTE_CODE = ("auto_map", "trust_remote_code")
+_OWN_CLASS = "; bexp explore --target FILE.py:NAME measures a class of your own, see docs/targets.md"
 _NO_PART_OF_TRAINING = ("quantization_config", "architectures", "transformers_version", "_name_or_path")
 
 
@@ -133,7 +134,7 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
 
     if model_type not in CONFIG_MAPPING:
         meant = _same_class(architectures) or did_you_mean(model_type, CONFIG_MAPPING.keys())
-        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant}")
+        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant or _OWN_CLASS}")
     arguments = copy.deepcopy({name: value for name, value in raw.items() if name != "model_type"})
     with quiet_library():
         try:
@@ -164,7 +165,7 @@ def _model_class(config: Any, model_type: str) -> type:
     try:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
-        raise UnsupportedModelError(f"{model_type!r} has no causal language model") from error
+        raise UnsupportedModelError(f"{model_type!r} has no causal language model{_OWN_CLASS}") from error
     except Exception as error:  # a module may need packages that fail in ways of their own
         raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
     return cast(type, found[0] if isinstance(found, tuple) else found)
