@@ -19,12 +19,8 @@ from workers.process.kernel_cache import kernel_cache
 ROOT = Path(__file__).parents[1]
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
-PRELOADED = (
-    "workers.profiler.device",
-    "workers.profiler.distributed.launch",
-    "workers.profiler.distributed.rank_device",
-    *SHARDING,
-)
+PROFILER = ("workers.profiler.device",)
+GROUP = ("workers.profiler.distributed.launch", "workers.profiler.distributed.rank_device", *SHARDING)
 
 
 def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:
@@ -46,11 +42,15 @@ def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0
 
 @cache
 def fork_server() -> ForkServer:
-    """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them."""
+    """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them.
+
+    On a host with GPUs it imports only what is known to open none of them: a process that has opened one must not fork.
+    """
     given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
     environment = kernel_cache(given) | profiler_environment(given, is_group=True)
+    preloaded = PROFILER if Path("/dev/nvidiactl").exists() else (*PROFILER, *GROUP)
     with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
-        server = ForkServer(environment | {"PYTHONWARNINGS": "error::FutureWarning"}, log, PRELOADED)
+        server = ForkServer(environment | {"PYTHONWARNINGS": "error::FutureWarning"}, log, preloaded)
     atexit.register(server.end)
     return server
 
