@@ -33,6 +33,9 @@ COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90
 """A confidence at which runs with different confidence targets can be compared."""
 
+WARM_SECONDS = 10.0
+"""How long a worker is idle before the first job. One that has just started imports libraries after a moment."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the configurations and write one JSON file."""
@@ -69,10 +72,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def await_worker(service: EmbeddedService, client: Client) -> None:
-    """Wait until the worker has measured its device and asks for jobs."""
+    """Wait until the worker asks for jobs, and then until its profiler has imported what a job may need."""
     while not client.workers():
         service.check()
         time.sleep(0.05)
+    time.sleep(WARM_SECONDS)
 
 
 def explore(service: EmbeddedService, client: Client, name: str, request: ExplorationRequest) -> dict[str, Any]:
