@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import time
@@ -15,7 +14,7 @@ from bexp.measure.gpu_processes import GpuProcessMonitor
 from workers.devices.gpu import open_gpu
 from workers.process.protocol import Command, Hello, Open, Refused
 from workers.profiler.hardware import used_bytes
-from workers.profiler.instruments import Instruments
+from workers.profiler.instruments import Instruments, freeze_imports
 from workers.profiler.parent import CommandQueue, Parent
 from workers.profiler.session import Session
 from workers.settings import read_settings
@@ -41,12 +40,6 @@ def open_instruments(name: str, num_ranks: int = 1) -> Instruments:
         return Instruments(torch.device(name), num_ranks)
     except (RuntimeError, AssertionError) as error:  # torch raises these without CUDA, or without this device
         raise DeviceRefusedError(f"{name} cannot be used: {str(error).splitlines()[0]}") from error
-
-
-def freeze_imports() -> None:
-    """Exempt the hundreds of thousands of objects of torch's import from the collections between timings."""
-    gc.collect()
-    gc.freeze()
 
 
 def next_command(commands: CommandQueue) -> Command:
