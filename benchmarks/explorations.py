@@ -33,8 +33,8 @@ COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90
 """A confidence at which runs with different confidence targets can be compared."""
 
-WARM_SECONDS = 10.0
-"""How long a worker is idle before the first job. One that has just started imports libraries after a moment."""
+WARM_SECONDS = 40.0
+"""How long a worker is idle before the first job. It imports libraries meanwhile and builds the kernels of checks."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,13 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
     )
+    parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS, help="idle seconds before the first job")
     options = parser.parse_args(arguments)
-    runs = []
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bexp.db"
         embedded = EmbeddedService(url, with_worker=True, device=options.device, group=options.group)
         with embedded as service, Client(service.url) as client:
-            await_worker(service, client)
+            await_worker(service, client, options.warm_seconds)
             for path in options.configs:
                 for seed in range(options.repeat):
                     document = load_document(path.read_text())
@@ -71,12 +72,12 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(run["state"] == "succeeded" for run in runs) else 1
 
 
-def await_worker(service: EmbeddedService, client: Client) -> None:
-    """Wait until the worker asks for jobs, and then until its profiler has imported what a job may need."""
+def await_worker(service: EmbeddedService, client: Client, warm_seconds: float) -> None:
+    """Wait until the worker asks for jobs, and then until its profiler has prepared for one."""
     while not client.workers():
         service.check()
         time.sleep(0.05)
-    time.sleep(WARM_SECONDS)
+    time.sleep(warm_seconds)
 
 
 def explore(service: EmbeddedService, client: Client, name: str, request: ExplorationRequest) -> dict[str, Any]:
