@@ -175,8 +175,7 @@ def print_table(runs: list[dict[str, Any]]) -> None:
 
 
 def _hardware(job: Job) -> dict[str, Any] | None:
-    report = (job.model_extra or {}).get("report")
-    return report["hardware"] if report else None
+    return job.report["hardware"] if job.report else None
 
 
 def _confidence(event: Event) -> int:
