@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 
 from benchmarks.docs.results import Columns, Row, measured_on, table
 
@@ -19,7 +20,7 @@ def waiting(results: Row) -> str:
         "model": lambda run: run["name"],
         "to confidence 90": lambda run: _seconds(run["submit_to_confidence_90_seconds"]),
         "to the final answer": lambda run: _seconds(_final(run)),
-        **{phase.replace("_", " "): lambda run, phase=phase: _spent(run, phase) for phase in PHASES},
+        **{phase.replace("_", " "): partial(_spent, phase) for phase in PHASES},
     }
     return table(results["runs"], columns) + measured_on(results)
 
@@ -66,7 +67,7 @@ def _final(run: Row) -> float | None:
     return found if run["request"]["verify"] else None
 
 
-def _range(seconds: Iterator[float | None]) -> str:
+def _range(seconds: Iterable[float | None]) -> str:
     known = [one for one in seconds if one is not None]
     return f"{min(known):.0f} to {max(known):.0f} s"
 
@@ -75,5 +76,5 @@ def _seconds(seconds: float | None) -> str | None:
     return None if seconds is None else f"{seconds:.1f} s"
 
 
-def _spent(run: Row, phase: str) -> str:
+def _spent(phase: str, run: Row) -> str:
     return f"{run['overheads']['timings'][phase]:.1f} s"
