@@ -2,9 +2,11 @@
 
     python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
 
-Starts the API and one worker on a new SQLite database, submits each configuration when the one before has ended, and
-follows the event stream as any client does. The worker keeps a profiler process ready for the next job, as it does in a
-service. `process_start` and `queue` say how long a job had to wait.
+Starts the API and one worker on a new SQLite database and waits until the worker is ready. Then it submits each
+configuration when the one before has ended, and follows the event stream as any client does. All seconds are the
+client's: from just before the POST until the event has arrived. The worker keeps a profiler process ready for the next
+job, as it does in a service. `process_start` and `queue` say how long a job had to wait. A configuration measures
+everything itself, unless it says `fresh: false`: then it starts from what the ones before it learnt.
 """
 
 from __future__ import annotations
@@ -31,6 +33,9 @@ COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90
 """A confidence at which runs with different confidence targets can be compared."""
 
+WARM_SECONDS = 40.0
+"""How long a worker is idle before the first job. It imports libraries meanwhile and builds the kernels of checks."""
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Run the configurations and write one JSON file."""
@@ -44,12 +49,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
     )
+    parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS, help="idle seconds before the first job")
     options = parser.parse_args(arguments)
-    runs = []
+    runs: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bexp.db"
         embedded = EmbeddedService(url, with_worker=True, device=options.device, group=options.group)
         with embedded as service, Client(service.url) as client:
+            await_worker(service, client, options.warm_seconds)
             for path in options.configs:
                 for seed in range(options.repeat):
                     document = load_document(path.read_text())
@@ -57,7 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
                         document["num_devices"] = options.num_devices
                     if options.max_seconds is not None:
                         document["budget"] = (document.get("budget") or {}) | {"max_seconds": options.max_seconds}
-                    request = parse_request(document).model_copy(update={"seed": seed, "fresh": True})
+                    request = parse_request({"fresh": True, **document}).model_copy(update={"seed": seed})
                     runs.append(explore(service, client, path.stem, request))
                     found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
                     write_results(options.out, found)
@@ -65,16 +72,25 @@ def main(arguments: list[str] | None = None) -> int:
     return 0 if all(run["state"] == "succeeded" for run in runs) else 1
 
 
+def await_worker(service: EmbeddedService, client: Client, warm_seconds: float) -> None:
+    """Wait until the worker asks for jobs, and then until its profiler has prepared for one."""
+    while not client.workers():
+        service.check()
+        time.sleep(0.05)
+    time.sleep(warm_seconds)
+
+
 def explore(service: EmbeddedService, client: Client, name: str, request: ExplorationRequest) -> dict[str, Any]:
     """Submit, follow to the end, and collect everything that the service says about the job."""
     started = time.perf_counter()
     job = client.submit(request)
     service.adopt(job.id)
-    lines, first_recommendation, confident, sure = [], None, None, None
+    lines, moments, first_recommendation, confident, sure = [], [], None, None, None
     for event in client.events(job.id):
         seconds = time.perf_counter() - started
         service.check()
         lines.append(render_line(event))
+        moments.append(round(seconds, 3))
         print(f"{seconds:6.1f} s  {lines[-1]}", flush=True)
         if event.code is EventCode.RECOMMENDATION:
             first_recommendation = first_recommendation or seconds
@@ -96,6 +112,7 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
         f"submit_to_confidence_{SURE}_seconds": sure,
         "overheads": overheads(job, result, trials),
         "lines": lines,
+        "line_seconds": moments,
         "answer": answer.model_dump(mode="json") if answer else None,
         "comparisons": comparisons(answer.variants[0].recommendation) if answer else None,
         "trials": [trial.model_dump(mode="json") for trial in trials],
@@ -158,8 +175,7 @@ def print_table(runs: list[dict[str, Any]]) -> None:
 
 
 def _hardware(job: Job) -> dict[str, Any] | None:
-    report = (job.model_extra or {}).get("report")
-    return report["hardware"] if report else None
+    return job.report["hardware"] if job.report else None
 
 
 def _confidence(event: Event) -> int:

@@ -210,7 +210,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
     for thread in threads:
         thread.start()
     if read_to is not None:
-        threading.Thread(target=_read_stdin, args=(read_to, ending), name="stdin", daemon=True).start()
+        threading.Thread(target=_read_stdin, args=(read_to, workers, ending), name="stdin", daemon=True).start()
     while any(thread.is_alive() for thread in threads) and not ending.wait(0.1):
         pass
     for worker, thread in zip(workers, threads, strict=True):
@@ -236,12 +236,14 @@ def listen(workers: Sequence[Worker]) -> Listener:
     return listener
 
 
-def _read_stdin(lines: list[str], ending: threading.Event) -> None:
+def _read_stdin(lines: list[str], workers: Sequence[Worker], ending: threading.Event) -> None:
     rest = b""
     with suppress(OSError, ValueError):
         while chunk := os.read(sys.stdin.fileno(), 4096):  # sys.stdin would still hold its lock when the process ends
             *complete, rest = (rest + chunk).split(b"\n")
             lines.extend(line.decode(errors="replace").strip() for line in complete)
+            for worker in workers:
+                worker.notice()
     ending.set()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterator
 
+from benchmarks.docs import waiting
 from benchmarks.docs.results import ROOT, Row, facts, find, goal_table, percent
 from benchmarks.docs.search import with_interval
 from benchmarks.replay import summary as limits
@@ -28,6 +29,7 @@ def goals() -> str:
     sources: tuple[tuple[str, Callable[[Row], Iterator[Goal]]], ...] = (
         ("h200-replay", of_replay),
         ("h200-explorations", of_explorations),
+        ("h100-explorations", waiting.of_waiting),
         ("h200-recorded-fidelity", of_fidelity),
     )
     rows = [row for name, render in sources if (found := find(name)) is not None for row in render(found)]
@@ -36,14 +38,13 @@ def goals() -> str:
 
 def in_short() -> str:
     """Return the few figures for a reader who has one minute."""
-    replay, gains, runs = find("h200-replay"), find("h200-gains"), find("h200-explorations")
+    replay, gains, runs = find("h200-replay"), find("h200-gains"), find("h100-explorations")
     drawn, unseen = find("replay-drawn"), find("replay-unseen")
     if replay is None or gains is None or runs is None or drawn is None or unseen is None:
         return ""
     ours, noisy = (found["summary"]["strategies"][OURS] for found in (replay, drawn))
     true = [found["confident_share_true"] for found in (drawn["summary"]["calibration"], unseen["calibration"])]
     first, end = unseen["seed_range"]
-    seconds = [run["submit_to_final_seconds"] for run in runs["runs"]]
     plain, stock = gains["summary"]["over_largest_without_recompute"], gains["summary"]["over_stock"]
     regret, repeated, elsewhere = (
         ", ".join(f"{of} {percent(spread[of])}" for of in ("median", "p95", "max"))
@@ -62,10 +63,7 @@ def in_short() -> str:
                 f"lines of confidence {CONFIDENT} and more that are true",
                 f"{percent(true[0])} on the tables, {percent(true[1])} on the simulated devices",
             ),
-            (
-                "submit to final answer, four models (Qwen3-30B-A3B with 8 layers)",
-                f"{min(seconds):.0f} to {max(seconds):.0f} s",
-            ),
+            *waiting.in_short(runs),
             (
                 "best over the largest micro-batch that fits without recomputation",
                 f"nothing on {plain['num_level']} of {plain['num_tables']} tables, {plain['max']:.2f}x at most",

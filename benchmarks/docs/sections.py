@@ -26,6 +26,7 @@ from benchmarks.docs import (
     search,
     trainer_goals,
     trainers,
+    waiting,
 )
 from benchmarks.docs.results import ROOT, Row
 
@@ -56,6 +57,7 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "goals-in-short": goals.in_short,
     "log": partial(of_result, models.log, "h200-olmoe-fused"),
     "explorations": partial(of_result, models.explorations, "h200-explorations"),
+    "waiting": partial(of_result, waiting.waiting, "h100-explorations"),
     "explorations-fused": partial(of_result, models.explorations, "h200-olmoe-fused"),
     "explorations-devices": partial(of_result, models.explorations_of_devices, "h200x4-explorations"),
     "gains": partial(of_result, models.gains, "h200-gains"),

@@ -98,18 +98,20 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
         database.dispose()
 
 
-def test_a_worker_can_be_told_its_jobs_on_standard_input(
+def test_an_idle_worker_begins_at_once_with_a_job_that_standard_input_names(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("workers.jobs.worker.MIN_POLL_SECONDS", 300.0)
     queue = Queue(sqlite_database)
     forgotten, asked = (queue.enqueue(make_request())[0].id for _ in range(2))
     job_ids: list[str] = []
-    worker = Worker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=job_ids)
+    worker = Worker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=job_ids, max_poll_seconds=300.0)
     reader, writer = os.pipe()
     with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as commands, ThreadPoolExecutor(1) as pool:
         monkeypatch.setattr("sys.stdin", stdin)
 
         def command() -> None:
+            time.sleep(0.3)  # the worker has found no job by now and waits
             for part in (asked[:5], asked[5:], "\n"):  # as a pipe may cut it
                 commands.write(part)
                 commands.flush()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import queue
 import time
@@ -15,14 +14,14 @@ from bexp.measure.gpu_processes import GpuProcessMonitor
 from workers.devices.gpu import open_gpu
 from workers.process.protocol import Command, Hello, Open, Refused
 from workers.profiler.hardware import used_bytes
-from workers.profiler.instruments import Instruments
+from workers.profiler.instruments import Instruments, freeze_imports
 from workers.profiler.parent import CommandQueue, Parent
+from workers.profiler.preparation import prepare
 from workers.profiler.session import Session
 from workers.settings import read_settings
-from workers.targets.choice import preload_targets
 
 IDLE_SECONDS = 1.0
-"""After this time without a command, a process imports what a job may need."""
+"""After this time without a command, a process prepares for a job."""
 SETTLE_SECONDS, SETTLE_TICK_SECONDS = 2.0, 0.05
 """How long a new process waits for the memory that the process before it held, and how often it looks."""
 
@@ -43,19 +42,12 @@ def open_instruments(name: str, num_ranks: int = 1) -> Instruments:
         raise DeviceRefusedError(f"{name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def freeze_imports() -> None:
-    """Exempt the hundreds of thousands of objects of torch's import from the collections between timings."""
-    gc.collect()
-    gc.freeze()
-
-
-def next_command(commands: CommandQueue) -> Command:
-    """Wait for a command between jobs. A process that waits for longer than a moment imports what a job may need."""
+def next_command(commands: CommandQueue, device: torch.device | None = None) -> Command:
+    """Wait for a command between jobs. A process that waits for longer than a moment prepares for a job on `device`."""
     try:
         return commands.get(timeout=IDLE_SECONDS)
     except queue.Empty:
-        preload_targets()
-        freeze_imports()
+        prepare(commands, device)
         return commands.get()
 
 
@@ -85,7 +77,7 @@ def serve_device(parent: Parent) -> int:
     freeze_imports()
     session = Session(instruments, used_before, parent.send)
     parent.send(Hello(pid=os.getpid()))
-    while session.answer(parent.commands.get() if session.has_job else next_command(parent.commands)):
+    while session.answer(parent.commands.get() if session.has_job else next_command(parent.commands, device)):
         pass
     return 0
 

@@ -29,7 +29,7 @@ from workers.process.protocol import (
 from workers.profiler.compilation import missing_compiler
 from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
-from workers.profiler.instruments import Instruments
+from workers.profiler.instruments import Instruments, freeze_imports
 from workers.profiler.phases import PhaseClock
 from workers.profiler.rank_group import RankGroup, single_rank
 from workers.profiler.trials.communication import measure_communication
@@ -37,7 +37,7 @@ from workers.profiler.trials.component import measure_component
 from workers.profiler.trials.exchange import measure_exchange
 from workers.profiler.trials.optimizer import measure_optimizer
 from workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
-from workers.targets.choice import open_target
+from workers.targets.choice import import_target, open_target
 from workers.targets.target import Target, WholeTarget
 
 CALM_SECONDS = 5.0
@@ -89,6 +89,8 @@ class Session:
     def _begin(self, command: Begin) -> None:
         request, hardware = command.request, command.hardware
         self._end_job()
+        import_target(request.target_name)
+        freeze_imports()  # those of earlier jobs, too
         self._request = request
         self._instruments.use_allocator(request.allocator)
         try:

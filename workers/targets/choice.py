@@ -14,11 +14,15 @@ from workers.settings import read_settings
 from workers.targets.custom.target import CustomTarget, TargetSource
 from workers.targets.target import Target, WholeTarget
 
-_NEEDED_BY_TRANSFORMERS = (
-    "transformers.modeling_layers",
-    "transformers.models.auto.modeling_auto",
-    "workers.targets.transformers.target",
-)
+_NEEDED_BY = {
+    BEXP: ("workers.targets.reference.target",),
+    TRANSFORMERS: (
+        "transformers.modeling_layers",
+        "transformers.models.auto.modeling_auto",
+        "workers.targets.transformers.target",
+    ),
+}
+"""The modules that a target is made of. The process of a target of somebody else imports its own."""
 
 
 def open_target(request: ExplorationRequest, instruments: Instruments) -> Target | WholeTarget:
@@ -40,15 +44,19 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
 
 
 def preload_targets() -> None:
-    """Import what a job of the target `transformers` needs, so that it need not wait for that; seconds at first.
+    """Import what a job may need, so that it need not wait for that; seconds at first."""
+    for name in _NEEDED_BY:
+        import_target(name)
 
-    Nothing happens where the library is missing or broken, because the job itself says so.
+
+def import_target(name: str) -> None:
+    """Import what a job of the target called `name` needs.
+
+    Nothing happens where a library is missing or broken, because the job itself says so.
     """
-    if TRANSFORMERS not in installed_targets():
-        return
     with suppress(ImportError, RuntimeError):
-        for name in _NEEDED_BY_TRANSFORMERS:
-            import_module(name)
+        for module in _NEEDED_BY.get(name, ()):
+            import_module(module)
 
 
 def find_source(name: str) -> TargetSource:

@@ -30,6 +30,11 @@ def expert_backend(name: str) -> ExpertBackend:
     return _BACKENDS[name]
 
 
+def expert_backends() -> tuple[ExpertBackend, ...]:
+    """Return all back ends."""
+    return _ALL
+
+
 def expert_support(shape: ExpertsShape, device: torch.device) -> tuple[Support, ...]:
     """Whether each back end serves `shape` on `device`, and why not."""
     return tuple(

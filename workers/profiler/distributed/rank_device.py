@@ -12,10 +12,11 @@ from bexp.measure.device_monitor import DeviceMonitor
 from explorer.spec.base import Frozen
 from workers.devices.gpu import open_gpu
 from workers.process.protocol import Hello, Refused, RunTrial
-from workers.profiler.device import DeviceRefusedError, freeze_imports, open_instruments
+from workers.profiler.device import DeviceRefusedError, open_instruments
 from workers.profiler.distributed.message_queue import MessageQueue, join_store
 from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.hardware import used_bytes
+from workers.profiler.instruments import freeze_imports
 from workers.profiler.session import Session
 from workers.settings import read_settings
 
