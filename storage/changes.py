@@ -73,14 +73,16 @@ def change_jobs(
 
 def write_job(
     database: Database, connection: sa.Connection, lease: Lease, drafts: Sequence[EventDraft] = (), **values: Any
-) -> None:
-    """`change_job` under a lease.
+) -> int:
+    """`change_job` under a lease; returns the seq of the job's last event.
 
     Raises:
         LeaseLostError: the lease is gone, and nothing was written.
     """
-    if change_job(database, connection, fence(lease), drafts, **values) is None:
+    last_seq = change_job(database, connection, fence(lease), drafts, **values)
+    if last_seq is None:
         raise LeaseLostError(lease)
+    return last_seq
 
 
 def end_job(

@@ -117,6 +117,27 @@ def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, s
         queue.record(claim.lease, make_progress(5), after_seq=1)
 
 
+@pytest.mark.parametrize("was_stored", [False, True])
+def test_a_worker_that_was_frozen_stores_its_step_once_beside_a_reason_for_waiting(
+    database: Database, was_stored: bool
+) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    for number, after in ((0, 2), (1, 4)):
+        step = make_progress(number)
+        if was_stored:
+            queue.record(claim.lease, step, after_seq=after)
+        expire(database, job.id)
+        queue.note_waiting(grace=timedelta(0))  # no worker is alive
+        assert get_job(database, job.id).waiting_reason == "none is running"
+        assert queue.record(claim.lease, step, after_seq=after) == after + 2
+    assert codes(database, job.id) == [101, 102, *([201, 105] if was_stored else [105, 201]) * 2]
+    assert stored_trials(database, job.id) == [make_trial(0), make_trial(1)]
+    queue.record(claim.lease, make_progress(2))
+    assert get_job(database, job.id).waiting_reason is None
+
+
 def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
