@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from explorer.records.trial import Trial
 from explorer.spec.target import describe_target
-from storage.changes import end_job, end_values, fence, is_unowned, write_job
+from storage.changes import change_job, end_job, end_values, fence, is_unowned
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, job_from_row
@@ -139,7 +139,7 @@ def _open(database: Database, job: Job, worker: str, documents: Sequence[Any]) -
 
 
 def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Claimant) -> bool:
-    """End a claimed job that has measured nothing yet with a stored answer, if there is one; return whether."""
+    """End a claimed job that has measured nothing yet with a stored answer; return whether there is one."""
     if claim.history:
         return False
     offer = Offer.of(claim.request, by.fingerprint, by.num_devices, by.targets, by.software, by.memory_limit_bytes)
@@ -147,8 +147,8 @@ def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Cl
     if stored is None:
         return False
     values = {**stored.values, **end_values(database, JobState.SUCCEEDED, None)}
-    with database.begin() as connection:
-        write_job(database, connection, claim.lease, stored.drafts, **values)
+    with database.begin() as connection:  # if this worker was frozen since its claim, somebody else may have the job
+        change_job(database, connection, fence(claim.lease), stored.drafts, **values)
     return True
 
 
