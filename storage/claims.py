@@ -16,7 +16,7 @@ from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, job_from_row
 from storage.leases import Claim, Lease
-from storage.queue_settings import QueueSettings
+from storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from storage.reuse import Offer, find_answer, software_of
 from storage.steps import claim_event
 from storage.tables import UTCDateTime, jobs
@@ -85,7 +85,11 @@ def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.Col
 
 
 def _claimable(database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None) -> Conditions:
-    """Return what holds for a job that the worker can take now."""
+    """Return what holds for a job that the worker can take now.
+
+    A pause that seems to last for longer than any was set before the clock was set back.
+    """
+    now = database.clock()
     return (
         is_unowned(database),
         sa.not_(jobs.c.cancel_requested),
@@ -94,7 +98,7 @@ def _claimable(database: Database, settings: QueueSettings, by: Claimant, among:
         jobs.c.devices_needed <= by.num_devices,
         sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == by.fingerprint),
         sa.not_(_is_exhausted(settings)),
-        sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= database.clock()),
+        sa.or_(jobs.c.not_before.is_(None), sa.not_(jobs.c.not_before.between(now, database.clock(LONGEST_PAUSE)))),
         *([jobs.c.id.in_(among)] if among is not None else []),
     )
 

@@ -28,7 +28,7 @@ from storage.components import find_earlier_runs
 from storage.database import Database
 from storage.events import count_events
 from storage.jobs import Job, JobState, get_job, job_from_row, select_row
-from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
 from storage.notifications import QUEUED_JOBS, notify
 from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
@@ -275,7 +275,8 @@ class Queue:
             if not JobState(row.state).is_final:
                 if not row.cancel_requested:
                     note_action(self.database, connection, by, Action.CANCEL, job_id)
-                if row.lease_expires_at is None or row.lease_expires_at <= self.database.now(connection):
+                held = connection.scalar(sa.select(jobs.c.id).where(here, is_held(self.database)))
+                if held is None:
                     end_job(self.database, connection, [here], JobState.CANCELLED)
                 elif not row.cancel_requested:
                     change_job(self.database, connection, [here], cancel_requested=True)
@@ -303,11 +304,12 @@ class Queue:
     ) -> None:
         """Append an event to each job that no live worker can serve, whenever the reason changes.
 
-        A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
+        A job that has been in the queue for `max_wait` fails with such a reason once that has held for `live_within`,
+        in which a live worker reports.
         """
         end_abandoned(self.database, self.settings, jobs.c.cancel_requested)
         note_reasons(self.database, live_within=live_within, grace=grace)
-        end_overdue(self.database, max_wait)
+        end_overdue(self.database, max_wait, noted_for=live_within)
 
     def _put_back(
         self,

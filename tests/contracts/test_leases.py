@@ -44,6 +44,23 @@ def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Dat
     assert claim_one(queue, "b").lease.attempt == 2
 
 
+def test_a_lease_a_pause_and_a_cancel_do_not_wait_for_a_clock_that_was_set_back(database: Database) -> None:
+    queue = Queue(database)
+    past_jobs = [queue.enqueue(make_request())[0] for _ in range(3)]
+    claims = [claim_one(queue) for _ in past_jobs]
+    queue.release(claims[2].lease, trouble="the device is gone")
+    with database.begin() as connection:
+        later = {
+            "lease_expires_at": database.clock(timedelta(days=400)),
+            "not_before": database.clock(timedelta(hours=1)),
+        }
+        for name, value in later.items():
+            column = jobs.c[name]
+            connection.execute(sa.update(jobs).where(column.is_not(None)).values({name: value}))
+    assert queue.request_cancel(past_jobs[0].id).state is JobState.CANCELLED
+    assert {claim_one(queue, "b").job.id for _ in range(2)} == {past_jobs[1].id, past_jobs[2].id}
+
+
 WRITES: dict[str, Callable[[Queue, Lease], object]] = {
     "heartbeat": lambda queue, lease: queue.heartbeat(lease),
     "watch": lambda queue, lease: queue.watch(lease),
