@@ -13,7 +13,6 @@ from explorer.records.event import EventCode, Progress
 from explorer.records.recommendation import Answer, VariantAnswer
 from explorer.records.run_report import RunReport
 from explorer.spec.request_key import request_key
-from storage import claims
 from storage.audit import Action, read_audit
 from storage.database import Database
 from storage.events import read_events
@@ -23,6 +22,7 @@ from storage.owners import LOCAL, USUAL_SCOPES, Caller
 from storage.pruning import delete_job, prune
 from storage.queue import Queue
 from storage.quotas import QueuedQuotaError, Quota, set_quota
+from storage.reuse import find_answer
 from storage.run_reports import insert_run_report
 from storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
 from tests.contracts.jobs import expire
@@ -230,12 +230,12 @@ def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_w
 
     def freeze(*arguments: Any) -> Any:
         monkeypatch.undo()
-        stored = claims.find_answer(*arguments)
+        stored = find_answer(*arguments)
         expire(database, taken.id)
         others.append(claim_next(queue))  # it answers the job from what is stored
         return stored
 
-    monkeypatch.setattr(claims, "find_answer", freeze)
+    monkeypatch.setattr("storage.claims.find_answer", freeze)
     assert claim_next(queue) is None
     assert others == [None]
     codes = [event.code for event in read_events(database, taken.id)]
