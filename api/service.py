@@ -14,6 +14,7 @@ from fastapi import Depends, Request
 
 from api.background import Supervisor
 from api.housekeeping import Housekeeper
+from api.memory import TRIM_SECONDS, keep_trimmed
 from api.metrics import Metrics
 from api.rate_limits import RateLimiter
 from api.settings import ServiceSettings
@@ -80,6 +81,7 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
     supervisor.start("events", feed.run, interval_seconds=max(settings.poll_seconds, LISTENING_POLL_SECONDS))
     supervisor.start("tokens", tokens.run, interval_seconds=settings.token_check_seconds)
     keeper = Housekeeper(queue, settings)
+    supervisor.start("memory", keep_trimmed, interval_seconds=TRIM_SECONDS)
     supervisor.start("housekeeping", keeper.run, interval_seconds=settings.waiting_check_seconds)
     try:
         yield service

@@ -11,7 +11,7 @@ from explorer.records.event import EventCode, EventDraft
 from storage.database import Database
 from storage.events import insert_events, insert_same_event
 from storage.jobs import JobState
-from storage.leases import Lease, LeaseLostError
+from storage.leases import Lease, LeaseLostError, is_held
 from storage.tables import jobs
 from storage.turns import book, held_since
 
@@ -73,14 +73,16 @@ def change_jobs(
 
 def write_job(
     database: Database, connection: sa.Connection, lease: Lease, drafts: Sequence[EventDraft] = (), **values: Any
-) -> None:
-    """`change_job` under a lease.
+) -> int:
+    """`change_job` under a lease; returns the seq of the job's last event.
 
     Raises:
         LeaseLostError: the lease is gone, and nothing was written.
     """
-    if change_job(database, connection, fence(lease), drafts, **values) is None:
+    last_seq = change_job(database, connection, fence(lease), drafts, **values)
+    if last_seq is None:
         raise LeaseLostError(lease)
+    return last_seq
 
 
 def end_job(
@@ -124,5 +126,5 @@ def fence(lease: Lease) -> Conditions:
 
 def is_unowned(database: Database) -> sa.ColumnElement[bool]:
     """Return the condition of jobs that wait for a worker: they are queued, or their worker's lease has run out."""
-    expired = (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at <= database.clock())
-    return sa.or_(jobs.c.state == JobState.QUEUED.value, expired)
+    abandoned = (jobs.c.state == JobState.RUNNING.value) & sa.not_(is_held(database))
+    return sa.or_(jobs.c.state == JobState.QUEUED.value, abandoned)

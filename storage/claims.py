@@ -11,12 +11,12 @@ from pydantic import ValidationError
 
 from explorer.records.trial import Trial
 from explorer.spec.target import describe_target
-from storage.changes import end_job, end_values, fence, is_unowned, write_job
+from storage.changes import change_job, end_job, end_values, fence, is_unowned
 from storage.database import Database
 from storage.events import insert_events
 from storage.jobs import Job, JobState, describe_unreadable, job_from_row
 from storage.leases import Claim, Lease
-from storage.queue_settings import QueueSettings
+from storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from storage.reuse import Offer, find_answer, software_of
 from storage.steps import claim_event
 from storage.tables import UTCDateTime, jobs
@@ -85,7 +85,11 @@ def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.Col
 
 
 def _claimable(database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None) -> Conditions:
-    """Return what holds for a job that the worker can take now."""
+    """Return what holds for a job that the worker can take now.
+
+    A pause that seems to last for longer than any was set before the clock was set back.
+    """
+    now = database.clock()
     return (
         is_unowned(database),
         sa.not_(jobs.c.cancel_requested),
@@ -94,7 +98,7 @@ def _claimable(database: Database, settings: QueueSettings, by: Claimant, among:
         jobs.c.devices_needed <= by.num_devices,
         sa.or_(jobs.c.fingerprint.is_(None), jobs.c.fingerprint == by.fingerprint),
         sa.not_(_is_exhausted(settings)),
-        sa.or_(jobs.c.not_before.is_(None), jobs.c.not_before <= database.clock()),
+        sa.or_(jobs.c.not_before.is_(None), sa.not_(jobs.c.not_before.between(now, database.clock(LONGEST_PAUSE)))),
         *([jobs.c.id.in_(among)] if among is not None else []),
     )
 
@@ -139,7 +143,7 @@ def _open(database: Database, job: Job, worker: str, documents: Sequence[Any]) -
 
 
 def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Claimant) -> bool:
-    """End a claimed job that has measured nothing yet with a stored answer, if there is one; return whether."""
+    """End a claimed job that has measured nothing yet with a stored answer; return whether there is one."""
     if claim.history:
         return False
     offer = Offer.of(claim.request, by.fingerprint, by.num_devices, by.targets, by.software, by.memory_limit_bytes)
@@ -147,8 +151,8 @@ def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Cl
     if stored is None:
         return False
     values = {**stored.values, **end_values(database, JobState.SUCCEEDED, None)}
-    with database.begin() as connection:
-        write_job(database, connection, claim.lease, stored.drafts, **values)
+    with database.begin() as connection:  # if this worker was frozen since its claim, somebody else may have the job
+        change_job(database, connection, fence(claim.lease), stored.drafts, **values)
     return True
 
 

@@ -42,6 +42,12 @@ def read_last_seqs(database: Database, job_ids: Collection[str]) -> dict[str, in
         return {row.id: row.last_seq for row in rows}
 
 
+def count_events(connection: sa.Connection, job_id: str, after: int, *, without: EventCode) -> int:
+    """Return how many events with `seq` > `after`, those `without` a code, a job has, within a transaction."""
+    here = [events.c.job_id == job_id, events.c.seq > after, events.c.code != int(without)]
+    return connection.scalar(sa.select(sa.func.count()).where(*here)) or 0
+
+
 def insert_events(
     database: Database,
     connection: sa.Connection,

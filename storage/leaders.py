@@ -18,14 +18,15 @@ def hold_role(database: Database, role: str, holder: str, term: timedelta) -> bo
     """Take or renew a role; return whether `holder` has it for the next half of `term` at least.
 
     It is written only if half of the term is over, so that this may be called often. A holder that is frozen for longer
-    than its term may go on with what it has begun while another one has the role.
+    than its term may go on with what it has begun while another one has the role. A role that seems to be held for
+    longer than a term was taken before the clock was set back, and is free.
     """
     half = database.clock(term / 2)
     with database.read() as connection:
         row = connection.execute(
-            sa.select(leaders.c.holder, (leaders.c.expires_at > half).label("is_fresh"), _is_held(database)).where(
-                leaders.c.role == role
-            )
+            sa.select(
+                leaders.c.holder, (leaders.c.expires_at > half).label("is_fresh"), _is_held(database, term)
+            ).where(leaders.c.role == role)
         ).one_or_none()
     if row is not None and row.holder == holder and row.is_fresh:
         return True
@@ -36,7 +37,7 @@ def hold_role(database: Database, role: str, holder: str, term: timedelta) -> bo
     take = insert.values(role=role, **values).on_conflict_do_update(
         index_elements=[leaders.c.role],
         set_=values,
-        where=(leaders.c.holder == holder) | sa.not_(_is_held(database)),
+        where=(leaders.c.holder == holder) | sa.not_(_is_held(database, term)),
     )
     with database.begin() as connection:
         return connection.execute(take.returning(leaders.c.role)).one_or_none() is not None
@@ -48,5 +49,5 @@ def give_up_role(database: Database, role: str, holder: str) -> None:
         connection.execute(sa.delete(leaders).where(leaders.c.role == role, leaders.c.holder == holder))
 
 
-def _is_held(database: Database) -> sa.ColumnElement[bool]:
-    return (leaders.c.expires_at > database.clock()).label("is_held")
+def _is_held(database: Database, term: timedelta) -> sa.ColumnElement[bool]:
+    return leaders.c.expires_at.between(database.clock(), database.clock(2 * term)).label("is_held")

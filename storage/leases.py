@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from datetime import timedelta
+
+import sqlalchemy as sa
 
 from explorer.records.trial import Trial
 from explorer.spec.request import ExplorationRequest
-from storage.jobs import Job
+from storage.database import Database
+from storage.jobs import Job, JobState
+from storage.tables import jobs
+
+LONGEST_LEASE = timedelta(days=1)
+"""No lease may be set to last longer. One that seems to was given before the clock was set back, and has ended."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +41,12 @@ class HeartbeatStatus:
     """The result of a heartbeat, by which a worker goes on or stops."""
 
     cancel_requested: bool
+
+
+def is_held(database: Database) -> sa.ColumnElement[bool]:
+    """Return the condition of jobs that a worker runs under a lease which has not run out."""
+    live = jobs.c.lease_expires_at.between(database.clock(), database.clock(LONGEST_LEASE))
+    return (jobs.c.state == JobState.RUNNING.value) & live
 
 
 class LeaseLostError(RuntimeError):

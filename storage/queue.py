@@ -26,8 +26,9 @@ from storage.changes import change_job, end_event, end_job, end_values, fence, w
 from storage.claims import Claimant, claim_next, end_abandoned
 from storage.components import find_earlier_runs
 from storage.database import Database
+from storage.events import count_events
 from storage.jobs import Job, JobState, get_job, job_from_row, select_row
-from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError
+from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
 from storage.notifications import QUEUED_JOBS, notify
 from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
@@ -169,25 +170,26 @@ class Queue:
         Args:
             lease: of the job.
             progress: the step.
-            after_seq: the log's last seq before this step. If the log has this step already, nothing is written: its
-                commit succeeded, and only the confirmation was lost.
+            after_seq: the log's last seq as this worker knows it. If the log has this step already, nothing is
+                written: its commit succeeded, and only the confirmation was lost.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
         """
         assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
-        values, trial = step_values(progress), dump_trial(progress.trial)
+        values, trial = {**step_values(progress), "waiting_reason": None}, dump_trial(progress.trial)
         if trial is not None:
             values |= {"num_releases": jobs.c.attempt - 1, "num_faults": 0}
-        conditions = [*fence(lease), *([] if after_seq is None else [jobs.c.last_seq == after_seq])]
         with self.database.begin() as connection:
             values["lease_expires_at"] = self.database.clock(self.settings.lease)
+            conditions = [*fence(lease), *([] if after_seq is None else [jobs.c.last_seq == after_seq])]
             last_seq = change_job(self.database, connection, conditions, progress.events, **values)
             if last_seq is None:
-                last_seq = connection.scalar(sa.select(jobs.c.last_seq).where(*fence(lease)))
-                if last_seq is None or after_seq is None or last_seq != after_seq + len(progress.events):
-                    raise LeaseLostError(lease)
-            elif trial is not None:
+                last_seq, is_stored = _find_step(connection, lease, progress, after_seq)
+                if is_stored:
+                    return last_seq
+                last_seq = write_job(self.database, connection, lease, progress.events, **values)
+            if trial is not None:
                 insert_trial(self.database, connection, lease.job_id, trial)
         return last_seq
 
@@ -273,7 +275,8 @@ class Queue:
             if not JobState(row.state).is_final:
                 if not row.cancel_requested:
                     note_action(self.database, connection, by, Action.CANCEL, job_id)
-                if row.lease_expires_at is None or row.lease_expires_at <= self.database.now(connection):
+                held = connection.scalar(sa.select(jobs.c.id).where(here, is_held(self.database)))
+                if held is None:
                     end_job(self.database, connection, [here], JobState.CANCELLED)
                 elif not row.cancel_requested:
                     change_job(self.database, connection, [here], cancel_requested=True)
@@ -301,11 +304,12 @@ class Queue:
     ) -> None:
         """Append an event to each job that no live worker can serve, whenever the reason changes.
 
-        A job that has been in the queue for `max_wait`, and for which there is still such a reason, fails with it.
+        A job that has been in the queue for `max_wait` fails with such a reason once that has held for `live_within`,
+        in which a live worker reports.
         """
         end_abandoned(self.database, self.settings, jobs.c.cancel_requested)
         note_reasons(self.database, live_within=live_within, grace=grace)
-        end_overdue(self.database, max_wait)
+        end_overdue(self.database, max_wait, noted_for=live_within)
 
     def _put_back(
         self,
@@ -326,6 +330,24 @@ class Queue:
         }
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
         notify(self.database, connection, QUEUED_JOBS)
+
+
+def _find_step(connection: sa.Connection, lease: Lease, progress: Progress, after_seq: int | None) -> tuple[int, bool]:
+    """Return the last seq of a log that has gone on since `after_seq`, and whether it has this step already.
+
+    While the lease had run out, for instance in a frozen worker, others may have noted why the job waits.
+
+    Raises:
+        LeaseLostError: the lease is gone, or the log has gone on in another way.
+    """
+    held = sa.select(jobs.c.last_seq).where(*fence(lease)).with_for_update()
+    last_seq = connection.scalar(held)
+    if last_seq is None or after_seq is None:
+        raise LeaseLostError(lease)
+    num_since = count_events(connection, lease.job_id, after_seq, without=EventCode.WAITING)
+    if num_since not in {0, len(progress.events)}:
+        raise LeaseLostError(lease)
+    return last_seq, num_since > 0
 
 
 def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:

@@ -52,7 +52,7 @@ def read_seconds(variables: Mapping[str, str], name: str, default: timedelta, *,
     """Return a variable as a duration; an empty one counts as not set.
 
     Raises:
-        ValueError: it is no number of seconds from `least` to 86400.
+        ValueError: it is no number of seconds from `least` to 86400, a day (LONGEST_LEASE).
     """
     given = variables.get(name)
     if not given:

@@ -16,6 +16,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from storage.database import Database
 from storage.jobs import JobState
+from storage.leases import is_held
 from storage.quotas import quota_of, select_quotas
 from storage.tables import jobs, usage
 
@@ -48,7 +49,7 @@ def find_next(database: Database, connection: sa.Connection, conditions: Conditi
         return None
     held = (
         sa.select(jobs.c.owned_by, sa.func.sum(jobs.c.devices_needed).label("num_devices"))
-        .where(_is_held(database))
+        .where(is_held(database))
         .group_by(jobs.c.owned_by)
         .subquery("held")
     )
@@ -96,7 +97,7 @@ def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool
     limit = quota_of(select_quotas(connection), owner).max_running
     if limit is None:
         return True
-    mine = sa.select(sa.func.count()).where(_is_held(database), jobs.c.owned_by == owner)
+    mine = sa.select(sa.func.count()).where(is_held(database), jobs.c.owned_by == owner)
     return (connection.scalar(mine) or 0) <= limit
 
 
@@ -111,7 +112,7 @@ def book(database: Database, connection: sa.Connection, owner: str, claimed_at: 
 
 def held_since(database: Database) -> sa.ColumnElement[datetime]:
     """Return when the live lease of a job began. After a lost lease it is null: its time is not the owner's fault."""
-    return sa.case((_is_held(database), jobs.c.claimed_at))
+    return sa.case((is_held(database), jobs.c.claimed_at))
 
 
 def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str, ClaimQuota]:
@@ -127,7 +128,7 @@ def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str
     )
     running: Counter[str] = Counter()
     for job in connection.execute(
-        sa.select(jobs.c.owned_by, jobs.c.claimed_at, jobs.c.devices_needed).where(_is_held(database))
+        sa.select(jobs.c.owned_by, jobs.c.claimed_at, jobs.c.devices_needed).where(is_held(database))
     ):
         running[job.owned_by] += 1
         used[job.owned_by] += _device_seconds(now, job.claimed_at, job.devices_needed)
@@ -147,10 +148,6 @@ def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str
 def _device_seconds(now: datetime, claimed_at: datetime | None, num_devices: int) -> float:
     """Return the device seconds since a claim; 0 for a claim of an earlier version, which did not store its time."""
     return 0.0 if claimed_at is None else max(0.0, (now - claimed_at).total_seconds()) * num_devices
-
-
-def _is_held(database: Database) -> sa.ColumnElement[bool]:
-    return (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at > database.clock())
 
 
 def _today(database: Database) -> sa.ColumnElement[date]:

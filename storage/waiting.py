@@ -16,7 +16,7 @@ from explorer.spec.target import TRANSFORMERS
 from storage.changes import change_jobs, end_job, is_unowned
 from storage.database import Database
 from storage.jobs import JobState
-from storage.tables import jobs
+from storage.tables import events, jobs
 from storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
 from storage.workers import REPLAYED, WorkerInfo, select_workers
 
@@ -94,13 +94,23 @@ def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequenc
     change_jobs(database, connection, conditions, draft, waiting_reason=reason)
 
 
-def end_overdue(database: Database, max_wait: timedelta) -> None:
-    """End each job that has been in the queue for `max_wait` and that no worker could run when this was last noted."""
+def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta) -> None:
+    """End each job that has been in the queue for `max_wait` and that no worker could run when this was last noted.
+
+    The reason must have been noted for a while. After a host was asleep, or its clock was set forward, all workers seem
+    to be gone until they report.
+    """
+    just_noted = sa.select(events.c.seq).where(
+        events.c.job_id == jobs.c.id,
+        events.c.code == int(EventCode.WAITING),
+        events.c.at > database.clock(-noted_for),
+    )
     overdue = [
         jobs.c.state == JobState.QUEUED.value,
         jobs.c.waiting_reason.is_not(None),
         sa.not_(jobs.c.waiting_reason.startswith(HELD_BACK)),
         jobs.c.queued_at < database.clock(-max_wait),
+        sa.not_(sa.exists(just_noted)),
     ]
     with database.read() as connection:
         found = connection.execute(sa.select(jobs.c.id, jobs.c.waiting_reason).where(*overdue)).all()

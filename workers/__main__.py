@@ -197,6 +197,9 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
         except (ProfilerError, DeviceBusyError, *DATABASE_TROUBLE) as error:
             _log.error("worker %s ends: %s", worker.id, error)
             failed.set()
+        except Exception:  # noqa: BLE001 - the exit status must say so, or nobody starts the worker again
+            _log.exception("worker %s ends", worker.id)
+            failed.set()
 
     def end(*_: object) -> None:
         for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends the process at once

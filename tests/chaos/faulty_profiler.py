@@ -23,6 +23,10 @@ LEAKED_BYTES = 1 << 30
 GPU_CYCLES, HOST_SECONDS = 1 << 42, 1e6
 """Longer than any trial may take."""
 
+CALM_SECONDS = 1.0
+"""What a disturbed trial's successor waits for the device, in place of 5 s, because it waits in vain beside a process
+that stays."""
+
 _leaked: list[object] = []
 
 
@@ -160,6 +164,7 @@ def install() -> None:
 
     phases.PhaseClock.phase = phase  # type: ignore[method-assign]  # a stand-in
     patched: Any = session
+    patched.CALM_SECONDS = CALM_SECONDS
     finished = patched.TrialFinished
 
     def reply(**options: Any) -> Any:

@@ -2,15 +2,18 @@
 
 Each process calls an application of its own through ASGI. A request that reaches lines which no earlier one has reached
 joins the corpus that later ones are changed from (Python 3.12 and later report lines at no cost: `sys.monitoring`).
-The result is JSON; SIGTERM ends the requests, and what was found so far is written. The status is 1 if an answer was a
-server error, if it took more than a second of processor time or 30 s, or if memory grew.
+The result is JSON, written again every 20 s, so that little is lost with a process that is killed. SIGTERM ends the
+requests. The status is 1 if an answer was a server error, if it took more than a second of processor time or 30 s, or
+if memory grew.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import multiprocessing
+import os
 import signal
 import sys
 import tempfile
@@ -18,7 +21,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from random import Random
 from types import CodeType
@@ -36,7 +39,7 @@ from storage.schema import upgrade
 from storage.tables import jobs
 from tests.chaos.fuzz_inputs import UNKNOWN_ID, Request, draw, seeds
 from tests.chaos.processes import ROOT
-from tests.chaos.result import percentile, read_commit, write_document
+from tests.chaos.result import read_commit, write_document
 from tests.contracts.samples import make_progress, make_report, make_request
 
 MOST_CPU_SECONDS = 1.0
@@ -49,7 +52,10 @@ WARM_UP = 500
 """Requests after which memory is measured for the first time, when caches are filled."""
 
 CLEAN_UP = 1000
-"""Requests after which the explorations that were accepted are deleted."""
+"""Requests after which the explorations that were accepted are deleted, and the result is written."""
+
+MEMORY_EVERY = 5000
+WRITE_SECONDS = 20.0
 
 MAX_CORPUS = 1000
 MAX_KEPT_BYTES = 4000
@@ -58,7 +64,11 @@ OWN_FOLDERS = tuple(str(ROOT / name) for name in ("api", "explorer", "storage"))
 
 @dataclass
 class Found:
-    """What a process, or all of them, found. Memory is that of the process that grew most."""
+    """What a process found.
+
+    `seconds` counts answers by their time, rounded to two digits. `memory_bytes` is the resident memory after the
+    warm-up, and again after each MEMORY_EVERY requests.
+    """
 
     requests: int = 0
     statuses: dict[str, int] = field(default_factory=dict)
@@ -67,7 +77,8 @@ class Found:
     slowest_seconds: float = 0.0
     most_cpu_seconds: float = 0.0
     slowest: str = ""
-    seconds: list[float] = field(default_factory=list)
+    seconds: dict[str, int] = field(default_factory=dict)
+    memory_bytes: list[int] = field(default_factory=list)
     growth_bytes: int = 0
     violations: list[str] = field(default_factory=list)
 
@@ -150,7 +161,10 @@ async def call(app: Any, request: Request) -> int:
 
 
 async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
-    """Send so many requests, or as many as `seconds` allow, or as many as come before SIGTERM."""
+    """Send so many requests, or as many as `seconds` allow, or as many as come before SIGTERM.
+
+    What was found so far is written to `part_file` after each CLEAN_UP requests.
+    """
     url = f"sqlite:///{folder / f'fuzz-{seed}.db'}"
     database = open_database(url)
     upgrade(database)
@@ -158,9 +172,7 @@ async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
     found, rng, lines, process = Found(), Random(seed), Lines(), psutil.Process()
     found.guided = lines.is_guiding
     app = create_app(ServiceSettings(url, answer_seconds=2 * MOST_SECONDS))
-    statuses: Counter[int] = Counter()
     ends_at = time.monotonic() + seconds
-    first_bytes = 0
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
     async with _running(app):
@@ -174,22 +186,38 @@ async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
             sent = Request(request.method, request.path.replace("{id}", rng.choice(ids)), *_rest(request))
             answered = await _timed(app, sent)
             found.requests += 1
-            statuses[answered.status] += 1
             _judge(found, sent, answered)
             if lines.take() and number >= 100 and len(corpus) < MAX_CORPUS and len(request.body) <= MAX_KEPT_BYTES:
                 corpus.append(request)
+            if found.requests == WARM_UP or found.requests % MEMORY_EVERY == 0:
+                found.memory_bytes.append(process.memory_info().rss)
             if found.requests % CLEAN_UP == 0:
                 with database.begin() as connection:
                     connection.execute(sa.delete(jobs).where(jobs.c.id != known))
-            if found.requests == WARM_UP:
-                first_bytes = process.memory_info().rss
+                _close(found, corpus, process)
+                _write_part(found, part_file(folder, seed))
     lines.close()
-    if first_bytes:
-        found.growth_bytes = process.memory_info().rss - first_bytes
-    found.corpus = len(corpus)
-    found.statuses = {str(status): count for status, count in sorted(statuses.items())}
+    _close(found, corpus, process)
     database.dispose()
     return found
+
+
+def part_file(folder: Path, seed: int) -> Path:
+    """The file with what the process of this seed has found so far."""
+    return folder / f"part-{seed}.json"
+
+
+def _close(found: Found, corpus: list[Request], process: psutil.Process) -> None:
+    """Note what is known at the end, or now."""
+    found.corpus = len(corpus)
+    if found.memory_bytes:
+        found.growth_bytes = process.memory_info().rss - found.memory_bytes[0]
+
+
+def _write_part(found: Found, path: Path) -> None:
+    whole = path.with_suffix(".new")
+    whole.write_text(json.dumps(asdict(found)))
+    whole.replace(path)
 
 
 @dataclass(frozen=True)
@@ -208,7 +236,9 @@ async def _timed(app: Any, sent: Request) -> Answered:
 
 
 def _judge(found: Found, sent: Request, answered: Answered) -> None:
-    found.seconds.append(answered.seconds)
+    status, rounded = str(answered.status), f"{answered.seconds:.1e}"
+    found.statuses[status] = found.statuses.get(status, 0) + 1
+    found.seconds[rounded] = found.seconds.get(rounded, 0) + 1
     found.most_cpu_seconds = max(found.most_cpu_seconds, answered.cpu_seconds)
     if answered.seconds > found.slowest_seconds:
         found.slowest_seconds, found.slowest = answered.seconds, sent.describe()
@@ -254,11 +284,13 @@ def _run(arguments: tuple[int, int, str, float]) -> Found:
 def add_up(parts: list[Found]) -> dict[str, object]:
     """Return what all processes found as a JSON document."""
     statuses: Counter[str] = Counter()
+    taken: Counter[str] = Counter()
     for part in parts:
         statuses.update(part.statuses)
+        taken.update(part.seconds)
     slowest = max(parts, key=lambda part: part.slowest_seconds)
-    taken = sorted(seconds for part in parts for seconds in part.seconds)
-    growth = max(part.growth_bytes for part in parts)
+    grown = max(parts, key=lambda part: part.growth_bytes)
+    growth = grown.growth_bytes
     violations = [text for part in parts for text in part.violations]
     if growth > MOST_GROWTH_BYTES:
         violations.append(f"the memory of a process grew by {growth / 2**20:.0f} MiB")
@@ -269,22 +301,39 @@ def add_up(parts: list[Found]) -> dict[str, object]:
         "guided_by_new_lines": all(part.guided for part in parts),
         "corpus": sum(part.corpus for part in parts),
         "statuses": dict(sorted(statuses.items())),
-        "median_seconds": percentile(taken, 0.5),
-        "p99_9_seconds": percentile(taken, 0.999),
+        "median_seconds": _percentile(taken, 0.5),
+        "p99_9_seconds": _percentile(taken, 0.999),
         "slowest_seconds": round(slowest.slowest_seconds, 4),
         "slowest": slowest.slowest,
         "most_cpu_seconds": round(max(part.most_cpu_seconds for part in parts), 4),
         "largest_memory_growth_bytes": growth,
+        "memory_bytes_of_that_process": grown.memory_bytes,
         "num_violations": len(violations),
         "violations": violations[:50],
     }
+
+
+def _percentile(taken: Counter[str], share: float) -> float | None:
+    """Return the time that `share` of the answers did not exceed, in two digits; null if there are none."""
+    rank, seen = share * taken.total(), 0
+    for seconds in sorted(taken, key=float):
+        seen += taken[seconds]
+        if seen > rank:
+            return float(seconds)
+    return None
+
+
+def _read_parts(folder: Path) -> list[Found]:
+    return [Found(**json.loads(path.read_text())) for path in sorted(folder.glob("part-*.json"))]
 
 
 def main() -> int:
     """Fuzz, write the result, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.fuzz", description=__doc__)
     parser.add_argument("--examples", type=int, default=20_000, help="of all processes together")
-    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument(
+        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one on each core that is allowed"
+    )
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all examples")
     parser.add_argument("--seed", type=int, default=None, help="default: the time")
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")
@@ -295,7 +344,12 @@ def main() -> int:
         work = [(share, seed + index, folder, 60 * options.minutes) for index in range(options.processes)]
         with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
             signal.signal(signal.SIGTERM, _stop_processes)
-            document = add_up(pool.map(_run, work, chunksize=1))
+            running = pool.map_async(_run, work, chunksize=1)
+            while not running.ready():
+                running.wait(WRITE_SECONDS)
+                if options.output is not None and (parts := _read_parts(Path(folder))):
+                    write_document(add_up(parts), options.output)
+            document = add_up(running.get())
     return write_document(document, options.output)
 
 

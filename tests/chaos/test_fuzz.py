@@ -15,6 +15,7 @@ def test_no_fuzzed_request_is_a_server_error_or_slow(tmp_path: Path) -> None:
     found = add_up([asyncio.run(fuzz(250, seed=1, folder=tmp_path, seconds=60.0))])
     assert found["violations"] == []
     assert found["requests"] == 250
+    assert 0 < found["median_seconds"] <= found["p99_9_seconds"] <= found["slowest_seconds"] * 1.05  # type: ignore[operator]  # numbers
     assert {"200", "202", "404", "422"} <= set(found["statuses"])  # type: ignore[call-overload]  # a mapping
 
 

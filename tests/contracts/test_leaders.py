@@ -36,6 +36,15 @@ def test_one_holds_a_role_until_it_expires_or_is_given_up(database: Database) ->
     assert hold_role(database, "keeper", "a", TERM)
 
 
+def test_a_role_does_not_wait_for_a_clock_that_was_set_back(database: Database) -> None:
+    assert hold_role(database, "keeper", "a", TERM)
+    expire(database, -TERM)
+    assert not hold_role(database, "keeper", "b", TERM)
+    expire(database, -timedelta(hours=1))
+    assert hold_role(database, "keeper", "b", TERM)
+    assert not hold_role(database, "keeper", "a", TERM)
+
+
 def test_a_holder_writes_only_when_half_of_its_term_is_over(database: Database) -> None:
     def read_end() -> datetime:
         with database.read() as connection:

@@ -44,6 +44,23 @@ def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Dat
     assert claim_one(queue, "b").lease.attempt == 2
 
 
+def test_a_lease_a_pause_and_a_cancel_do_not_wait_for_a_clock_that_was_set_back(database: Database) -> None:
+    queue = Queue(database)
+    past_jobs = [queue.enqueue(make_request())[0] for _ in range(3)]
+    claims = [claim_one(queue) for _ in past_jobs]
+    queue.release(claims[2].lease, trouble="the device is gone")
+    with database.begin() as connection:
+        later = {
+            "lease_expires_at": database.clock(timedelta(days=400)),
+            "not_before": database.clock(timedelta(hours=1)),
+        }
+        for name, value in later.items():
+            column = jobs.c[name]
+            connection.execute(sa.update(jobs).where(column.is_not(None)).values({name: value}))
+    assert queue.request_cancel(past_jobs[0].id).state is JobState.CANCELLED
+    assert {claim_one(queue, "b").job.id for _ in range(2)} == {past_jobs[1].id, past_jobs[2].id}
+
+
 WRITES: dict[str, Callable[[Queue, Lease], object]] = {
     "heartbeat": lambda queue, lease: queue.heartbeat(lease),
     "watch": lambda queue, lease: queue.watch(lease),
@@ -115,6 +132,27 @@ def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, s
     assert stored_trials(database, job.id) == ([] if step.trial is None else [step.trial])
     with pytest.raises(LeaseLostError):  # a step that the log has gone beyond
         queue.record(claim.lease, make_progress(5), after_seq=1)
+
+
+@pytest.mark.parametrize("was_stored", [False, True])
+def test_a_worker_that_was_frozen_stores_its_step_once_beside_a_reason_for_waiting(
+    database: Database, was_stored: bool
+) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    claim = claim_one(queue)
+    for number, after in ((0, 2), (1, 4)):
+        step = make_progress(number)
+        if was_stored:
+            queue.record(claim.lease, step, after_seq=after)
+        expire(database, job.id)
+        queue.note_waiting(grace=timedelta(0))  # no worker is alive
+        assert get_job(database, job.id).waiting_reason == "none is running"
+        assert queue.record(claim.lease, step, after_seq=after) == after + 2
+    assert codes(database, job.id) == [101, 102, *([201, 105] if was_stored else [105, 201]) * 2]
+    assert stored_trials(database, job.id) == [make_trial(0), make_trial(1)]
+    queue.record(claim.lease, make_progress(2))
+    assert get_job(database, job.id).waiting_reason is None
 
 
 def test_another_trial_of_the_same_number_is_refused_whole(database: Database) -> None:

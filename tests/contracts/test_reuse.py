@@ -22,8 +22,10 @@ from storage.owners import LOCAL, USUAL_SCOPES, Caller
 from storage.pruning import delete_job, prune
 from storage.queue import Queue
 from storage.quotas import QueuedQuotaError, Quota, set_quota
+from storage.reuse import find_answer
 from storage.run_reports import insert_run_report
 from storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
+from tests.contracts.jobs import expire
 from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
 
 HARDWARE = make_report().hardware
@@ -216,6 +218,29 @@ def test_a_worker_that_takes_a_job_answers_it_from_what_is_stored(database: Data
         assert codes[-1] is EventCode.SUCCEEDED
     add_worker(database)
     assert source(queue) == first.id  # an answer that was reused is traced to what measured it
+
+
+def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_without_the_job(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(database)
+    measure(queue)
+    taken, _ = queue.enqueue(make_request())
+    others: list[Claim | None] = []
+
+    def freeze(*arguments: Any) -> Any:
+        monkeypatch.undo()
+        stored = find_answer(*arguments)
+        expire(database, taken.id)
+        others.append(claim_next(queue))  # it answers the job from what is stored
+        return stored
+
+    monkeypatch.setattr("storage.claims.find_answer", freeze)
+    assert claim_next(queue) is None
+    assert others == [None]
+    codes = [event.code for event in read_events(database, taken.id)]
+    assert codes.count(EventCode.SUCCEEDED) == 1
+    assert codes[-1] is EventCode.SUCCEEDED
 
 
 def test_a_job_that_two_versions_measured_answers_nobody(database: Database) -> None:

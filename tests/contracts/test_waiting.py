@@ -12,9 +12,9 @@ from storage.events import read_events
 from storage.jobs import JobState, get_job
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
-from storage.tables import jobs
+from storage.tables import events, jobs
 from storage.waiting import describe_duration
-from storage.workers import WorkerInfo, forget_worker, register_worker
+from storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 from tests.contracts.samples import make_report, make_request
 
 NO_GRACE = timedelta(0)
@@ -76,6 +76,10 @@ def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database:
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(hours=1))
     assert get_job(database, too_large.id).state is JobState.QUEUED
+    queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(0))
+    assert get_job(database, too_large.id).state is JobState.QUEUED, "the reason may be gone when all workers report"
+    with database.begin() as connection:
+        connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
     queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(0))
     ended = get_job(database, too_large.id)
     assert ended.state is JobState.FAILED

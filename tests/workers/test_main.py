@@ -32,8 +32,12 @@ def _signals() -> Iterator[None]:
 
 
 class BrokenProfiler(FakeProfiler):
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self.error = error
+
     def start(self) -> None:
-        raise ProfilerError("the device fell off the bus")
+        raise self.error
 
 
 def make_worker(database: Database, profiler: FakeProfiler) -> Worker:
@@ -57,9 +61,10 @@ def test_each_device_runs_a_job_at_the_same_time(sqlite_database: Database) -> N
     assert [job.state for job in list_jobs(sqlite_database)[0]] == [JobState.SUCCEEDED] * 2
 
 
-def test_a_broken_device_leaves_the_others_at_work(sqlite_database: Database) -> None:
+@pytest.mark.parametrize("error", [ProfilerError("the device fell off the bus"), OSError("too many open files")])
+def test_a_broken_device_leaves_the_others_at_work(sqlite_database: Database, error: Exception) -> None:
     Queue(sqlite_database).enqueue(make_request())
-    workers = [make_worker(sqlite_database, BrokenProfiler()), make_worker(sqlite_database, FakeProfiler())]
+    workers = [make_worker(sqlite_database, BrokenProfiler(error)), make_worker(sqlite_database, FakeProfiler())]
     assert serve_workers(workers, max_jobs=1) == SERVICE_FAILED
     assert [job.state for job in list_jobs(sqlite_database)[0]] == [JobState.SUCCEEDED]
 

@@ -73,8 +73,9 @@ class DeviceLock:
                 if deadline is not None and time.monotonic() >= deadline:
                     raise DeviceBusyError(reason)
                 time.sleep(POLL_SECONDS)
-            os.truncate(descriptor, 0)
-            os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+            with contextlib.suppress(OSError):  # a full disk keeps nobody from the device
+                os.truncate(descriptor, 0)
+                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
             self._descriptor, descriptor = descriptor, -1
             return True
         finally:

@@ -19,7 +19,7 @@ from storage.queue import Queue
 from storage.worker_ids import worker_prefix
 from storage.workers import WorkerInfo
 from workers.jobs.registration import Registration
-from workers.jobs.runner import Explore, JobEnd, run_job
+from workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from workers.jobs.software import installed_software
 from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
@@ -150,7 +150,7 @@ class Worker:
         for pause in self._start_pauses_seconds:
             try:
                 return self._profiler.start()
-            except ProfilerError as error:
+            except (ProfilerError, *HOST_TROUBLE) as error:
                 _log.warning("the device cannot be used: %s; it is tried again in %g s", error, pause)
             self._wait(pause)
         return self._profiler.start()

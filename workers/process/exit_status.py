@@ -8,6 +8,9 @@ from pathlib import Path
 from explorer.records.measurement import Outcome
 from workers.process.protocol import RankLost
 
+OTHERS_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit statuses of a process that somebody else has ended. A fault of its own ends it by other signals."""
+
 OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate memory", "out of memory")
 
 
@@ -22,12 +25,12 @@ def classify_exit(name: str, status: int, output: str, kernel_killed: bool) -> t
 
 
 def is_unexplained(status: int, outcome: Outcome, output: str) -> bool:
-    """Whether a process was killed and nothing says why, so that it may have been somebody else's doing.
+    """Whether a process was ended by a signal and nothing says why, so that it may have been somebody else's doing.
 
     `outcome` is that of `classify_exit`. The kernel's out-of-memory killer sends SIGKILL, too, and is not always seen
     from a container.
     """
-    return status == -signal.SIGKILL and outcome is Outcome.CRASHED and "cuda error" not in output.lower()
+    return status in OTHERS_SIGNALS and outcome is Outcome.CRASHED and "cuda error" not in output.lower()
 
 
 def describe_status(status: int) -> str:

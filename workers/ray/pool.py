@@ -144,7 +144,9 @@ class RayDevicePool(DevicePool):
             if handle.trial is None:
                 trial = self._waiting.popleft()
                 trial.result = handle.actor.measure.remote(trial.plan.model_dump_json())
-                trial.deadline = time.monotonic() + trial.plan.timeout_seconds + self._setup_allowance_seconds
+                # An actor whose profiler is killed runs the trial once more.
+                allowed_seconds = 2 * trial.plan.timeout_seconds + self._setup_allowance_seconds
+                trial.deadline = time.monotonic() + allowed_seconds
                 handle.trial = trial
 
     def _collect(self, handle: ActorHandle) -> tuple[TrialPlan, Measurement] | None:

@@ -1,3 +1,5 @@
+import errno
+import os
 import subprocess
 import sys
 import threading
@@ -19,6 +21,18 @@ def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:
     first.release()
     assert second.acquire(timeout_seconds=0.0)
     second.release()
+
+
+def test_a_full_disk_keeps_nobody_from_the_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "pwrite", fail)
+    holder = DeviceLock("cpu", directory=tmp_path)
+    assert holder.acquire()
+    with pytest.raises(DeviceBusyError, match="cpu is in use by another profiler"):
+        DeviceLock("cpu", directory=tmp_path).acquire(timeout_seconds=0.0)
+    holder.release()
 
 
 def test_other_devices_are_free(tmp_path: Path) -> None:

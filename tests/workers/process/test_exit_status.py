@@ -21,6 +21,7 @@ def test_an_exit_status_is_described_in_words(status: int, words: str) -> None:
     [
         (-signal.SIGKILL, "", True, Outcome.OUT_OF_MEMORY, False),
         (-signal.SIGKILL, "", False, Outcome.CRASHED, True),
+        (-signal.SIGTERM, "", False, Outcome.CRASHED, True),
         (-signal.SIGKILL, "UserWarning: slow", False, Outcome.CRASHED, True),
         (-signal.SIGKILL, "CUDA error: an illegal memory access", False, Outcome.CRASHED, False),
         (-signal.SIGKILL, "CUDA out of memory", False, Outcome.OUT_OF_MEMORY, False),

@@ -189,7 +189,7 @@ def test_a_trial_whose_process_somebody_kills_runs_once_more_and_is_a_crash_if_t
     assert result.phases.process_start > 0
     assert (profiler.restarts, left) == (restarts + 1, [])
     assert profiler.measure(small).reason is None
-    left += [signal.SIGKILL] * 2
+    left += [signal.SIGKILL, signal.SIGTERM]  # from the end
     result = profiler.measure(small)
     assert result.outcome is Outcome.CRASHED
     assert "twice: the profiler process was killed by SIGKILL" in (result.reason or "")
@@ -207,6 +207,7 @@ def kill_as_trials_begin(monkeypatch: pytest.MonkeyPatch, times: int) -> list[si
         send(process, command)
         if strikes:
             os.kill(process.pid, left.pop())
+            os.kill(process.pid, signal.SIGCONT)  # other signals than SIGKILL wait for that
 
     monkeypatch.setattr(ProfilerProcess, "send", send_and_kill)
     return left

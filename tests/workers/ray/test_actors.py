@@ -5,14 +5,16 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
 from explorer.records.measurement import Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from tests.contracts.samples import make_candidate, make_report, make_request
+from tests.workers.ray import fakes
 from tests.workers.ray.fake_cluster import FakeRay, UnlikeProfilers
-from tests.workers.ray.fakes import BROKEN, CRASHING, open_fake
+from tests.workers.ray.fakes import BROKEN, CRASHING, SLOW, open_fake
 from workers.process.interface import ProfilerError
 from workers.ray.pool import MOST_LOSSES, RayDevicePool
 
@@ -59,6 +61,18 @@ def test_each_device_runs_a_trial(pool: RayDevicePool) -> None:
     assert pool.measure(plan(4, CRASHING)).outcome is Outcome.CRASHED
     assert pool.restarts == 1
     assert pool.take_events() == []
+
+
+@pytest.mark.parametrize(("late_seconds", "num_killed"), [(11.0 + 240.0, 0), (21.0 + 240.0, 1)])
+def test_a_trial_has_the_time_to_run_twice_before_its_actor_counts_as_lost(
+    pool: RayDevicePool, ray: FakeRay, monkeypatch: pytest.MonkeyPatch, late_seconds: float, num_killed: int
+) -> None:
+    monkeypatch.setattr(fakes, "SLOW_SECONDS", 0.2)
+    pool.submit(plan(0, SLOW).model_copy(update={"timeout_seconds": 10.0}))
+    later = SimpleNamespace(monotonic=lambda: time.monotonic() + late_seconds, sleep=time.sleep)
+    monkeypatch.setattr("workers.ray.pool.time", later)
+    assert pool.wait()[1].outcome is Outcome.OK
+    assert ray.num_killed == num_killed
 
 
 def test_a_trial_that_loses_every_actor_has_that_as_its_outcome(pool: RayDevicePool, ray: FakeRay) -> None:

@@ -17,13 +17,17 @@ import psutil
 
 from bexp.child_process import module_command, safe_environment
 from explorer.records.measurement import Outcome
-from workers.process.exit_status import classify_exit, count_kernel_oom_kills
+from workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from workers.profiler.failures import TrialFailedError
 
 TAIL_LINES = 20
 LAST_LINES = 3
 """How many lines of a process's last output are told with its end."""
 END_SECONDS = 10.0
+
+
+class TargetKilledError(TrialFailedError):
+    """The target's process was ended by a signal, and nothing says why: it may have been somebody else's doing."""
 
 
 class TargetProcess:
@@ -61,6 +65,7 @@ class TargetProcess:
 
         Raises:
             TrialFailedError: the target failed, hung or crashed; the process has been ended.
+            TargetKilledError: the process was killed for no known reason.
         """
         kills = count_kernel_oom_kills()
         with suppress(OSError):  # if it has ended, its output says why
@@ -75,9 +80,8 @@ class TargetProcess:
         if line is None:
             status = self._ended_status()
             output = " | ".join(self._lines())
-            raise TrialFailedError(
-                *classify_exit("the target's process", status, output, count_kernel_oom_kills() > kills)
-            )
+            ended = classify_exit("the target's process", status, output, count_kernel_oom_kills() > kills)
+            raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
         reply: dict[str, Any] = json.loads(line)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:

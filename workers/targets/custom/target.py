@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +22,9 @@ from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
 from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
 from workers.profiler.phases import PhaseClock
-from workers.targets.custom.process import TargetProcess
+from workers.targets.custom.process import TargetKilledError, TargetProcess
+
+_log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 150.0
 """The longest that importing and building may take; the profiler's own start has a deadline of 180 s."""
@@ -42,7 +45,10 @@ class TargetSource:
 
 
 class CustomTarget:
-    """One job's target on one device. Each exploration has a fresh process, and so has what follows a failure."""
+    """One job's target on one device. Each exploration has a fresh process, and so has what follows a failure.
+
+    If a process is killed for no known reason, another one does what it was doing once more.
+    """
 
     def __init__(self, source: TargetSource, request: ExplorationRequest, device: str) -> None:
         """Refuse what no custom target can do.
@@ -78,8 +84,7 @@ class CustomTarget:
         try:
             opened = self._open(None)
             self._choices = _choices(opened["dimensions"])
-            assert self._process is not None, "it was opened"
-            found = self._process.ask("describe", self._deadline)
+            found = self._ask("describe")
         except TrialFailedError as error:
             how = "" if error.outcome is Outcome.UNSUPPORTED else f"{error.outcome}: "
             raise UnsupportedTrialError(f"target '{self._source.name}': {how}{error}") from error
@@ -143,13 +148,29 @@ class CustomTarget:
         with clock.phase("build"):
             if self._process is None or not self._process.alive or candidate.settings != self._open_choice:
                 self._open(candidate.settings)
-            assert self._process is not None, "it was opened"
         with clock.phase("timed"):
-            found = self._process.ask("measure", self._deadline, micro_batch_size=candidate.micro_batch_size)
+            found = self._ask("measure", micro_batch_size=candidate.micro_batch_size)
         self._last = (candidate, found)
         return found
 
+    def _ask(self, command: str, **arguments: Any) -> dict[str, Any]:
+        """Ask the process that is open. If it is killed for no known reason, another one is asked once more."""
+        assert self._process is not None, "it was opened"
+        try:
+            return self._process.ask(command, self._deadline, **arguments)
+        except TargetKilledError as error:
+            _log.warning("the target is asked once more: %s", error)
+            self._start(self._open_choice)
+            return self._process.ask(command, self._deadline, **arguments)
+
     def _open(self, choice: str | None) -> dict[str, Any]:
+        try:
+            return self._start(choice)
+        except TargetKilledError as error:
+            _log.warning("the target is started once more: %s", error)
+            return self._start(choice)
+
+    def _start(self, choice: str | None) -> dict[str, Any]:
         assert self._hardware is not None, "report() comes first"
         self.close()
         self._process = TargetProcess()

@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 
 from explorer.records.measurement import Outcome
-from tests.workers.targets.custom.samples import HARDWARE, PLAIN, measure, open_custom, write
+from tests.workers.targets.custom.samples import HARDWARE, PLAIN, ProcessStandIn, measure, open_custom, write
 from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
+from workers.targets.custom.process import TargetKilledError
 from workers.targets.custom.target import CustomTarget
 
 FAULTY = """
-    import ctypes, os, sys, time
+    import ctypes, os, pathlib, sys, time
     import torch
     from torch import nn
 
@@ -24,7 +25,7 @@ FAULTY = """
 
         def batch(self, micro_batch_size, device):
             self.fault = {3: "raise", 4: "nan", 5: "exit", 6: "segfault", 7: "memory", 8: "reshape", 10: "hang"}.get(
-                micro_batch_size
+                micro_batch_size, "kill"
             )
             self.width = getattr(self, "width", 63) + (micro_batch_size == 9)
             return torch.randn(micro_batch_size, max(64, self.width), device=device)
@@ -43,6 +44,9 @@ FAULTY = """
             if self.fault == "hang":
                 print("waiting for a lock", flush=True)
                 time.sleep(600)
+            if self.fault == "kill" and pathlib.Path("kill").exists():
+                pathlib.Path("kill").unlink()
+                os.kill(os.getpid(), 9)
             loss = model(batch).square().mean() * (float("nan") if self.fault == "nan" else 1.0)
             loss.backward()
             if self.fault == "reshape":
@@ -74,9 +78,38 @@ def test_a_failed_step_is_an_outcome_and_the_next_trial_has_a_fresh_model(
     assert measure(target, 2).backward_peak_bytes > 0
 
 
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("command", ["open", "describe", "measure"])
+@pytest.mark.parametrize("times", [1, 2])
+def test_what_somebody_kills_is_asked_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, times: int
+) -> None:
+    left, ask = [command] * times, ProcessStandIn.ask
+
+    def kill(process: ProcessStandIn, asked: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
+        if asked in left:
+            left.remove(asked)
+            process.end()
+            raise TargetKilledError(Outcome.CRASHED, "the target's process was killed by SIGTERM")
+        return ask(process, asked, timeout_seconds, **arguments)
+
+    monkeypatch.setattr(ProcessStandIn, "ask", kill)
+    target = open_custom(write(tmp_path, PLAIN))
+    if times == 1:
+        target.report(HARDWARE)
+        assert measure(target, 2).backward_peak_bytes > 0
+    else:
+        with pytest.raises((TrialFailedError, UnsupportedTrialError), match="killed by SIGTERM"):
+            target.report(HARDWARE)
+            measure(target, 2)
+    assert left == []
+
+
 def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kill = tmp_path / "kill"
+    monkeypatch.chdir(tmp_path)
     target = open_custom(write(tmp_path, FAULTY))
     target.report(HARDWARE)
     failures = [
@@ -89,6 +122,9 @@ def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
             with pytest.raises(TrialFailedError, match=reason) as caught:
                 measure(target, micro_batch_size)
             assert caught.value.outcome is outcome
+        kill.touch()
+        assert measure(target, 11).backward_peak_bytes > 0
+        assert not kill.exists()
         found = measure(target, 2)
         assert found.device_seconds > 0
         assert found.backward_peak_bytes > 0

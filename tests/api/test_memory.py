@@ -1,0 +1,32 @@
+"""Freed memory goes back to the system."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+
+import psutil
+import pytest
+
+from api.memory import keep_trimmed
+
+PIECE_BYTES, NUM_PIECES = 4000, 16_000
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the C library of other systems is not told to")
+def test_the_pages_of_freed_pieces_go_back() -> None:
+    process = psutil.Process()
+    pieces = [bytes(PIECE_BYTES) for _ in range(NUM_PIECES)]
+    kept = pieces[::100]  # scattered, so that the heap cannot shrink from its end
+    pieces.clear()
+    before = process.memory_info().rss
+
+    async def trim_once() -> None:
+        trimmed = asyncio.Event()
+        task = asyncio.create_task(keep_trimmed(trimmed.set))
+        await asyncio.wait_for(trimmed.wait(), 30)
+        task.cancel()
+
+    asyncio.run(trim_once())
+    assert before - process.memory_info().rss > PIECE_BYTES * NUM_PIECES / 2
+    assert len(kept) == NUM_PIECES / 100
