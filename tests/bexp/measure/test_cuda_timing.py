@@ -219,8 +219,8 @@ def test_the_poll_is_called_while_the_device_works_and_forgotten_afterwards(monk
 def test_a_forward_that_waits_is_timed_with_a_lead_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
     """Forward has a third of each: the host issues 2 ms, half of it after its wait, and the device works for 1 ms."""
     timer, cuda = make_timer(monkeypatch)
-    found = timer.time_waiting_forward(FakePasses(cuda, device=3e-3, host=6e-3, half_way=True))
-    assert found.in_lead == pytest.approx(0.5e-3 + 1e-3 + 0.5e-3), (
+    found = timer.time_waiting(FakePasses(cuda, device=3e-3, host=6e-3, half_way=True))
+    assert found.forward == pytest.approx(0.5e-3 + 1e-3 + 0.5e-3), (
         "the device stands still while the second half is issued"
     )
-    assert found.in_row == pytest.approx(2e-3 + 0.5e-3), "the host issues both halves, and waits for the first"
+    assert found.forward_in_row == pytest.approx(2e-3 + 0.5e-3), "the host issues both halves, and waits for the first"
