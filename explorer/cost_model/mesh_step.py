@@ -12,13 +12,14 @@ import numpy as np
 
 from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
 from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Group, Link, Transfer
+from explorer.cost_model.fabric_exchange import Group, Link
 from explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from explorer.cost_model.pipeline_balance import balance_layers
+from explorer.cost_model.stage_costs import stage_costs
 from explorer.cost_model.step import GatheredBytes, MemoryParts
 from explorer.records.plan import MeshRun
 from explorer.spec.hardware import HardwareSpec
@@ -109,7 +110,7 @@ class MeshComposer:
         gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
         last_stage = mesh.num_stages - 1
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
-        stages = [_stage(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
+        stages = [stage_costs(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
         exchanges = sum(count * part.exchange for each in parts for part, count in each)
         batch = self._request.batch_size
         if run is not None:
@@ -121,7 +122,7 @@ class MeshComposer:
         last = max(ranks, key=lambda r: held[r].number)
         always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
         update = self._optimizer_seconds(mesh, held[last], costs)
-        stages = [_slower(stage, always / mesh.virtual_stages) for stage in stages]
+        stages = [replace(each, backward=each.backward + always / mesh.virtual_stages) for each in stages]
         seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
         step = seconds + once + update
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
@@ -289,63 +290,3 @@ class MeshComposer:
 def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
     """Return what belongs to the stages of a rank."""
     return of_stages[rank :: mesh.pipeline]
-
-
-def _stage(
-    parts: Sequence[tuple[LayerCost, int]],
-    gathered: GatheredBytes,
-    issued: float,
-    sent: Transfer,
-    layers: LayerCosts,
-) -> StageCosts:
-    """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
-
-    The longer of host and device sets the pace: see `_paces`. While a layer runs, the head has freed what it saves of
-    the same micro-batch, and while the embedding runs, all others have.
-    """
-    of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
-    of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
-
-    def transient(part: LayerCost) -> int:
-        if part is layers.embedding:
-            return part.transient_bytes - of_layers - of_head
-        if part is layers.head:
-            return part.transient_bytes + gathered.at_head
-        # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
-        running = max(part.transient_bytes - gathered.after_layer, part.output_bytes - part.saved_bytes)
-        return running + gathered.at_layer - of_head
-
-    ahead, behind = _paces(parts, issued, layers)
-    return StageCosts(
-        forward=sum(count * part.forward * (behind if part is layers.head else ahead) for part, count in parts),
-        backward=behind * sum(count * part.backward for part, count in parts),
-        weights=behind * sum(count * part.weights for part, count in parts),
-        saved_bytes=sum(count * part.saved_bytes for part, count in parts),
-        transient_bytes=max(0, *(transient(part) for part, _ in parts)),
-        hand_over=sent.seconds,
-        host_bound=max(ahead, behind) > 1.0,
-    )
-
-
-def _paces(parts: Sequence[tuple[LayerCost, int]], issued: float, layers: LayerCosts) -> tuple[float, float]:
-    """Return how many times slower the host makes the device of a stage, before the head and from there on.
-
-    The host runs ahead of the device, so that the longer of the two over both directions sets the pace. If it waits for
-    the device in each layer's forward, it cannot save time there for later; the head and backward follow the last wait.
-    """
-    passes = [
-        (count * part.forward, count * part.backward, count * part.host_ahead, count * part.host_behind, part)
-        for part, count in parts
-    ]
-    backward, behind = sum(each[1] for each in passes), sum(each[3] for each in passes) + issued / 2
-    forward, ahead = sum(each[0] for each in passes), sum(each[2] for each in passes) + issued / 2
-    if not any(part.waits for part, _ in parts):
-        slower = max(1.0, (ahead + behind) / (forward + backward))
-        return slower, slower
-    of_head = [each for each in passes if each[4] is layers.head]
-    late, issued_late = sum(each[0] for each in of_head), sum(each[2] for each in of_head)
-    return max(1.0, (ahead - issued_late) / (forward - late)), max(1.0, (behind + issued_late) / (backward + late))
-
-
-def _slower(stage: StageCosts, seconds: float) -> StageCosts:
-    return replace(stage, backward=stage.backward + seconds) if seconds else stage
