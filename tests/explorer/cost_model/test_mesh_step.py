@@ -12,6 +12,7 @@ from explorer.cost_model.components import BlockRecompute, Component, ComponentK
 from explorer.cost_model.fabric_exchange import Fabric, Group, Link
 from explorer.cost_model.mesh_costs import DeviceShare
 from explorer.cost_model.mesh_layers import Block, MeshCandidate
+from explorer.cost_model.mesh_step import MeshStep
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.shards import (
     SHARED_EXPERTS,
@@ -54,6 +55,27 @@ def space(parallelism: Any, *, experts: bool = False, **changes: Any) -> PlanSpa
 def only(found: PlanSpace) -> MeshCandidate:
     (one,) = found.candidates
     return one
+
+
+def learned(found: PlanSpace, **of_experts: float) -> MeshStep:
+    """Return the step if every block takes 1 ms forward and 2 ms backward; `of_experts` are more of shared experts."""
+    one = only(found)
+    found.learn(
+        ComponentMeasurement(
+            component=component,
+            device_seconds=3e-3,
+            host_seconds=1e-4,
+            forward_device_seconds=1e-3,
+            standard_error_seconds=0.0,
+            repeats=9,
+            saved_bytes=0,
+            forward_peak_bytes=0,
+            backward_peak_bytes=0,
+            **(of_experts if component.part == SPREAD_EXPERTS else {}),
+        )
+        for component in found.composer.components(one)
+    )
+    return found.step(one)
 
 
 def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
@@ -146,32 +168,38 @@ def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
 def test_backward_saves_nothing_of_what_forward_loses_to_a_waiting_host(recompute: str) -> None:
     """The device stands still after each layer's wait; a host without a lead sets the pace of forward alone."""
     found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, recompute=[recompute])
-    one = only(found)
 
     def seconds(**waiting: float) -> float:
-        found.learn(
-            ComponentMeasurement(
-                component=component,
-                device_seconds=3e-3,
-                host_seconds=1e-4,
-                forward_device_seconds=1e-3,
-                standard_error_seconds=0.0,
-                repeats=9,
-                saved_bytes=0,
-                forward_peak_bytes=0,
-                backward_peak_bytes=0,
-                **(waiting if component.part == SPREAD_EXPERTS else {}),
-            )
-            for component in found.composer.components(one)
-        )
-        return found.step(one).seconds
+        return learned(found, **waiting).seconds
 
-    layers = 8 * found.step(one).num_micro_batches
+    layers = 8 * found.step(only(found)).num_micro_batches
     stalled = seconds(stalled_seconds=2e-3, waiting_forward_seconds=0.0)
     passes = 2 if recompute == "full" else 1  # layers that run again wait again
     assert seconds(stalled_seconds=3e-3, waiting_forward_seconds=0.0) - stalled == pytest.approx(passes * layers * 1e-3)
     slow = seconds(stalled_seconds=0.0, waiting_forward_seconds=2e-2)
     assert seconds(stalled_seconds=0.0, waiting_forward_seconds=3e-2) - slow == pytest.approx(layers * 1e-2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_experts_that_devices_have_run_together_need_no_exchange_besides(recompute: str) -> None:
+    """Their seconds count as they are, with what runs again in backward, however slow the links are said to be."""
+    for rate in (0.001, 100.0):
+        fabric = {"intra_node": {"devices": 8, "gigabytes_per_second": rate, "microseconds": 5}}
+        asked = {"num_devices": 2, "fabric": fabric, "experts": True, "recompute": [recompute]}
+        found = space({"expert": 2, "sharding": "none"}, **asked)
+        times = {"waiting_forward_seconds": 0.0, "together_backward_seconds": 9e-3}
+        steps = [learned(found, **times, together_forward_seconds=6e-3)]
+        steps += [learned(found, **times, together_forward_seconds=7e-3)]
+        layers = 8 * steps[0].num_micro_batches
+        assert steps[1].seconds - steps[0].seconds == pytest.approx(layers * 1e-3)
+        experts = next(each for each in steps[0].makeup if isinstance(each, Component) and each.part == SPREAD_EXPERTS)
+        reduced = steps[0].communication_seconds
+        ends = 2 * steps[0].num_micro_batches * 3e-3 + steps[0].optimizer_seconds
+        expected = layers * (3e-3 + 6e-3 + 9e-3) + ends + reduced
+        assert steps[0].seconds == pytest.approx(expected)
+        assert steps[0].makeup[experts] <= layers * 3e-3 / steps[0].seconds
+    slow = learned(found, **times, together_forward_seconds=6e-3, together_host_backward_seconds=5e-2)
+    assert slow.host_bound
 
 
 def test_a_device_that_shares_experts_places_its_own_tokens() -> None:
