@@ -163,12 +163,9 @@ def _notes(
             "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
         )
     if mesh.expert > 1:
-        notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
+        notes.append(_note_of_experts(mesh, is_mesh=space.request.is_mesh))
     if mesh.expert_mode is not ExpertMode.PLAIN:
-        notes.append(
-            f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}; no run has "
-            "measured that, and of the trainers only bexp's own kernels have this expert mode"
-        )
+        notes.append("of the trainers only bexp's own kernels have this expert mode")
     if mesh.schedule is Schedule.ZB_H1:
         notes.append("which part of backward is for weights follows from its operations")
     if mesh.data > 1:
@@ -180,3 +177,13 @@ def _notes(
             why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
         notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)
+
+
+def _note_of_experts(mesh: Mesh, *, is_mesh: bool) -> str:
+    if is_mesh:
+        return "the experts' block was measured on the devices that share it, with the exchanges of their tokens"
+    note = "an expert-parallel device is measured with the rows of the busiest one, routed among its experts"
+    if mesh.expert_mode is ExpertMode.PLAIN:
+        return note
+    slower = f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}"
+    return f"{note}; {slower}, which no run has measured"
