@@ -11,6 +11,7 @@ from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
 from explorer.cost_model.pipeline_picture import draw_pipeline
+from explorer.cost_model.token_dropping import dropped_share
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
 from explorer.search.candidate_posterior import confidence_score
@@ -20,6 +21,7 @@ from explorer.search.plan_space import PlanSpace, RankedCandidate
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.request import ExplorationRequest
 
 MOST_ALTERNATIVES = 5
 LINK_NAMES = {
@@ -99,6 +101,7 @@ def recommend_plan(
         composed_tokens_per_second=step.tokens_per_second,
         whole_model=check,
         runner_up=checks.runner_up_of(found),
+        dropped_share=_dropped_share(space.request, found),
         plan=plan,
     )
 
@@ -115,6 +118,17 @@ def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
             source = "measured" if part is Link.DEVICES else "described"
             found.append(PlanPart.model_validate({"name": LINK_NAMES[part], "share": share, "source": source}))
     return tuple(found)
+
+
+def _dropped_share(request: ExplorationRequest, found: MeshCandidate) -> float | None:
+    moe, mesh = request.model.moe, found.mesh
+    if moe is None or moe.capacity_factor is None:
+        return None
+    tokens = found.candidate.micro_batch_size * request.model.seq_length
+    own = (
+        -(-tokens // mesh.tensor) if mesh.expert > 1 else tokens
+    )  # whoever shares experts routes a part of each sequence
+    return dropped_share(moe, request.routing, own, request.seed)
 
 
 def _picture(step: MeshStep) -> PipelinePicture | None:

@@ -77,6 +77,7 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
                     attention_backend=attention_backend,
                     expert_backend=expert_backend,
                     num_query_groups=request.model.query_groups,
+                    capacity_factor=request.model.variant.capacity_factor,
                 )
                 found.append(MeshCandidate(mesh, candidate))
     return tuple(found)

@@ -27,7 +27,9 @@ from explorer.cost_model.step import static_parts
 from explorer.records.measurement import ComponentMeasurement
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.fabric import FabricSpec
+from explorer.spec.model import MoESpec
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.routes import draw_batch_routes
 from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import report
 
@@ -288,3 +290,35 @@ def test_a_norm_over_all_heads_adds_one_exchange_of_two_numbers_a_token() -> Non
         exchanged.append([transfer.seconds for transfer in attention.exchanges])
     assert exchanged[1][:2] == exchanged[0]
     assert exchanged[1][2] == pytest.approx(exchanged[0][0] * 2 * 4 * 2 / (512 * 2))
+
+
+@pytest.mark.parametrize("shadowed", [0, 2])
+def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> None:
+    """As many as the router of a rank keeps: those of each of its experts, up to the capacity."""
+    moe = {**MOE["moe"], "capacity_factor": 0.75}
+    mode = {"expert_mode": "shadowed", "shadowed_experts": shadowed} if shadowed else {}
+    asked = {"num_devices": 4, "experts": True, "routing": {"kind": "zipf"}}
+    dropping = space({"expert": 4, **mode}, **asked, model={**MOE, "moe": moe})
+    found = space({"expert": 4, **mode}, **asked)
+    rows, all_rows = (
+        expert_rows(component, one.request.model, one.request)
+        for one in (dropping, found)
+        for component in one.composer.components(only(one))
+        if component.part == SPREAD_EXPERTS
+    )
+    experts = dropping.request.model.moe
+    assert experts is not None
+    tokens, capacity = 2 * 512, experts.capacity(2 * 512)
+    assert capacity == 192
+    routes = draw_batch_routes(MoESpec.model_validate(MOE["moe"]), RoutingSpec(kind="zipf"), tokens, found.request.seed)
+    counts = np.bincount(routes.ravel(), minlength=8)
+    copied = np.argsort(-counts)[:shadowed]
+    kept = np.minimum(counts, capacity)
+    assert rows.home == pytest.approx(kept[copied].sum(), abs=1)
+    kept[copied] = 0
+    assert rows.received == pytest.approx(4 * kept.reshape(4, 2).sum(axis=1).max(), abs=1)
+    assert rows.computed < all_rows.computed
+    assert kept.sum() / 2 <= rows.moved_out <= min(kept.sum() + 1, all_rows.moved_out), "a row has one pair or two"
+    steps = [one.step(only(one)) for one in (dropping, found)]
+    assert steps[0].exchange_share < steps[1].exchange_share
+    assert only(dropping).candidate.capacity_factor == 0.75

@@ -57,19 +57,16 @@ DENSE = ModelSpec(
     seq_length=8,
     dtype=DType.FLOAT32,
 )
-EXPERTS = DENSE.model_copy(
-    update={
-        "qk_norm": "full",
-        "moe": MoESpec(
-            num_experts=4,
-            top_k=2,
-            expert_ffn_hidden_size=8,
-            first_k_dense=1,
-            shared_expert_ffn_hidden_size=8,
-            shared_expert_gate=True,
-        ),
-    }
+MOE = MoESpec(
+    num_experts=4,
+    top_k=2,
+    expert_ffn_hidden_size=8,
+    first_k_dense=1,
+    shared_expert_ffn_hidden_size=8,
+    shared_expert_gate=True,
 )
+EXPERTS = DENSE.model_copy(update={"qk_norm": "full", "moe": MOE})
+DROPPING = EXPERTS.model_copy(update={"moe": MOE.model_copy(update={"capacity_factor": 0.75})})
 TIED = DENSE.model_copy(
     update={
         "tie_embeddings": True,
@@ -110,6 +107,13 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "experts": (Mesh(expert=2, data=2), (3,), EXPERTS, Recompute.NONE),
     "experts in chunks": (Mesh(expert=2, data=2, overlap_degree=2), (3,), EXPERTS, Recompute.FULL),
     "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (3,), EXPERTS, Recompute.NONE),
+    "experts with a capacity, in chunks, one shadowed": (
+        Mesh(expert=2, data=2, overlap_degree=2, shadowed_experts=1),
+        (3,),
+        DROPPING,
+        Recompute.FULL,
+    ),
+    "tensor of experts with a capacity": (Mesh(tensor=2), (3,), DROPPING, Recompute.NONE),
     "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (3,), EXPERTS, Recompute.NONE),
     "experts with replicas": (Mesh(expert=2, data=4), (3,), EXPERTS, Recompute.NONE),
     "tensor with experts": (Mesh(tensor=2, expert=2), (3,), BIASED_EXPERTS, Recompute.NONE),
@@ -268,14 +272,14 @@ def measure_shared_experts(groups: ProcessGroups, instruments: Instruments) -> f
         overlap_degree=2,
         shadowed_experts=1,
     )
-    plan = components_plan((component,), groups.size, EXPERTS)
+    plan = components_plan((component,), groups.size, DROPPING)
     groups.prepare(plan)
     instruments.timer = HostTimer()
     instruments.join(groups.rank_group(plan))
-    request = ExplorationRequest(model=EXPERTS)
+    request = ExplorationRequest(model=DROPPING)
     target = ReferenceTarget(request, instruments)
     with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
-        found = measure_component(instruments, target, EXPERTS, component, request, PhaseClock())
+        found = measure_component(instruments, target, DROPPING, component, request, PhaseClock())
     assert exchange.call_count > found.repeats, "ranks exchange tokens"
     assert found.together_forward_seconds is not None
     assert found.together_backward_seconds is not None

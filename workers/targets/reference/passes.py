@@ -16,8 +16,8 @@ from workers.targets.reference.block import ResidualBlock
 class BlockPasses(ModulePasses):
     """A block with its inputs, of which those in floating point are hidden states.
 
-    The output of a residual block is shaped like its input, so that such blocks can run in a row. `meet_waiting` is
-    called in place of `meet` within the context of `waiting`.
+    The output of a residual block is shaped like its input, so that most such blocks can run in a row. Within the
+    context of `waiting`, `meet_waiting` is called in place of `meet`.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BlockPasses(ModulePasses):
             tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs),
             training=training,
             gradient_dtype=gradient_dtype,
-            chained=0 if isinstance(block, ResidualBlock) else None,
+            chained=0 if isinstance(block, ResidualBlock) and block.is_repeatable else None,
             meet=meet,
         )
         self._meet_waiting = meet_waiting

@@ -68,6 +68,7 @@ def _expert_parallel(
         expert_backend(component.backend).forward,
         overlap_degree=component.overlap_degree,
         shadowed_experts=shadowed,
+        capacity_of=None if model.moe.capacity_factor is None else model.moe.capacity,
     )
 
 
@@ -86,12 +87,15 @@ def build_busiest_rank(
     """
     routes_TK = _routes(model, component, request, device)
     counts_E = _counts(model, routes_TK)
+    if drops := model.moe is not None and model.moe.capacity_factor is not None:
+        counts_E.clamp_(max=model.moe.capacity(routes_TK.shape[0]))
     if component.shadowed_experts:
         counts_E[counts_E.topk(component.shadowed_experts).indices] = 0
     size = component.expert_parallel_size
     peers = LocalPeers(size, int(counts_E.view(size, -1).sum(dim=1).argmax()))
     block = build_spread_experts(peers, model, component, request, device, generator)
     block.set_routes(routes_TK)
+    block.is_repeatable = not drops  # other inputs drop other pairs, so that the numbers of rows that are known change
     block.waiting = peers.waiting
     if group is not None:
         run = _expert_parallel(GroupPeers(group), model, component, request, device)
