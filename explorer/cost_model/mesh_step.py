@@ -208,9 +208,15 @@ class MeshComposer:
         reductions = [self.exchanges.gather(number * reduced, group) for number, group in groups]
         gather = sum(each.seconds for each in gathers)
         reduction = sum(each.seconds for each in reductions)
+        link = max((*gathers, *reductions), key=lambda each: each.seconds).link
+        plain = mesh.sharding is Sharding.NONE
+        # Whoever sums gradients after backward divides them there, too: it reads and writes each of them.
+        divided = held.number if reduces_late(self._request, mesh) else held.experts * self._request.is_mesh
+        divisions = 2 * divided * reduced / self._bandwidth
+        if reduces_late(self._request, mesh):
+            return 0.0, 2 * reduction + divisions, link
         share = held.largest / held.number
         exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
-        plain = mesh.sharding is Sharding.NONE
         rest = 2 * reduction if plain else reduction
         if mesh.sharding is Sharding.ZERO3:
             rest += exchange.again_share * gather
@@ -221,8 +227,7 @@ class MeshComposer:
             np.array([sum(stage.backward for stage in stages)]),
             ASSUMED_SLOWDOWN,
         )
-        link = max((*gathers, *reductions), key=lambda each: each.seconds).link
-        return float(always[0]), float(once[0]), link
+        return float(always[0]), float(once[0]) + divisions, link
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -285,6 +290,15 @@ class MeshComposer:
         shares[link] = shares.get(link, 0.0) + once / step
         shares[self._optimizer] = update / step
         return shares
+
+
+def reduces_late(request: ExplorationRequest, mesh: Mesh) -> bool:
+    """Whether whole gradients are summed over replicas after the last micro-batch, when no backward hides it.
+
+    Whole models of pipelines and of shared experts do so; other replicas sum while backward goes on.
+    """
+    spread = mesh.pipeline > 1 or mesh.expert > 1
+    return request.is_mesh and spread and mesh.data > 1 and mesh.sharding is Sharding.NONE
 
 
 def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:

@@ -9,7 +9,7 @@ from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
+from explorer.cost_model.mesh_step import MeshStep, reduces_late
 from explorer.cost_model.pipeline_picture import draw_pipeline
 from explorer.cost_model.token_dropping import dropped_share
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
@@ -182,7 +182,9 @@ def _notes(
         notes.append("of the trainers only bexp's own kernels have this expert mode")
     if mesh.schedule is Schedule.ZB_H1:
         notes.append("which part of backward is for weights follows from its operations")
-    if mesh.data > 1:
+    if reduces_late(space.request, mesh):
+        notes.append("gradients are reduced after the last micro-batch, when no backward hides it")
+    elif mesh.data > 1:
         notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:

@@ -36,7 +36,9 @@ class MadeUpTimer(CudaTimer):
         self.reducer = LocalReducer()
         self.clock, self.seconds, self.runs = clock, seconds, 0
 
-    def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
+    def _run(
+        self, passes: Passes, *, repeats: int, sleep_seconds: float, sleeps_between: bool = False
+    ) -> list[PassSample]:
         self.runs += repeats
         self.clock.now += repeats * self.seconds
         self._poll()

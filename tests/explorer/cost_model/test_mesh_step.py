@@ -10,6 +10,7 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.fabric_exchange import Fabric, Group, Link
+from explorer.cost_model.measured_exchange import ASSUMED_BYTES_PER_SECOND
 from explorer.cost_model.mesh_costs import DeviceShare
 from explorer.cost_model.mesh_layers import Block, MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
@@ -187,8 +188,8 @@ def test_experts_that_devices_have_run_together_need_no_exchange_besides(recompu
     """Their seconds count as they are, with what runs again in backward, however slow the links are said to be."""
     for rate in (0.001, 100.0):
         fabric = {"intra_node": {"devices": 8, "gigabytes_per_second": rate, "microseconds": 5}}
-        asked = {"num_devices": 2, "fabric": fabric, "experts": True, "recompute": [recompute]}
-        found = space({"expert": 2, "sharding": "none"}, **asked)
+        asked: dict[str, Any] = {"num_devices": 2, "fabric": fabric, "recompute": [recompute]}
+        found = space({"expert": 2, "sharding": "none"}, experts=True, **asked)
         times = {"waiting_forward_seconds": 0.0, "together_backward_seconds": 9e-3}
         steps = [learned(found, **times, together_forward_seconds=6e-3)]
         steps += [learned(found, **times, together_forward_seconds=7e-3)]
@@ -297,9 +298,9 @@ def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> No
     """As many as the router of a rank keeps: those of each of its experts, up to the capacity."""
     moe = {**MOE["moe"], "capacity_factor": 0.75}
     mode = {"expert_mode": "shadowed", "shadowed_experts": shadowed} if shadowed else {}
-    asked = {"num_devices": 4, "experts": True, "routing": {"kind": "zipf"}}
-    dropping = space({"expert": 4, **mode}, **asked, model={**MOE, "moe": moe})
-    found = space({"expert": 4, **mode}, **asked)
+    asked: dict[str, Any] = {"num_devices": 4, "routing": {"kind": "zipf"}}
+    dropping = space({"expert": 4, **mode}, experts=True, **asked, model={**MOE, "moe": moe})
+    found = space({"expert": 4, **mode}, experts=True, **asked)
     rows, all_rows = (
         expert_rows(component, one.request.model, one.request)
         for one in (dropping, found)
@@ -322,3 +323,16 @@ def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> No
     steps = [one.step(only(one)) for one in (dropping, found)]
     assert steps[0].exchange_share < steps[1].exchange_share
     assert only(dropping).candidate.capacity_factor == 0.75
+
+
+def test_whole_gradients_of_devices_that_share_experts_are_summed_and_divided_after_backward() -> None:
+    found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, fabric=None)
+    one, model = only(found), found.request.model
+    experts = model.num_layers * 8 * 3 * 512 * 512
+    dense, own = count_parameters(model) - experts, experts // 2
+    reduced = 2 * 2 * dense / ASSUMED_BYTES_PER_SECOND["cuda"]
+    divided = 2 * 2 * (dense + own) / found.hardware.memory_bandwidth_bytes_per_second
+    assert found.step(one).communication_seconds == pytest.approx(reduced + divided)
+    sharded = space({"expert": 2, "sharding": "zero1"}, num_devices=2, experts=True, fabric=None)
+    divided = 2 * 2 * own / found.hardware.memory_bandwidth_bytes_per_second
+    assert divided <= sharded.step(only(sharded)).communication_seconds < reduced + divided
