@@ -16,7 +16,7 @@ from bexp.measure.timing import (
     Reducer,
     Timing,
     TimingBudget,
-    WaitingForward,
+    WaitingPasses,
     collector_paused,
     summarize,
 )
@@ -113,13 +113,23 @@ class CudaTimer:
         finally:
             self._poll = _look_away
 
-    def time_waiting_forward(self, passes: Passes) -> WaitingForward:
-        """Let the device sleep while the host issues what it can, and then run forwards in a row; medians of a few."""
+    def time_waiting(self, passes: Passes) -> WaitingPasses:
+        """Let the device sleep while the host issues what it can, and then run forwards in a row; medians of a few.
+
+        The device sleeps before backward, too, because forward has used up the host's lead.
+        """
         with collector_paused():
             sleep = SLEEP_MARGIN * self._run_once(passes, sleep_seconds=0.0).host + 1e-3
-            led = [self._run(passes, repeats=1, sleep_seconds=sleep)[0].forward for _ in range(LEAD_REPEATS)]
+            led = [
+                self._run(passes, repeats=1, sleep_seconds=sleep, sleeps_between=True)[0] for _ in range(LEAD_REPEATS)
+            ]
             rows = [self._time_forwards(passes) for _ in range(HOST_REPEATS)]
-        return WaitingForward(in_lead=statistics.median(led), in_row=statistics.median(rows))
+        return WaitingPasses(
+            forward=statistics.median(sample.forward for sample in led),
+            backward=statistics.median(sample.backward for sample in led),
+            forward_in_row=statistics.median(rows),
+            host_backward=statistics.median(sample.host_backward for sample in led) / ALONE_OVER_ROW,
+        )
 
     def _time_forwards(self, passes: Passes) -> float:
         """Seconds of one forward in a row of them, each of which waits for the device."""
@@ -207,40 +217,49 @@ class CudaTimer:
         (own,) = self._run(passes, repeats=1, sleep_seconds=sleep_seconds)
         return PassSample(*self.reducer.all_reduce_max(own.forward, own.backward, own.host))
 
-    def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
-        """Put the device to sleep, issue `repeats` repeats, and wait for all of them."""
+    def _run(
+        self, passes: Passes, *, repeats: int, sleep_seconds: float, sleeps_between: bool = False
+    ) -> list[PassSample]:
+        """Put the device to sleep, issue `repeats` repeats, and wait for all of them.
+
+        With `sleeps_between` it sleeps as long between forward and backward.
+        """
         torch.cuda.synchronize(self._device)
-        if sleep_seconds > 0:
-            torch.cuda._sleep(int(sleep_seconds * self._cycles_per_second))
-        issued = [self._issue(passes) for _ in range(repeats)]
+        self._sleep(sleep_seconds)
+        issued = [self._issue(passes, sleep_seconds if sleeps_between else 0.0) for _ in range(repeats)]
         self._poll()
         torch.cuda.synchronize(self._device)
         samples = []
-        for events, host in issued:
+        for events, host, host_backward in issued:
             forward = events.before_forward.elapsed_time(events.after_forward) / 1e3
             backward = events.before_backward.elapsed_time(events.after_backward) / 1e3 if passes.training else 0.0
-            samples.append(PassSample(forward, backward, host))
+            samples.append(PassSample(forward, backward, host, host_backward))
         return samples
 
-    def _issue(self, passes: Passes) -> tuple[_Events, float]:
+    def _sleep(self, seconds: float) -> None:
+        if seconds > 0:
+            torch.cuda._sleep(int(seconds * self._cycles_per_second))
+
+    def _issue(self, passes: Passes, sleep_between: float) -> tuple[_Events, float, float]:
         events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
         self._flush.zero_()
         passes.prepare_forward()
         events.before_forward.record()
         started = time.perf_counter()
         passes.forward()
-        host = time.perf_counter() - started
+        host, host_backward = time.perf_counter() - started, 0.0
         events.after_forward.record()
         if passes.training:
+            self._sleep(sleep_between)
             self._flush.zero_()
             passes.prepare_backward()
             events.before_backward.record()
             started = time.perf_counter()
             passes.backward()
             # A model enters the autograd engine once a step, not once a block.
-            host += max(0.0, time.perf_counter() - started - self._engine_seconds)
+            host_backward = max(0.0, time.perf_counter() - started - self._engine_seconds)
             events.after_backward.record()
-        return events, host
+        return events, host + host_backward, host_backward
 
     def _measure_clock(self) -> float:
         """Return how many cycles of `torch.cuda._sleep` the device runs in a second."""

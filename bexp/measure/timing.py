@@ -45,11 +45,15 @@ class TimingBudget:
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
-    """Seconds of one repeat: the forward and the backward on the device, and the host that issued both."""
+    """Seconds of one repeat: the forward and the backward on the device, and the host that issued both.
+
+    `host_backward` is the part of `host` that backward took.
+    """
 
     forward: float
     backward: float
     host: float
+    host_backward: float = 0.0
 
     @property
     def device(self) -> float:
@@ -69,15 +73,18 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True)
-class WaitingForward:
-    """Seconds of a forward in which the host waits for the device.
+class WaitingPasses:
+    """Seconds of passes of which the forward makes the host wait for the device.
 
-    `in_lead` are the device's, if the host begins long before the device is ready. `in_row` are those of one of several
-    forwards in a row, in which the host has no lead.
+    `forward` and `backward` are the device's, if the host begins each of them long before the device is ready.
+    `forward_in_row` is one of several forwards in a row, in which the host has no lead. The host issues a backward in
+    `host_backward`.
     """
 
-    in_lead: float
-    in_row: float
+    forward: float
+    backward: float
+    forward_in_row: float
+    host_backward: float
 
 
 class Reducer(Protocol):
@@ -110,8 +117,8 @@ class BlockTimer(Protocol):
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         """Repeat the passes and time them. `poll` is called when it cannot disturb the timing."""
 
-    def time_waiting_forward(self, passes: Passes) -> WaitingForward | None:
-        """Time forwards in which the host waits for the device; null if the host is the device."""
+    def time_waiting(self, passes: Passes) -> WaitingPasses | None:
+        """Time passes in which the host waits for the device; null if the host is the device."""
 
 
 def standard_error(samples: list[float]) -> float:
@@ -187,7 +194,7 @@ class HostTimer:
                 poll()
         return summarize(samples)
 
-    def time_waiting_forward(self, passes: Passes) -> None:
+    def time_waiting(self, passes: Passes) -> None:
         """A host waits for no device."""
 
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:

@@ -11,6 +11,8 @@ device itself. An exchange contains that copy, so that it is taken off the compu
 
 Before it sends rows, forward exchanges how many there are, and the host waits for these counts. The device then stands
 still until the host has issued the exchanges of the rows and the first of the experts' kernels.
+
+If the devices are there, they also run the block together. Its seconds then have all of this, and replace it.
 """
 
 from __future__ import annotations

@@ -36,12 +36,24 @@ SCORES_BACKWARD = 2.5
 
 
 @dataclass(frozen=True, slots=True)
+class TogetherCost:
+    """Seconds of a block that devices run together: their own for forward and backward, and the host's for backward."""
+
+    forward: float
+    backward: float
+    host_backward: float
+
+
+@dataclass(frozen=True, slots=True)
 class BlockCost:
     """Seconds and bytes of a component; the bytes may be smaller by `spared_share`, which is 0 if measured.
 
     The device stands still for `stalled_seconds` of forward, which `device_seconds` do not have, while the host issues
     what comes after a wait for the device. Such a block takes `waiting_forward_seconds` in a row of forwards, where the
     host has no lead.
+
+    Experts that devices share may have run on them together: `together` are then the device's seconds of forward and
+    backward, and the host's of backward. These contain the exchanges and the stall; the others are of a device alone.
     """
 
     device_seconds: float
@@ -54,6 +66,7 @@ class BlockCost:
     spared_share: float = 0.0
     stalled_seconds: float = 0.0
     waiting_forward_seconds: float | None = None
+    together: TogetherCost | None = None
 
     @property
     def host_ahead(self) -> float:
@@ -69,6 +82,8 @@ class BlockCost:
     @property
     def host_behind(self) -> float:
         """The host's seconds for backward."""
+        if self.together is not None:
+            return self.together.host_backward
         share = self.forward_share if self.host_seconds >= self.device_seconds else HOST_FORWARD_SHARE
         return (1.0 - share) * self.host_seconds
 
@@ -175,16 +190,18 @@ def compose_layer(
     for block in blocks:
         cost = costs[block.component]
         first, rest = _passes(block, cost, share, mesh)
-        issued_ahead, issued_behind = block.issued_seconds
+        issued_ahead, issued_behind = block.issued_seconds if cost.together is None else (0.0, 0.0)
         host_ahead += cost.host_ahead + issued_ahead
         host_behind += cost.host_behind + issued_behind + again * issued_ahead
         forward, backward = forward + first, backward + rest
         passed = rest - first if block.component.recompute is BlockRecompute.FULL else rest
         weights += max(0.0, passed) * _weights_share(block.component, share.shard)
         makeup[block.component] += first + rest
-        ahead, behind = block.exposed_seconds(first, passed, cost.stalled_seconds)
-        if again:
-            behind += ahead
+        if cost.together is not None:  # with whatever runs again in backward
+            ahead, behind = max(0.0, cost.together.forward - first), max(0.0, cost.together.backward - rest)
+        else:
+            ahead, behind = block.exposed_seconds(first, passed, cost.stalled_seconds)
+            behind += again * ahead
         forward, backward, exchanged = forward + ahead, backward + behind, exchanged + ahead + behind
         for transfer in block.exchanges:
             makeup[transfer.link] += (3 if again else 2) * transfer.seconds
@@ -211,7 +228,10 @@ def _passes(block: Block, cost: BlockCost, share: DeviceShare, mesh: Mesh) -> tu
     first = cost.device_seconds * cost.forward_share
     rest = cost.device_seconds - first
     spared_first, spared_rest = share.spared_seconds(block, mesh.tensor)
-    return max(LEAST_KEPT * first, first - spared_first), max(LEAST_KEPT * rest, rest - spared_rest)
+    first, rest = max(LEAST_KEPT * first, first - spared_first), max(LEAST_KEPT * rest, rest - spared_rest)
+    if cost.together is not None:
+        return min(first, cost.together.forward), min(rest, cost.together.backward)
+    return first, rest
 
 
 def _weights_share(component: Component, shard: ModelSpec) -> float:

@@ -206,10 +206,12 @@ class MeshDecomposer:
             return
         moe = self._model.moe
         assert moe is not None, "a layer with experts"
+        factor = moe.capacity_factor
+        routed = component(experts, policy(experts), candidate.expert_backend, capacity_factor=factor)
         if mesh.expert == 1:
-            yield spread(component(experts, policy(experts), candidate.expert_backend), count_moe_ffn(shard))
+            yield spread(routed, count_moe_ffn(shard))
             return
-        yield self.expert_block(mesh, component(experts, policy(experts), candidate.expert_backend))
+        yield self.expert_block(mesh, routed)
         if moe.shared_expert_ffn_hidden_size:
             shared = component(dense, policy(dense), None, part=SHARED_EXPERTS)
             parameters = count_dense_ffn(shared_expert_model(shard)) - count_norm(shard)

@@ -12,13 +12,14 @@ import numpy as np
 
 from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
 from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Group, Link, Transfer
+from explorer.cost_model.fabric_exchange import Group, Link
 from explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from explorer.cost_model.pipeline_balance import balance_layers
+from explorer.cost_model.stage_costs import stage_costs
 from explorer.cost_model.step import GatheredBytes, MemoryParts
 from explorer.records.plan import MeshRun
 from explorer.spec.hardware import HardwareSpec
@@ -109,7 +110,7 @@ class MeshComposer:
         gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
         last_stage = mesh.num_stages - 1
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
-        stages = [_stage(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
+        stages = [stage_costs(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
         exchanges = sum(count * part.exchange for each in parts for part, count in each)
         batch = self._request.batch_size
         if run is not None:
@@ -121,7 +122,7 @@ class MeshComposer:
         last = max(ranks, key=lambda r: held[r].number)
         always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
         update = self._optimizer_seconds(mesh, held[last], costs)
-        stages = [_slower(stage, always / mesh.virtual_stages) for stage in stages]
+        stages = [replace(each, backward=each.backward + always / mesh.virtual_stages) for each in stages]
         seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
         step = seconds + once + update
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
@@ -207,9 +208,15 @@ class MeshComposer:
         reductions = [self.exchanges.gather(number * reduced, group) for number, group in groups]
         gather = sum(each.seconds for each in gathers)
         reduction = sum(each.seconds for each in reductions)
+        link = max((*gathers, *reductions), key=lambda each: each.seconds).link
+        plain = mesh.sharding is Sharding.NONE
+        # Whoever sums gradients after backward divides them there, too: it reads and writes each of them.
+        divided = held.number if reduces_late(self._request, mesh) else held.experts * self._request.is_mesh
+        divisions = 2 * divided * reduced / self._bandwidth
+        if reduces_late(self._request, mesh):
+            return 0.0, 2 * reduction + divisions, link
         share = held.largest / held.number
         exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
-        plain = mesh.sharding is Sharding.NONE
         rest = 2 * reduction if plain else reduction
         if mesh.sharding is Sharding.ZERO3:
             rest += exchange.again_share * gather
@@ -220,8 +227,7 @@ class MeshComposer:
             np.array([sum(stage.backward for stage in stages)]),
             ASSUMED_SLOWDOWN,
         )
-        link = max((*gathers, *reductions), key=lambda each: each.seconds).link
-        return float(always[0]), float(once[0]), link
+        return float(always[0]), float(once[0]) + divisions, link
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -286,66 +292,15 @@ class MeshComposer:
         return shares
 
 
+def reduces_late(request: ExplorationRequest, mesh: Mesh) -> bool:
+    """Whether whole gradients are summed over replicas after the last micro-batch, when no backward hides it.
+
+    Whole models of pipelines and of shared experts do so; other replicas sum while backward goes on.
+    """
+    spread = mesh.pipeline > 1 or mesh.expert > 1
+    return request.is_mesh and spread and mesh.data > 1 and mesh.sharding is Sharding.NONE
+
+
 def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:
     """Return what belongs to the stages of a rank."""
     return of_stages[rank :: mesh.pipeline]
-
-
-def _stage(
-    parts: Sequence[tuple[LayerCost, int]],
-    gathered: GatheredBytes,
-    issued: float,
-    sent: Transfer,
-    layers: LayerCosts,
-) -> StageCosts:
-    """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
-
-    The longer of host and device sets the pace: see `_paces`. While a layer runs, the head has freed what it saves of
-    the same micro-batch, and while the embedding runs, all others have.
-    """
-    of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
-    of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
-
-    def transient(part: LayerCost) -> int:
-        if part is layers.embedding:
-            return part.transient_bytes - of_layers - of_head
-        if part is layers.head:
-            return part.transient_bytes + gathered.at_head
-        # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
-        running = max(part.transient_bytes - gathered.after_layer, part.output_bytes - part.saved_bytes)
-        return running + gathered.at_layer - of_head
-
-    ahead, behind = _paces(parts, issued, layers)
-    return StageCosts(
-        forward=sum(count * part.forward * (behind if part is layers.head else ahead) for part, count in parts),
-        backward=behind * sum(count * part.backward for part, count in parts),
-        weights=behind * sum(count * part.weights for part, count in parts),
-        saved_bytes=sum(count * part.saved_bytes for part, count in parts),
-        transient_bytes=max(0, *(transient(part) for part, _ in parts)),
-        hand_over=sent.seconds,
-        host_bound=max(ahead, behind) > 1.0,
-    )
-
-
-def _paces(parts: Sequence[tuple[LayerCost, int]], issued: float, layers: LayerCosts) -> tuple[float, float]:
-    """Return how many times slower the host makes the device of a stage, before the head and from there on.
-
-    The host runs ahead of the device, so that the longer of the two over both directions sets the pace. If it waits for
-    the device in each layer's forward, it cannot save time there for later; the head and backward follow the last wait.
-    """
-    passes = [
-        (count * part.forward, count * part.backward, count * part.host_ahead, count * part.host_behind, part)
-        for part, count in parts
-    ]
-    backward, behind = sum(each[1] for each in passes), sum(each[3] for each in passes) + issued / 2
-    forward, ahead = sum(each[0] for each in passes), sum(each[2] for each in passes) + issued / 2
-    if not any(part.waits for part, _ in parts):
-        slower = max(1.0, (ahead + behind) / (forward + backward))
-        return slower, slower
-    of_head = [each for each in passes if each[4] is layers.head]
-    late, issued_late = sum(each[0] for each in of_head), sum(each[2] for each in of_head)
-    return max(1.0, (ahead - issued_late) / (forward - late)), max(1.0, (behind + issued_late) / (backward + late))
-
-
-def _slower(stage: StageCosts, seconds: float) -> StageCosts:
-    return replace(stage, backward=stage.backward + seconds) if seconds else stage

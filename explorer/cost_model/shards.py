@@ -19,7 +19,7 @@ import numpy.typing as npt
 from explorer.cost_model.components import Component
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.request import ExplorationRequest
-from explorer.spec.routes import draw_routes
+from explorer.spec.routes import draw_batch_routes, draw_routes
 from explorer.spec.routing import RoutingSpec
 
 SHARED_EXPERTS = "shared_experts"
@@ -72,12 +72,13 @@ def expert_chunk(
     """Return a model whose expert FFN has one chunk of the busiest device's rows, and the request of their routing."""
     assert component.part == SPREAD_EXPERTS and model.moe is not None, "experts that devices share"
     expert, shadowed = component.expert_parallel_size, component.shadowed_experts
-    busiest = busiest_device(model.moe, request.routing, expert, request.seed, shadowed)
+    busiest = _busiest(component, model, request)
     rows = -(-expert_rows(component, model, request).computed // component.overlap_degree)
     experts = model.moe.model_copy(
         update={
             "num_experts": model.moe.num_experts // expert + shadowed,
             "top_k": 1,
+            "capacity_factor": None,  # the rows are those that are left
             **NO_SHARED_EXPERTS,
         }
     )
@@ -145,9 +146,8 @@ def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequ
     1 / `tensor_parallel_size` of a micro-batch that sequence parallelism leaves it.
     """
     assert model.moe is not None, "a model with experts"
-    size, shadowed = component.expert_parallel_size, component.shadowed_experts
-    busiest = busiest_device(model.moe, request.routing, size, request.seed, shadowed)
-    tokens = component.micro_batch_size * model.seq_length / component.tensor_parallel_size
+    size, busiest = component.expert_parallel_size, _busiest(component, model, request)
+    tokens = _own_tokens(component, model)
     pairs = tokens * model.moe.top_k
     return ExpertRows(
         received=math.ceil(pairs * size * busiest.share),
@@ -157,20 +157,38 @@ def expert_rows(component: Component, model: ModelSpec, request: ExplorationRequ
     )
 
 
+def _own_tokens(component: Component, model: ModelSpec) -> float:
+    """Return the tokens that a device routes."""
+    return component.micro_batch_size * model.seq_length / component.tensor_parallel_size
+
+
+def _busiest(component: Component, model: ModelSpec, request: ExplorationRequest) -> ExpertShare:
+    assert model.moe is not None, "a model with experts"
+    size, shadowed = component.expert_parallel_size, component.shadowed_experts
+    if model.moe.capacity_factor is None:
+        return busiest_device(model.moe, request.routing, size, request.seed, shadowed)
+    tokens = math.ceil(_own_tokens(component, model))  # fewer tokens are spread less evenly, so that more are dropped
+    return busiest_device(model.moe, request.routing, size, request.seed, shadowed, tokens)
+
+
 @lru_cache(maxsize=512)
-def busiest_device(moe: MoESpec, routing: RoutingSpec, size: int, seed: int, shadowed: int = 0) -> ExpertShare:
+def busiest_device(
+    moe: MoESpec, routing: RoutingSpec, size: int, seed: int, shadowed: int = 0, num_tokens: int = DRAWN_TOKENS
+) -> ExpertShare:
     """Return which share of the pairs the busiest of `size` devices gets; each has consecutive experts.
 
-    The `shadowed` most popular experts are on every device, and none of their pairs is sent.
+    The `shadowed` most popular experts are on every device, and none of their pairs is sent. Each device has
+    `num_tokens` of its own, and drops the pairs that are over an expert's capacity. Shares are of all pairs.
     """
-    routes_TK = _drawn(moe, routing, seed)
-    counts_E = np.bincount(routes_TK.ravel(), minlength=moe.num_experts)
-    total = int(counts_E.sum())
-    popular = np.argsort(-counts_E, kind="stable")[:shadowed]
+    routes_TK = _drawn(moe, routing, seed, num_tokens)
+    total = routes_TK.size
+    popular = np.argsort(-np.bincount(routes_TK.ravel(), minlength=moe.num_experts), kind="stable")[:shadowed]
+    kept_TK = _within_capacity(routes_TK, moe)
+    counts_E = np.bincount(routes_TK[kept_TK], minlength=moe.num_experts)
     device_E = np.arange(moe.num_experts) // (moe.num_experts // size)
     device_E[popular] = size
-    visits_TD = np.zeros((routes_TK.shape[0], size + 1), dtype=bool)
-    np.put_along_axis(visits_TD, device_E[routes_TK], True, axis=1)
+    visits_TD = np.zeros((routes_TK.shape[0], size + 2), dtype=bool)
+    np.put_along_axis(visits_TD, np.where(kept_TK, device_E[routes_TK], size + 1), True, axis=1)
     visiting_D = visits_TD[:, :size].mean(axis=0)
     home = counts_E[popular]
     counts_E[popular] = 0
@@ -187,6 +205,19 @@ def busiest_device(moe: MoESpec, routing: RoutingSpec, size: int, seed: int, sha
     )
 
 
+def _within_capacity(routes_TK: npt.NDArray[np.int64], moe: MoESpec) -> npt.NDArray[np.bool_]:
+    """Return which pairs are kept: the first of each expert, because weights do not depend on a token's place."""
+    kept = np.ones(routes_TK.size, dtype=bool)
+    if moe.capacity_factor is not None:
+        order = np.argsort(routes_TK.ravel(), kind="stable")
+        experts = routes_TK.ravel()[order]
+        starts = np.searchsorted(experts, np.arange(moe.num_experts))
+        kept[order] = np.arange(experts.size) - starts[experts] < moe.capacity(routes_TK.shape[0])
+    return kept.reshape(routes_TK.shape)
+
+
 @lru_cache(maxsize=8)
-def _drawn(moe: MoESpec, routing: RoutingSpec, seed: int) -> npt.NDArray[np.int64]:
-    return draw_routes(moe, routing, DRAWN_TOKENS, np.random.default_rng(seed))
+def _drawn(moe: MoESpec, routing: RoutingSpec, seed: int, num_tokens: int) -> npt.NDArray[np.int64]:
+    if moe.capacity_factor is None:
+        return draw_routes(moe, routing, num_tokens, np.random.default_rng(seed))
+    return draw_batch_routes(moe.model_copy(update={"capacity_factor": None}), routing, num_tokens, seed)

@@ -54,6 +54,12 @@ class ComponentMeasurement(Frozen):
     `stalled_seconds` is what the device stands still in forward, because the host waits for it in the middle of the
     block and only then issues the rest. `waiting_forward_seconds` is what passes in one of several forwards in a row,
     each with its wait. The other seconds are without the wait. Both are null if the host never waits.
+
+    Devices that share experts also run the block together, with its exchanges issued as in training.
+    `together_forward_seconds` and `together_backward_seconds` are then the device's, the wait included, and
+    `waiting_forward_seconds` is that of such a row. The host issues backward in `together_host_backward_seconds`. The
+    other seconds are of a device alone, which copies its own rows in place of exchanges. The three are null for all
+    other components.
     """
 
     component: Component
@@ -69,6 +75,9 @@ class ComponentMeasurement(Frozen):
     host_once_seconds: Seconds | None = None
     stalled_seconds: Seconds | None = Field(None, exclude_if=is_null)
     waiting_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    together_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    together_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    together_host_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     conditions: Conditions | None = None
 
     @property

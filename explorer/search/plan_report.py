@@ -9,8 +9,9 @@ from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Link
 from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
+from explorer.cost_model.mesh_step import MeshStep, reduces_late
 from explorer.cost_model.pipeline_picture import draw_pipeline
+from explorer.cost_model.token_dropping import dropped_share
 from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
 from explorer.search.candidate_posterior import confidence_score
@@ -20,6 +21,7 @@ from explorer.search.plan_space import PlanSpace, RankedCandidate
 from explorer.spec.expert_modes import ExpertMode
 from explorer.spec.hardware import DeviceReport
 from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.request import ExplorationRequest
 
 MOST_ALTERNATIVES = 5
 LINK_NAMES = {
@@ -99,6 +101,7 @@ def recommend_plan(
         composed_tokens_per_second=step.tokens_per_second,
         whole_model=check,
         runner_up=checks.runner_up_of(found),
+        dropped_share=_dropped_share(space.request, found),
         plan=plan,
     )
 
@@ -115,6 +118,17 @@ def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
             source = "measured" if part is Link.DEVICES else "described"
             found.append(PlanPart.model_validate({"name": LINK_NAMES[part], "share": share, "source": source}))
     return tuple(found)
+
+
+def _dropped_share(request: ExplorationRequest, found: MeshCandidate) -> float | None:
+    moe, mesh = request.model.moe, found.mesh
+    if moe is None or moe.capacity_factor is None:
+        return None
+    tokens = found.candidate.micro_batch_size * request.model.seq_length
+    own = (
+        -(-tokens // mesh.tensor) if mesh.expert > 1 else tokens
+    )  # whoever shares experts routes a part of each sequence
+    return dropped_share(moe, request.routing, own, request.seed)
 
 
 def _picture(step: MeshStep) -> PipelinePicture | None:
@@ -163,15 +177,14 @@ def _notes(
             "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
         )
     if mesh.expert > 1:
-        notes.append("an expert-parallel device is measured with the rows of the busiest one, routed among its experts")
+        notes.append(_note_of_experts(mesh, is_mesh=space.request.is_mesh))
     if mesh.expert_mode is not ExpertMode.PLAIN:
-        notes.append(
-            f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}; no run has "
-            "measured that, and of the trainers only bexp's own kernels have this expert mode"
-        )
+        notes.append("of the trainers only bexp's own kernels have this expert mode")
     if mesh.schedule is Schedule.ZB_H1:
         notes.append("which part of backward is for weights follows from its operations")
-    if mesh.data > 1:
+    if reduces_late(space.request, mesh):
+        notes.append("gradients are reduced after the last micro-batch, when no backward hides it")
+    elif mesh.data > 1:
         notes.append("the gradients' reduction is hidden behind backward as far as it lasts")
     target = space.request.budget.confidence_target
     if score < target:
@@ -180,3 +193,13 @@ def _notes(
             why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
         notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)
+
+
+def _note_of_experts(mesh: Mesh, *, is_mesh: bool) -> str:
+    if is_mesh:
+        return "the experts' block was measured on the devices that share it, with the exchanges of their tokens"
+    note = "an expert-parallel device is measured with the rows of the busiest one, routed among its experts"
+    if mesh.expert_mode is ExpertMode.PLAIN:
+        return note
+    slower = f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}"
+    return f"{note}; {slower}, which no run has measured"

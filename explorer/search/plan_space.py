@@ -11,7 +11,7 @@ from typing import Any
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.fabric_exchange import Exchanges, Fabric
 from explorer.cost_model.measured_exchange import MeasuredExchanges, exchange_components
-from explorer.cost_model.mesh_costs import BlockCost
+from explorer.cost_model.mesh_costs import BlockCost, TogetherCost
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
 from explorer.cost_model.mesh_step import MeshComposer, MeshStep
 from explorer.cost_model.search_space import usable_backends
@@ -77,6 +77,7 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
                     attention_backend=attention_backend,
                     expert_backend=expert_backend,
                     num_query_groups=request.model.query_groups,
+                    capacity_factor=request.model.variant.capacity_factor,
                 )
                 found.append(MeshCandidate(mesh, candidate))
     return tuple(found)
@@ -309,4 +310,12 @@ def _measured_cost(found: ComponentMeasurement) -> BlockCost:
         relative_error=max(LEAST_ERROR, found.standard_error_seconds / device if device else 0.0),
         stalled_seconds=found.stalled_seconds or 0.0,
         waiting_forward_seconds=found.waiting_forward_seconds,
+        together=_together_cost(found),
     )
+
+
+def _together_cost(found: ComponentMeasurement) -> TogetherCost | None:
+    forward, backward = found.together_forward_seconds, found.together_backward_seconds
+    if forward is None or backward is None:
+        return None
+    return TogetherCost(forward, backward, found.together_host_backward_seconds or 0.0)

@@ -98,6 +98,7 @@ def check_mesh(request: ExplorationRequest) -> None:
             "a plan needs execution 'eager' or 'compile', and no choice between them",
         ),
         (request.num_query_groups is not None, "num_query_groups", "a mesh is for one model"),
+        (request.capacity_factors is not None, "capacity_factors", "a mesh is for one model; give one capacity factor"),
         (bool(request.bta.enable or request.bta.tiles), "bta", "shards do not tile attention"),
         (request.sampler != "bexp", "sampler", "meshes have a search of their own"),
         (request.prefer != "speed", "prefer", "of meshes the fastest is recommended"),

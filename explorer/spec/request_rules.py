@@ -77,7 +77,7 @@ def check_experts(request: ExplorationRequest) -> None:
 
 
 def check_capacity(request: ExplorationRequest) -> None:
-    """Only the reference layers drop tokens, on devices that have all experts and wait for the number of tokens."""
+    """Only the reference layers drop tokens, and the host waits for the number of those that are left."""
     field = "capacity_factors" if request.capacity_factors is not None else "model.moe.capacity_factor"
     if request.capacity_factors is not None:
         if request.model is None:
@@ -87,13 +87,6 @@ def check_capacity(request: ExplorationRequest) -> None:
             raise RuleError("capacity_factors given for a model without experts", field, "model.moe")
     if not request.drops_tokens:
         return
-    if request.has_mesh:
-        raise RuleError(
-            "experts with a capacity are not for meshes: what passes between devices is sized for every token-expert "
-            "pair; leave out capacity_factor, or parallelism and fabric",
-            field,
-            "fabric" if request.is_plan else "parallelism",
-        )
     if request.replays:
         raise RuleError(
             "experts with a capacity need execution 'eager' or 'compile': the host waits for the number of tokens that "

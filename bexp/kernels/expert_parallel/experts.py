@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.expert_parallel.placement import Placement, routes_of, rows_of
 from bexp.kernels.expert_parallel.shadows import ShadowExchange
 from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.capacity import within_capacity
 
 
 class ExpertParallel:
@@ -53,6 +55,9 @@ class ExpertParallel:
     high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, one more for
     each of their experts, its own rows while they travel, and S copies with their gradients.
 
+    If experts have a capacity, `capacity_of` says how many of this rank's pairs of token and expert an expert takes at
+    most, for a number of tokens. The others are dropped before anything travels: see `bexp.kernels.experts.capacity`.
+
     `group` may also be other `Peers`, such as those of a measurement on one device.
 
     Raises:
@@ -67,7 +72,9 @@ class ExpertParallel:
         *,
         overlap_degree: int = 1,
         shadowed_experts: tuple[int, ...] = (),
+        capacity_of: Callable[[int], int] | None = None,
     ) -> None:
+        self._capacity_of = capacity_of
         self._peers: Peers = GroupPeers(group) if isinstance(group, dist.ProcessGroup) else group
         self._experts = experts
         self._placement = Placement(self._peers, num_experts, overlap_degree, shadowed_experts)
@@ -86,7 +93,11 @@ class ExpertParallel:
         if w_in.shape[0] != placement.num_local or w_out.shape[0] != placement.num_local:
             counts = f"{w_in.shape[0]} and {w_out.shape[0]}"
             raise ValueError(f"a rank has {placement.num_local} of {placement.num_experts} experts, not {counts}")
-        placed, peers = placement.place(routes_TK), self._peers
+        is_kept: Tensor | None = None
+        if self._capacity_of is not None:
+            capacity = self._capacity_of(routes_TK.shape[0])
+            is_kept = within_capacity(routes_TK, weights_TK, placement.num_experts, capacity)
+        placed, peers = placement.place(routes_TK, is_kept), self._peers
         *x_parts, x_home = copy_tokens(x_TD, placed.copies).split(placed.row_sizes)
         *weights_parts, weights_home = weights_TK.flatten().index_select(0, placed.order).split(placed.pair_sizes)
         *codes_parts, codes_home = placed.codes.split(placed.pair_sizes)

@@ -17,7 +17,7 @@ from bexp.kernels.expert_parallel.copies import Copies
 from bexp.kernels.expert_parallel.peers import Peers, Splits
 
 MOST_KEYS = 1 << 15
-"""Chunks times ranks, and home: pairs are sorted by keys of 16 bits, in few passes of a radix sort."""
+"""Chunks times ranks, home, and dropped: pairs are sorted by keys of 16 bits, in few passes of a radix sort."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,8 @@ class PlacedTokens:
     """The rows and pairs of a rank's tokens: `row_sizes` and `pair_sizes` of them in each chunk, and then at home.
 
     `copies` says which tokens the rows are. `order` (P,) are the places of the sorted pairs in the routes, and `codes`
-    (P,) say the expert of each, as in `routes_of`, and which row it belongs to, as in `rows_of`.
+    (P,) say the expert of each, as in `routes_of`, and which row it belongs to, as in `rows_of`. Dropped pairs are in
+    neither.
     """
 
     copies: Copies
@@ -74,19 +75,26 @@ class Placement:
         place_E[list(shadowed_experts)] = torch.arange(len(shadowed_experts))
         self._rank_and_place_2E = torch.stack((rank_E, place_E))
 
-    def place(self, routes_TK: Tensor) -> PlacedTokens:
-        """Place the routes (T, K) of this rank's tokens. The host waits for the device once, for the counts."""
+    def place(self, routes_TK: Tensor, is_kept: Tensor | None = None) -> PlacedTokens:
+        """Place the routes (T, K) of this rank's tokens. The host waits for the device once, for the counts.
+
+        `is_kept` (T * K,) says which pairs are not dropped; null if none is.
+        """
         num_tokens, top_k = routes_TK.shape
         if self._rank_and_place_2E.device != routes_TK.device:
             self._rank_and_place_2E = self._rank_and_place_2E.to(routes_TK.device)
         rank_TK, place_TK = self._rank_and_place_2E[:, routes_TK]
-        keys_P, order = torch.sort(self._keys(rank_TK).to(torch.int16).flatten(), stable=True)
+        keys = self._keys(rank_TK).to(torch.int16).flatten()
+        if is_kept is not None:  # dropped pairs come behind all others, and are cut off when their number is known
+            keys = keys.masked_fill(~is_kept, self._home + 1)
+        keys_P, order = torch.sort(keys, stable=True)
         token_P = order // top_k
         first_P = torch.ones_like(token_P)
         first_P[1:] = (token_P.diff() != 0) | (keys_P.diff() != 0) | (keys_P[1:] == self._home)
         rows_P = first_P.cumsum(0)
         counts = self._counts(keys_P, rows_P)
         row_sizes, pair_sizes, chunks = self._exchange(counts)
+        order, token_P, rows_P, first_P = (each[: sum(pair_sizes)] for each in (order, token_P, rows_P, first_P))
         token_of_row = token_P.new_empty(sum(row_sizes)).scatter_(0, rows_P - 1, token_P)
         codes = (2 * place_TK.flatten()[order] + first_P).to(torch.int32)
         return PlacedTokens(Copies.of(token_of_row, num_tokens), order, codes, row_sizes, pair_sizes, chunks)
@@ -136,6 +144,6 @@ def refuse_placement(
         return f"shadowed_experts names {unknown[0]}, but the experts are 0 to {num_experts - 1}"
     if list(shadowed_experts) != sorted(set(shadowed_experts)):
         return "shadowed_experts must be in increasing order, each of them once"
-    if overlap_degree * num_ranks >= MOST_KEYS:
+    if overlap_degree * num_ranks >= MOST_KEYS - 1:
         return f"overlap_degree ({overlap_degree}) is too large for {num_ranks} ranks"
     return None

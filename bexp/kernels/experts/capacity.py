@@ -35,8 +35,8 @@ class KeptPairs:
     is_kept: Tensor
 
 
-def keep_pairs(routes_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity: int) -> KeptPairs:
-    """Choose the `capacity` pairs of each expert that have the largest weights. Waits for the device once."""
+def within_capacity(routes_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity: int) -> Tensor:
+    """Return which pairs (T * K,) are among the `capacity` ones of their expert that have the largest weights."""
     weights = weights_TK.detach().reshape(-1)
     experts = routes_TK.reshape(-1).to(torch.int16)  # fewer key bits are fewer passes of the radix sort
     by_weight = torch.sort(weights, descending=True, stable=True).indices
@@ -44,7 +44,12 @@ def keep_pairs(routes_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity
     starts = torch.searchsorted(keys, torch.arange(num_experts, dtype=torch.int16, device=keys.device))
     places = torch.arange(keys.numel(), device=keys.device) - starts.index_select(0, keys.long())
     is_kept = torch.empty_like(keys, dtype=torch.bool)
-    is_kept.scatter_(0, by_weight.index_select(0, order), places < capacity)
+    return is_kept.scatter_(0, by_weight.index_select(0, order), places < capacity)
+
+
+def keep_pairs(routes_TK: Tensor, weights_TK: Tensor, num_experts: int, capacity: int) -> KeptPairs:
+    """Choose the `capacity` pairs of each expert that have the largest weights. Waits for the device once."""
+    is_kept = within_capacity(routes_TK, weights_TK, num_experts, capacity)
     row_of_pair = (is_kept.cumsum(0) - 1).clamp_(min=0)
     return KeptPairs(is_kept.nonzero().squeeze(1), row_of_pair, is_kept)
 

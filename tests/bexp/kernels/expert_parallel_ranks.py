@@ -33,6 +33,7 @@ NUM_RANKS = 4
 SIZES = (2, 4)
 NUM_EXPERTS, HIDDEN, WIDTH = 8, 16, 24
 NAMES = ("out", "x", "weights", "w_in", "w_out")
+CAPACITIES = ((1, ()), (2, (0, 3)))
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class Case:
     transposed: bool = False
     frozen: bool = False
     recompute: bool = False
+    capacity: int | None = None
 
     @property
     def name(self) -> str:
@@ -78,6 +80,10 @@ def cases() -> list[Case]:
         found += [case(skew=0.0, top_k=NUM_EXPERTS), case(skew=3.0, overlap_degree=3)]
         found += [case(shadowed=(0, 6), transposed=True), case(gated=False, shadowed=(0, 6)), case(frozen=True)]
         found += [case(overlap_degree=2, shadowed=(0,), tokens=(0, 6, 0, 2), recompute=True)]
+        found += [
+            case(top_k=3, capacity=2, overlap_degree=degree, shadowed=shadowed) for degree, shadowed in CAPACITIES
+        ]
+        found += [case(capacity=1, tokens=(0, 6, 0, 2), overlap_degree=2), case(capacity=9)]
     return found
 
 
@@ -130,6 +136,19 @@ def problem(case: Case) -> Problem:
     return Problem(routes, inputs, normal(num_tokens, HIDDEN))
 
 
+def is_kept(case: Case, drawn: Problem) -> Tensor:
+    """1 for each pair that is among the `capacity` with the largest weights of its rank and expert, else 0."""
+    kept, weights = torch.zeros_like(drawn.inputs[1], dtype=torch.float64), drawn.inputs[1]
+    for rank in range(case.size):
+        mine = drawn.part(case.tokens, rank)
+        for expert in range(NUM_EXPERTS):
+            pairs = (drawn.routes[mine] == expert).nonzero().tolist()
+            pairs.sort(key=lambda pair: -float(weights[mine][tuple(pair)]))
+            for token, k in pairs[: case.capacity]:
+                kept[mine.start + token, k] = 1.0
+    return kept
+
+
 def errors(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> dict[str, float]:
     """How far this rank's output and gradients are from those of one process."""
     drawn = problem(case)
@@ -137,7 +156,8 @@ def errors(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> dict[st
     wanted_inputs = references.leaves(drawn.inputs)
     if drawn.routes.numel():
         x, weights, w_in, w_out = wanted_inputs
-        wanted = references.experts(x, drawn.routes, weights, w_in, w_out, "silu")
+        kept = weights if case.capacity is None else weights * is_kept(case, drawn)
+        wanted = references.experts(x, drawn.routes, kept, w_in, w_out, "silu")
         wanted.backward(drawn.gradient.double())
         expected = [wanted, *(leaf.grad for leaf in wanted_inputs)]
     else:
@@ -156,6 +176,7 @@ def errors(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> dict[st
         expert_backend(case.backend).forward,
         overlap_degree=case.overlap_degree,
         shadowed_experts=case.shadowed,
+        capacity_of=None if case.capacity is None else lambda _: case.capacity or 0,
     )
     x, weights, w_in, w_out = leaves
     forward = partial(run, x, drawn.routes[mine].to(device), weights, w_in, w_out, "silu")

@@ -7,7 +7,13 @@ from collections.abc import Callable
 import pytest
 
 from bexp.measure import cuda_timing
-from bexp.measure.cuda_timing import FASTEST_LAUNCH_SECONDS, HEAT_SECONDS, MAX_QUEUED_LAUNCHES, CudaTimer
+from bexp.measure.cuda_timing import (
+    ALONE_OVER_ROW,
+    FASTEST_LAUNCH_SECONDS,
+    HEAT_SECONDS,
+    MAX_QUEUED_LAUNCHES,
+    CudaTimer,
+)
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, PassSample, Timing
 from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakePasses, make_timer
@@ -30,7 +36,9 @@ class MadeUpTimer(CudaTimer):
         self.reducer = LocalReducer()
         self.clock, self.seconds, self.runs = clock, seconds, 0
 
-    def _run(self, passes: Passes, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
+    def _run(
+        self, passes: Passes, *, repeats: int, sleep_seconds: float, sleeps_between: bool = False
+    ) -> list[PassSample]:
         self.runs += repeats
         self.clock.now += repeats * self.seconds
         self._poll()
@@ -217,10 +225,15 @@ def test_the_poll_is_called_while_the_device_works_and_forgotten_afterwards(monk
 
 
 def test_a_forward_that_waits_is_timed_with_a_lead_and_without(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forward has a third of each: the host issues 2 ms, half of it after its wait, and the device works for 1 ms."""
+    """Forward has a third of each: the host issues 2 ms, half of it after its wait, and the device works for 1 ms.
+
+    Backward has a lead of its own, so that the device shows its own time, although the host is slower.
+    """
     timer, cuda = make_timer(monkeypatch)
-    found = timer.time_waiting_forward(FakePasses(cuda, device=3e-3, host=6e-3, half_way=True))
-    assert found.in_lead == pytest.approx(0.5e-3 + 1e-3 + 0.5e-3), (
+    found = timer.time_waiting(FakePasses(cuda, device=3e-3, host=6e-3, half_way=True))
+    assert found.forward == pytest.approx(0.5e-3 + 1e-3 + 0.5e-3), (
         "the device stands still while the second half is issued"
     )
-    assert found.in_row == pytest.approx(2e-3 + 0.5e-3), "the host issues both halves, and waits for the first"
+    assert found.forward_in_row == pytest.approx(2e-3 + 0.5e-3), "the host issues both halves, and waits for the first"
+    assert found.backward == pytest.approx(2e-3)
+    assert found.host_backward == pytest.approx(4e-3 / ALONE_OVER_ROW)

@@ -85,7 +85,9 @@ class SimulatedCudaTimer(CudaTimer):
         self._seconds = (device, host)
         self.runs: list[tuple[int, float]] = []
 
-    def _run(self, passes: Any, *, repeats: int, sleep_seconds: float) -> list[PassSample]:
+    def _run(
+        self, passes: Any, *, repeats: int, sleep_seconds: float, sleeps_between: bool = False
+    ) -> list[PassSample]:
         self.runs.append((repeats, sleep_seconds))
         device, host = (x * self._random.uniform(0.8, 1.25) for x in self._seconds)
         return [PassSample(device / 3, 2 * device / 3 * self._random.uniform(0.9, 1.1), host) for _ in range(repeats)]

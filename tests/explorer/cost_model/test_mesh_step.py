@@ -10,8 +10,10 @@ import pytest
 from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.cost_model.fabric_exchange import Fabric, Group, Link
+from explorer.cost_model.measured_exchange import ASSUMED_BYTES_PER_SECOND
 from explorer.cost_model.mesh_costs import DeviceShare
 from explorer.cost_model.mesh_layers import Block, MeshCandidate
+from explorer.cost_model.mesh_step import MeshStep
 from explorer.cost_model.parameters import count_parameters
 from explorer.cost_model.shards import (
     SHARED_EXPERTS,
@@ -26,7 +28,9 @@ from explorer.cost_model.step import static_parts
 from explorer.records.measurement import ComponentMeasurement
 from explorer.search.plan_space import PlanSpace
 from explorer.spec.fabric import FabricSpec
+from explorer.spec.model import MoESpec
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.routes import draw_batch_routes
 from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import report
 
@@ -54,6 +58,27 @@ def space(parallelism: Any, *, experts: bool = False, **changes: Any) -> PlanSpa
 def only(found: PlanSpace) -> MeshCandidate:
     (one,) = found.candidates
     return one
+
+
+def learned(found: PlanSpace, **of_experts: float) -> MeshStep:
+    """Return the step if every block takes 1 ms forward and 2 ms backward; `of_experts` are more of shared experts."""
+    one = only(found)
+    found.learn(
+        ComponentMeasurement(
+            component=component,
+            device_seconds=3e-3,
+            host_seconds=1e-4,
+            forward_device_seconds=1e-3,
+            standard_error_seconds=0.0,
+            repeats=9,
+            saved_bytes=0,
+            forward_peak_bytes=0,
+            backward_peak_bytes=0,
+            **(of_experts if component.part == SPREAD_EXPERTS else {}),
+        )
+        for component in found.composer.components(one)
+    )
+    return found.step(one)
 
 
 def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
@@ -146,32 +171,38 @@ def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
 def test_backward_saves_nothing_of_what_forward_loses_to_a_waiting_host(recompute: str) -> None:
     """The device stands still after each layer's wait; a host without a lead sets the pace of forward alone."""
     found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, recompute=[recompute])
-    one = only(found)
 
     def seconds(**waiting: float) -> float:
-        found.learn(
-            ComponentMeasurement(
-                component=component,
-                device_seconds=3e-3,
-                host_seconds=1e-4,
-                forward_device_seconds=1e-3,
-                standard_error_seconds=0.0,
-                repeats=9,
-                saved_bytes=0,
-                forward_peak_bytes=0,
-                backward_peak_bytes=0,
-                **(waiting if component.part == SPREAD_EXPERTS else {}),
-            )
-            for component in found.composer.components(one)
-        )
-        return found.step(one).seconds
+        return learned(found, **waiting).seconds
 
-    layers = 8 * found.step(one).num_micro_batches
+    layers = 8 * found.step(only(found)).num_micro_batches
     stalled = seconds(stalled_seconds=2e-3, waiting_forward_seconds=0.0)
     passes = 2 if recompute == "full" else 1  # layers that run again wait again
     assert seconds(stalled_seconds=3e-3, waiting_forward_seconds=0.0) - stalled == pytest.approx(passes * layers * 1e-3)
     slow = seconds(stalled_seconds=0.0, waiting_forward_seconds=2e-2)
     assert seconds(stalled_seconds=0.0, waiting_forward_seconds=3e-2) - slow == pytest.approx(layers * 1e-2)
+
+
+@pytest.mark.parametrize("recompute", ["none", "full"])
+def test_experts_that_devices_have_run_together_need_no_exchange_besides(recompute: str) -> None:
+    """Their seconds count as they are, with what runs again in backward, however slow the links are said to be."""
+    for rate in (0.001, 100.0):
+        fabric = {"intra_node": {"devices": 8, "gigabytes_per_second": rate, "microseconds": 5}}
+        asked: dict[str, Any] = {"num_devices": 2, "fabric": fabric, "recompute": [recompute]}
+        found = space({"expert": 2, "sharding": "none"}, experts=True, **asked)
+        times = {"waiting_forward_seconds": 0.0, "together_backward_seconds": 9e-3}
+        steps = [learned(found, **times, together_forward_seconds=6e-3)]
+        steps += [learned(found, **times, together_forward_seconds=7e-3)]
+        layers = 8 * steps[0].num_micro_batches
+        assert steps[1].seconds - steps[0].seconds == pytest.approx(layers * 1e-3)
+        experts = next(each for each in steps[0].makeup if isinstance(each, Component) and each.part == SPREAD_EXPERTS)
+        reduced = steps[0].communication_seconds
+        ends = 2 * steps[0].num_micro_batches * 3e-3 + steps[0].optimizer_seconds
+        expected = layers * (3e-3 + 6e-3 + 9e-3) + ends + reduced
+        assert steps[0].seconds == pytest.approx(expected)
+        assert steps[0].makeup[experts] <= layers * 3e-3 / steps[0].seconds
+    slow = learned(found, **times, together_forward_seconds=6e-3, together_host_backward_seconds=5e-2)
+    assert slow.host_bound
 
 
 def test_a_device_that_shares_experts_places_its_own_tokens() -> None:
@@ -260,3 +291,48 @@ def test_a_norm_over_all_heads_adds_one_exchange_of_two_numbers_a_token() -> Non
         exchanged.append([transfer.seconds for transfer in attention.exchanges])
     assert exchanged[1][:2] == exchanged[0]
     assert exchanged[1][2] == pytest.approx(exchanged[0][0] * 2 * 4 * 2 / (512 * 2))
+
+
+@pytest.mark.parametrize("shadowed", [0, 2])
+def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> None:
+    """As many as the router of a rank keeps: those of each of its experts, up to the capacity."""
+    moe = {**MOE["moe"], "capacity_factor": 0.75}
+    mode = {"expert_mode": "shadowed", "shadowed_experts": shadowed} if shadowed else {}
+    asked: dict[str, Any] = {"num_devices": 4, "routing": {"kind": "zipf"}}
+    dropping = space({"expert": 4, **mode}, experts=True, **asked, model={**MOE, "moe": moe})
+    found = space({"expert": 4, **mode}, experts=True, **asked)
+    rows, all_rows = (
+        expert_rows(component, one.request.model, one.request)
+        for one in (dropping, found)
+        for component in one.composer.components(only(one))
+        if component.part == SPREAD_EXPERTS
+    )
+    experts = dropping.request.model.moe
+    assert experts is not None
+    tokens, capacity = 2 * 512, experts.capacity(2 * 512)
+    assert capacity == 192
+    routes = draw_batch_routes(MoESpec.model_validate(MOE["moe"]), RoutingSpec(kind="zipf"), tokens, found.request.seed)
+    counts = np.bincount(routes.ravel(), minlength=8)
+    copied = np.argsort(-counts)[:shadowed]
+    kept = np.minimum(counts, capacity)
+    assert rows.home == pytest.approx(kept[copied].sum(), abs=1)
+    kept[copied] = 0
+    assert rows.received == pytest.approx(4 * kept.reshape(4, 2).sum(axis=1).max(), abs=1)
+    assert rows.computed < all_rows.computed
+    assert kept.sum() / 2 <= rows.moved_out <= min(kept.sum() + 1, all_rows.moved_out), "a row has one pair or two"
+    steps = [one.step(only(one)) for one in (dropping, found)]
+    assert steps[0].exchange_share < steps[1].exchange_share
+    assert only(dropping).candidate.capacity_factor == 0.75
+
+
+def test_whole_gradients_of_devices_that_share_experts_are_summed_and_divided_after_backward() -> None:
+    found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, fabric=None)
+    one, model = only(found), found.request.model
+    experts = model.num_layers * 8 * 3 * 512 * 512
+    dense, own = count_parameters(model) - experts, experts // 2
+    reduced = 2 * 2 * dense / ASSUMED_BYTES_PER_SECOND["cuda"]
+    divided = 2 * 2 * (dense + own) / found.hardware.memory_bandwidth_bytes_per_second
+    assert found.step(one).communication_seconds == pytest.approx(reduced + divided)
+    sharded = space({"expert": 2, "sharding": "zero1"}, num_devices=2, experts=True, fabric=None)
+    divided = 2 * 2 * own / found.hardware.memory_bandwidth_bytes_per_second
+    assert divided <= sharded.step(only(sharded)).communication_seconds < reduced + divided

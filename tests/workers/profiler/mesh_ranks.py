@@ -11,14 +11,17 @@ import json
 import sys
 from functools import partial
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
 from explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
+from explorer.cost_model.shards import SPREAD_EXPERTS
 from explorer.records.plan import MeshRun
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.spec.candidate import Candidate, Recompute
@@ -31,10 +34,12 @@ from workers.profiler.distributed.process_groups import ProcessGroups
 from workers.profiler.instruments import Instruments
 from workers.profiler.phases import PhaseClock
 from workers.profiler.training.mesh import MeshTrainingRun
+from workers.profiler.trials.component import measure_component
 from workers.profiler.trials.exchange import measure_exchange
 from workers.targets.reference.decoder import DecoderModel
 from workers.targets.reference.factory import random_tokens
 from workers.targets.reference.optimizer import own
+from workers.targets.reference.target import ReferenceTarget
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
 IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")
@@ -52,19 +57,16 @@ DENSE = ModelSpec(
     seq_length=8,
     dtype=DType.FLOAT32,
 )
-EXPERTS = DENSE.model_copy(
-    update={
-        "qk_norm": "full",
-        "moe": MoESpec(
-            num_experts=4,
-            top_k=2,
-            expert_ffn_hidden_size=8,
-            first_k_dense=1,
-            shared_expert_ffn_hidden_size=8,
-            shared_expert_gate=True,
-        ),
-    }
+MOE = MoESpec(
+    num_experts=4,
+    top_k=2,
+    expert_ffn_hidden_size=8,
+    first_k_dense=1,
+    shared_expert_ffn_hidden_size=8,
+    shared_expert_gate=True,
 )
+EXPERTS = DENSE.model_copy(update={"qk_norm": "full", "moe": MOE})
+DROPPING = EXPERTS.model_copy(update={"moe": MOE.model_copy(update={"capacity_factor": 0.75})})
 TIED = DENSE.model_copy(
     update={
         "tie_embeddings": True,
@@ -105,6 +107,13 @@ CASES: dict[str, tuple[Mesh, tuple[int, ...], ModelSpec, Recompute]] = {
     "experts": (Mesh(expert=2, data=2), (3,), EXPERTS, Recompute.NONE),
     "experts in chunks": (Mesh(expert=2, data=2, overlap_degree=2), (3,), EXPERTS, Recompute.FULL),
     "experts, one shadowed": (Mesh(expert=2, data=2, shadowed_experts=1), (3,), EXPERTS, Recompute.NONE),
+    "experts with a capacity, in chunks, one shadowed": (
+        Mesh(expert=2, data=2, overlap_degree=2, shadowed_experts=1),
+        (3,),
+        DROPPING,
+        Recompute.FULL,
+    ),
+    "tensor of experts with a capacity": (Mesh(tensor=2), (3,), DROPPING, Recompute.NONE),
     "experts with zero3": (Mesh(expert=2, data=2, sharding=Sharding.ZERO3), (3,), EXPERTS, Recompute.NONE),
     "experts with replicas": (Mesh(expert=2, data=4), (3,), EXPERTS, Recompute.NONE),
     "tensor with experts": (Mesh(tensor=2, expert=2), (3,), BIASED_EXPERTS, Recompute.NONE),
@@ -245,20 +254,49 @@ def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
         for operation in Operation
         for stride in (1, 2)
     )
-    candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2)
-    plan = TrialPlan(
-        number=0,
-        kind=TrialKind.COMPONENTS,
-        model=DENSE,
-        candidate=candidate,
-        components=components,
-        timeout_seconds=60,
-        num_processes=groups.size,
-    )
+    plan = components_plan(components, groups.size, DENSE)
     groups.prepare(plan)
     instruments.timer = InARow()
     instruments.join(groups.rank_group(plan))
     return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
+
+
+def measure_shared_experts(groups: ProcessGroups, instruments: Instruments) -> float:
+    """Measure experts that two ranks share, which exchange tokens in it; returns the seconds together."""
+    component = Component(
+        kind=ComponentKind.MOE_FFN,
+        part=SPREAD_EXPERTS,
+        micro_batch_size=1,
+        backend="loop",
+        expert_parallel_size=2,
+        overlap_degree=2,
+        shadowed_experts=1,
+    )
+    plan = components_plan((component,), groups.size, DROPPING)
+    groups.prepare(plan)
+    instruments.timer = HostTimer()
+    instruments.join(groups.rank_group(plan))
+    request = ExplorationRequest(model=DROPPING)
+    target = ReferenceTarget(request, instruments)
+    with patch.object(dist, "all_to_all_single", wraps=dist.all_to_all_single) as exchange:
+        found = measure_component(instruments, target, DROPPING, component, request, PhaseClock())
+    assert exchange.call_count > found.repeats, "ranks exchange tokens"
+    assert found.together_forward_seconds is not None
+    assert found.together_backward_seconds is not None
+    assert found.stalled_seconds is None
+    return min(found.together_forward_seconds, found.together_backward_seconds)
+
+
+def components_plan(components: tuple[Component, ...], number: int, model: ModelSpec) -> TrialPlan:
+    return TrialPlan(
+        number=0,
+        kind=TrialKind.COMPONENTS,
+        model=model,
+        candidate=Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=2),
+        components=components,
+        timeout_seconds=60,
+        num_processes=number,
+    )
 
 
 def cases_of(number: int) -> list[str]:
@@ -316,7 +354,7 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
         said[name] = differ(training_run, cuts, device, mesh, rank, where)
         training_run.finish()
     if kind == "cpu":
-        said["exchanges"] = (measure_exchanges(groups, instruments), 0.0)
+        said["exchanges"] = (measure_exchanges(groups, instruments), measure_shared_experts(groups, instruments))
     (folder / f"{rank}.json").write_text(json.dumps(said))
 
 

@@ -29,5 +29,5 @@ def test_ranks_of_a_mesh_have_the_loss_and_gradients_of_one_device(found: list[S
         assert worst < 1e-3
 
 
-def test_each_operation_of_each_group_is_measured(found: list[Said]) -> None:
-    assert all(said["exchanges"][0] > 0 for said in found)
+def test_each_operation_of_each_group_is_measured_and_experts_that_exchange_tokens(found: list[Said]) -> None:
+    assert all(min(said["exchanges"]) > 0 for said in found)

@@ -8,7 +8,10 @@ from explorer.records.measurement import ComponentMeasurement, WholeModelMeasure
 from explorer.spec.hardware import HardwareSpec
 from workers.process.protocol import TrialFinished
 
-OPTIONAL = ("host_once_seconds", "slowdown", "stalled_seconds", "waiting_forward_seconds")
+OPTIONAL = (
+    *("host_once_seconds", "slowdown", "stalled_seconds", "waiting_forward_seconds"),
+    *("together_forward_seconds", "together_backward_seconds", "together_host_backward_seconds"),
+)
 """Figures that not every component has."""
 
 

@@ -164,7 +164,8 @@ class DistributedRankGroup:
 
     def barrier(self, component: Component) -> Barrier | None:
         """The barrier of the ring, or of all ranks if all communicate; null if the component does not."""
-        if component.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}:
+        is_for_all = component.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}
+        if is_for_all or component.expert_parallel_size > 1:
             group = self.members
         elif component.communicates:
             group = self._rings[component.context_parallel_size]

@@ -5,7 +5,8 @@ from __future__ import annotations
 from contextlib import ExitStack
 
 from bexp.measure.memory import measure_memory
-from bexp.measure.timing import WaitingForward
+from bexp.measure.passes import Passes
+from bexp.measure.timing import Timing
 from explorer.cost_model.components import Component
 from explorer.records.measurement import ComponentMeasurement
 from explorer.spec.parts import ExploredModel
@@ -27,8 +28,9 @@ def measure_component(
     """Build the passes of `component`, measure their memory, and time them.
 
     Memory is measured in untimed passes, without recomputation of the whole component. Timed passes run as the
-    component says.
+    component says. If ranks share its experts, all of them must call this at the same time.
     """
+    together = component.expert_parallel_size > 1 and instruments.rank_group.size > 1
     with ExitStack() as stack:
         with clock.phase("build"):
             passes = stack.enter_context(target.component(component, model, request))
@@ -37,10 +39,10 @@ def measure_component(
             memory = measure_memory(passes, instruments.device)
         with clock.phase("timed"), instruments.monitor.watch() as watch:
             timing = instruments.timer.time(passes, watch.poll)
-            waited: WaitingForward | None = None
+            waited: dict[str, float] = {}
             if (waiting := passes.waiting()) is not None:
                 with waiting:
-                    waited = instruments.timer.time_waiting_forward(passes)
+                    waited = _time_waiting(instruments, passes, timing, together=together)
     return ComponentMeasurement(
         component=component,
         device_seconds=timing.device_seconds,
@@ -51,7 +53,31 @@ def measure_component(
         saved_bytes=memory.saved,
         forward_peak_bytes=memory.forward_peak,
         backward_peak_bytes=memory.backward_peak,
-        stalled_seconds=None if waited is None else max(0.0, waited.in_lead - timing.forward_device_seconds),
-        waiting_forward_seconds=None if waited is None else waited.in_row,
         conditions=watched_conditions(watch),
+        **waited,
     )
+
+
+def _time_waiting(instruments: Instruments, passes: Passes, alone: Timing, *, together: bool) -> dict[str, float]:
+    """Return what the host's waits add to a block that runs `alone`, or its seconds if ranks run it `together`."""
+    if together:
+        instruments.timer.warm_up(passes)  # other ranks have other numbers of rows
+    waited = instruments.timer.time_waiting(passes)
+    if waited is None:
+        if not together:
+            return {}
+        timing = instruments.timer.time(passes)
+        forward = timing.forward_device_seconds
+        return {
+            "together_forward_seconds": forward,
+            "together_backward_seconds": timing.device_seconds - forward,
+        }
+    if not together:
+        stalled = max(0.0, waited.forward - alone.forward_device_seconds)
+        return {"stalled_seconds": stalled, "waiting_forward_seconds": waited.forward_in_row}
+    return {
+        "waiting_forward_seconds": waited.forward_in_row,
+        "together_forward_seconds": waited.forward,
+        "together_backward_seconds": waited.backward,
+        "together_host_backward_seconds": waited.host_backward,
+    }

@@ -37,6 +37,8 @@ class ResidualBlock(nn.Module, ABC):
         """Sums the branches of ranks that share the block; null for a whole block."""
         self.waiting: Callable[[], AbstractContextManager[None]] | None = None
         """Within its context the host waits for the device in forward, as in training; null if it never does."""
+        self.is_repeatable = True
+        """Whether it runs on its own output as well."""
         self._compiled_core: Callable[[Tensor], Tensor] | None = None
         self._compiled_sum: Callable[[Tensor], Tensor] | None = None
         self.train(training)

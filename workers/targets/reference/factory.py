@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from bexp.kernels.context_parallel.attention import ContextParallel
@@ -35,11 +36,13 @@ def build_block(
     generator: torch.Generator | None = None,
     w_tied: nn.Parameter | None = None,
     context_parallel: ContextParallel | None = None,
+    experts_group: dist.ProcessGroup | None = None,
 ) -> Block:
     """The module of `component`, with random weights on `device`, ready to run its micro-batch.
 
     In eval mode its parameters are frozen. An expert block has its routes drawn from the request's routing and seed. If
-    several devices share its experts, it is that of the busiest one, which runs without the others.
+    several devices share its experts, it is that of the busiest one, which runs without the others; within the context
+    of its `waiting`, it is that of this rank of `experts_group`, if there is one.
     `w_tied` is the embedding's weight for a head that shares it. `context_parallel` is for attention that the component
     spreads over several ranks, and tells an embedding its positions. ValueError for the optimizer, which is no block,
     and for sequences that cannot be spread.
@@ -71,8 +74,7 @@ def build_block(
     elif component.kind is ComponentKind.DENSE_FFN:
         block = DenseFFN(model, recompute=component.recompute, device=device, training=training, generator=generator)
     elif component.part == SPREAD_EXPERTS:
-        block, peers = build_busiest_rank(model, component, request, device, generator)
-        block.waiting = peers.waiting
+        block, _ = build_busiest_rank(model, component, request, device, generator, experts_group)
     elif component.kind is ComponentKind.MOE_FFN:
         assert component.backend is not None, "an expert component names its back end"
         block = MoEFFN(

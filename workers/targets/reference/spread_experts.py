@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from bexp.kernels.expert_parallel.experts import ExpertParallel
-from bexp.kernels.expert_parallel.peers import Peers
+from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.experts.registry import expert_backend
 from explorer.cost_model.components import Component
 from explorer.spec.model import ModelSpec
@@ -43,19 +48,28 @@ def build_spread_experts(
         training=training,
         generator=generator,
     )
+    run = _expert_parallel(peers, model, component, request, device)
+    block.spread(run, Weights.of(model, device, training, generator).normal(moe.num_experts, model.hidden_size))
+    return block
+
+
+def _expert_parallel(
+    peers: Peers, model: ModelSpec, component: Component, request: ExplorationRequest, device: torch.device
+) -> ExpertParallel:
+    assert model.moe is not None, "a model with experts"
+    assert component.backend is not None, "an expert component names its back end"
     number, shadowed = component.shadowed_experts, ()
     if number:
         counts = _counts(model, _routes(model, component, request, device))
         shadowed = tuple(sorted(counts.topk(number).indices.tolist()))
-    run = ExpertParallel(
+    return ExpertParallel(
         peers,
-        moe.num_experts,
+        model.moe.num_experts,
         expert_backend(component.backend).forward,
         overlap_degree=component.overlap_degree,
         shadowed_experts=shadowed,
+        capacity_of=None if model.moe.capacity_factor is None else model.moe.capacity,
     )
-    block.spread(run, Weights.of(model, device, training, generator).normal(moe.num_experts, model.hidden_size))
-    return block
 
 
 def build_busiest_rank(
@@ -64,17 +78,38 @@ def build_busiest_rank(
     request: ExplorationRequest,
     device: torch.device,
     generator: torch.Generator | None,
+    group: dist.ProcessGroup | None = None,
 ) -> tuple[MoEFFN, LocalPeers]:
-    """Return the block of the rank that the most pairs of token and expert go to, with the other ranks played."""
+    """Return the block of the rank that the most pairs of token and expert go to, with the other ranks played.
+
+    Within the context of its `waiting` it runs as in training. With a `group`, that is one of this group's ranks, which
+    exchange tokens; without one, the host waits and the other ranks are still played.
+    """
     routes_TK = _routes(model, component, request, device)
     counts_E = _counts(model, routes_TK)
+    if drops := model.moe is not None and model.moe.capacity_factor is not None:
+        counts_E.clamp_(max=model.moe.capacity(routes_TK.shape[0]))
     if component.shadowed_experts:
         counts_E[counts_E.topk(component.shadowed_experts).indices] = 0
     size = component.expert_parallel_size
     peers = LocalPeers(size, int(counts_E.view(size, -1).sum(dim=1).argmax()))
     block = build_spread_experts(peers, model, component, request, device, generator)
     block.set_routes(routes_TK)
+    block.is_repeatable = not drops  # other inputs drop other pairs, so that the numbers of rows that are known change
+    block.waiting = peers.waiting
+    if group is not None:
+        run = _expert_parallel(GroupPeers(group), model, component, request, device)
+        block.waiting = partial(_experts_run_by, block, run)
     return block, peers
+
+
+@contextmanager
+def _experts_run_by(block: MoEFFN, run: ExpertParallel) -> Iterator[None]:
+    alone, block.run_experts = block.run_experts, run
+    try:
+        yield
+    finally:
+        block.run_experts = alone
 
 
 def _routes(model: ModelSpec, component: Component, request: ExplorationRequest, device: torch.device) -> Tensor:

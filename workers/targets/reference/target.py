@@ -63,11 +63,27 @@ class ReferenceTarget:
         generator = instruments.generator(request.seed)
         size, layout = component.context_parallel_size, component.context_parallel_layout
         ring = find_ring(instruments, spec, size, layout, component.backend)
-        block = build_block(spec, component, request, instruments.device, generator=generator, context_parallel=ring)
+        ranks, sharing = instruments.rank_group, component.expert_parallel_size
+        block = build_block(
+            spec,
+            component,
+            request,
+            instruments.device,
+            generator=generator,
+            context_parallel=ring,
+            experts_group=ranks.strided(sharing, 1) if ranks.size > 1 else None,
+        )
         inputs = example_inputs(spec, component, instruments.device, generator)
         gradient_dtype = torch_dtype(request.training.optimizer.gradient_dtype(spec.dtype))
-        barrier = instruments.rank_group.barrier(component)
-        yield BlockPasses(block, inputs, training=request.mode == "train", gradient_dtype=gradient_dtype, meet=barrier)
+        barrier = ranks.barrier(component)
+        yield BlockPasses(
+            block,
+            inputs,
+            training=request.mode == "train",
+            gradient_dtype=gradient_dtype,
+            meet=barrier if component.communicates else None,
+            meet_waiting=barrier,
+        )
 
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest

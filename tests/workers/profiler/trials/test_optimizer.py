@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from bexp.measure.passes import Passes
-from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingForward
+from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
 from explorer.cost_model.components import Component, ComponentKind
 from explorer.cost_model.parameters import count_embedding, count_head, count_layer
 from explorer.records.measurement import ComponentMeasurement
@@ -32,8 +32,8 @@ class OneSecond:
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         return Timing(1.0, 0.5, 1.0, 0.1, 7)
 
-    def time_waiting_forward(self, passes: Passes) -> WaitingForward:
-        return WaitingForward(1.0, 1.0)
+    def time_waiting(self, passes: Passes) -> WaitingPasses:
+        return WaitingPasses(1.0, 1.0, 1.0, 1.0)
 
 
 def measure(model: ModelSpec) -> ComponentMeasurement:
