@@ -105,6 +105,10 @@ class CandidateMemory:
         worst = self._activations(rows) * np.exp(MOST_DEVIATIONS * self._log_std(rows))
         return np.asarray(self._required(worst, rows) > self.limit_bytes)
 
+    def surely_fits(self, rows: Ints) -> Mask:
+        """Which of `rows` fit even with more bytes than expected, shape (A,), so that none need be measured."""
+        return np.asarray(self.fits_C[rows] & ~self.is_tight(rows))
+
     def is_near_limit(self, rows: Ints) -> Mask:
         """Which of `rows` may fail although they fit by definition, shape (A,)."""
         return np.asarray(self.is_tight(rows) | (self.required_C[rows] > NEAR_LIMIT * self.limit_bytes))

@@ -38,7 +38,7 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
     the one that is most likely to fit.
     """
     posterior, rows = state.posterior, state.posterior.rows
-    recommended = recommended_position(posterior, state.required_bytes_C, state.request)
+    recommended = recommended_position(posterior, state.memory.required_C, state.request)
     number_A = np.array([state.whole_models.count(int(row)) for row in rows])
     others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
     if not others:
