@@ -68,11 +68,13 @@ def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> N
     state.memory.chance_C[rows] = [1.0, 0.001, 0.02]
     found = find_above_limit(state)
     assert found is not None
-    assert (found.row, found.probability, found.gain) == (rows[2], 0.02, pytest.approx(0.002))
+    assert [found.row, found.probability, found.gain] == pytest.approx([rows[2], 0.02, 0.002])
     state.memory.chance_C[rows[2]] = 0.004
     found = find_above_limit(state)
     assert found is not None
-    assert (found.row, found.probability, found.gain) == (rows[1], 0.001, pytest.approx(0.0005))
-    for changed in ({"undecided_A": np.zeros(3, dtype=np.bool_)}, {"clear_A": np.zeros(3, dtype=np.bool_)}):
-        state.posterior = replace(state.posterior, **changed)
-        assert find_above_limit(state) is None, "nothing is in doubt, or nothing can be recommended"
+    assert [found.row, found.probability, found.gain] == pytest.approx([rows[1], 0.001, 0.0005])
+    none = np.zeros(3, dtype=np.bool_)
+    state.posterior = replace(state.posterior, clear_A=none)
+    assert find_above_limit(state) is None, "nothing can be recommended"
+    state.posterior = replace(state.posterior, clear_A=~none, undecided_A=none)
+    assert find_above_limit(state) is None, "nothing is in doubt"
