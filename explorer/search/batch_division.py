@@ -55,13 +55,13 @@ def recommend_dividing(state: SearchState) -> BestCandidate | None:
         return BestCandidate(recommended.row, confidence)
     rows = state.open_rows()
     posterior = state.posterior_of(rows[divides_C[rows]])
-    eligible = np.flatnonzero(posterior.clear_A | state.surely_fits(posterior.rows))
+    eligible = np.flatnonzero(posterior.clear_A | state.memory.surely_fits(posterior.rows))
     if not eligible.size:
         return None
     confidence_A = posterior.confidences(request.tolerance)
     best = int(max(eligible, key=lambda i: (confidence_A[i], posterior.mean_A[i])))
     if request.prefer == "memory":
-        best = smallest_position(posterior, eligible, best, state.required_bytes_C, request.tolerance)
+        best = smallest_position(posterior, eligible, best, state.memory.required_C, request.tolerance)
     return BestCandidate(int(posterior.rows[best]), float(confidence_A[best]))
 
 

@@ -24,8 +24,11 @@ MOST_DEVIATIONS = 4.0
 """A candidate is sure to fit if it fits with this many standard deviations more than the predicted bytes."""
 
 
-LEAST_LIKELY = 0.005
-"""A candidate above the limit is ruled out if its whole model is less likely than this to fit."""
+LEAST_LIKELY = 0.0005
+"""A candidate above the limit is ruled out if its whole model is less likely than this to fit.
+
+A run of it is worth its seconds only if it is at least 40% faster than what fits (`find_above_limit`).
+"""
 FRAGMENTATION_SHARE = 0.5
 FRAGMENTATION_BYTES = 5 * GIB
 """The scale of what the allocator cannot place: this share of the stated allowance, and as much again for a peak of so
@@ -58,8 +61,9 @@ class CandidateMemory:
 
     `saved_C` and `transient_C` are the activations at the peak of a step, `required_C` is all that a step needs of the
     device, `fits_C` says whether that is within `limit_bytes`. A candidate that was run whole fits, too, if the peak of
-    its whole model is within the limit; `whole_peaks` are these peaks by row. `may_fit_C` also marks the candidates
-    whose whole model may fit although they do not fit as composed.
+    its whole model is within the limit; `whole_peaks` are these peaks by row. `chance_C` is the probability that the
+    whole model of a measured candidate fits; 0 once it was run. `may_fit_C` also marks the candidates whose whole model
+    may fit although they do not fit as composed.
     """
 
     def __init__(
@@ -88,9 +92,9 @@ class CandidateMemory:
         self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
         room_C = limit_bytes - self._required(-table.static_bytes_C.astype(np.float64))
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
-        may_C = probability_below(most_C, self._errors_of_peaks) >= LEAST_LIKELY
-        may_C[list(whole)] = False
-        self.may_fit_C: Mask = np.asarray(self.fits_C | may_C)
+        self.chance_C: Floats = probability_below(most_C, self._errors_of_peaks)
+        self.chance_C[list(whole)] = 0.0
+        self.may_fit_C: Mask = np.asarray(self.fits_C | (self.chance_C >= LEAST_LIKELY))
 
     def expected_bytes(self, row: int) -> StepBytes:
         """Expected bytes of a candidate's step, from its measured components where there are any."""
@@ -104,6 +108,10 @@ class CandidateMemory:
         """Which of `rows` might not fit, shape (A,): its bytes may be `MOST_DEVIATIONS` above the prediction."""
         worst = self._activations(rows) * np.exp(MOST_DEVIATIONS * self._log_std(rows))
         return np.asarray(self._required(worst, rows) > self.limit_bytes)
+
+    def surely_fits(self, rows: Ints) -> Mask:
+        """Which of `rows` fit even with more bytes than expected, shape (A,), so that none need be measured."""
+        return np.asarray(self.fits_C[rows] & ~self.is_tight(rows))
 
     def is_near_limit(self, rows: Ints) -> Mask:
         """Which of `rows` may fail although they fit by definition, shape (A,)."""

@@ -63,8 +63,8 @@ def promising_row(state: SearchState) -> int | None:
     posterior, request = state.posterior, state.request
     if posterior.incumbent is None or request.prefer == "speed":
         return None
-    eligible = np.flatnonzero(posterior.clear_A | state.surely_fits(posterior.rows))
-    best = smallest_position(posterior, eligible, posterior.incumbent, state.required_bytes_C, request.tolerance)
+    eligible = np.flatnonzero(posterior.clear_A | state.memory.surely_fits(posterior.rows))
+    best = smallest_position(posterior, eligible, posterior.incumbent, state.memory.required_C, request.tolerance)
     return int(posterior.rows[best])
 
 
@@ -83,7 +83,7 @@ def memory_choices(state: SearchState, recommended: int) -> tuple[MemoryChoice, 
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
         near = clear[reached >= (1.0 - within) * most]
-        chosen = smallest_position(posterior, near, posterior.incumbent, state.required_bytes_C, within)
+        chosen = smallest_position(posterior, near, posterior.incumbent, state.memory.required_C, within)
         row = int(posterior.rows[chosen])
         tokens_per_second = expected_tokens_per_second(state, row, recommended)
         choices.append(

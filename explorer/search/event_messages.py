@@ -133,8 +133,8 @@ def whole_model_event(
     """Return the event of a whole-model run of the recommended candidate, of its runner-up, or of one that may fit.
 
     `check` is null if the run failed. For the runner-up `probability_better` is the probability, before the run, that
-    it is better than the recommended candidate. While no candidate can be recommended, `probability_fits` is that of
-    fitting. Both are null for the recommended candidate. `mesh` describes the devices, if they form one.
+    it is better than the recommended candidate. `probability_fits` is that of fitting, for one that does not fit as
+    composed. Both are null for the recommended candidate. `mesh` describes the devices, if they form one.
     """
     measurement = trial.measurement
     what = f"Whole model with {'' if mesh is None else mesh + ' '}{trial.candidate.describe()}"
@@ -143,12 +143,13 @@ def whole_model_event(
         "candidate": trial.candidate.model_dump(mode="json"),
         "role": "recommended" if probability_better is None else "runner_up",
     }
-    if probability_better is not None:
+    if probability_better is not None and probability_fits is None:
         what = f"Runner-up, {100 * probability_better:.0f}% likely to be better: {what[0].lower()}{what[1:]}"
         data["probability_better"] = probability_better
     if probability_fits is not None:
-        likely = f"{100 * probability_fits:.0f}% likely to fit"
-        what = f"No candidate fits as composed, {likely}: {what[0].lower()}{what[1:]}"
+        likely = f"{100 * probability_fits:.{0 if probability_fits >= 0.01 else 1}f}% likely to fit"
+        why = "No candidate fits as composed" if probability_better is None else "Above the memory limit as composed"
+        what = f"{why}, {likely}: {what[0].lower()}{what[1:]}"
         data |= {"role": "may_fit", "probability_fits": probability_fits}
     if check is None:
         return EventDraft(

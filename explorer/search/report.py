@@ -76,7 +76,7 @@ def build_recommendation(
         communication_seconds=seconds.communication if table.communications else None,
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
-        predicted_peak_bytes=state.predicted_bytes(best.row).peak,
+        predicted_peak_bytes=state.memory.predicted_bytes(best.row).peak,
         measured_peak_bytes=found.peak,
         required_bytes=found.required,
         memory_limit_bytes=state.limit_bytes,

@@ -38,7 +38,7 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
     the one that is most likely to fit.
     """
     posterior, rows = state.posterior, state.posterior.rows
-    recommended = recommended_position(posterior, state.required_bytes_C, state.request)
+    recommended = recommended_position(posterior, state.memory.required_C, state.request)
     number_A = np.array([state.whole_models.count(int(row)) for row in rows])
     others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
     if not others:
@@ -54,3 +54,18 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
     faster = posterior.probability_faster(recommended, state.request.tolerance * MATTERS)
     row = recommended if number_A[best] > number_A[recommended] else best
     return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]))
+
+
+def find_above_limit(state: SearchState) -> RunnerUp | None:
+    """Return the candidate above the memory limit whose whole model is worth most if it fits; null if there is none.
+
+    Its gain is the probability that it fits, times how much faster it is expected to be than the fastest one that fits.
+    That probability is computed, because a few hundred samples hold too few in which an unlikely candidate fits.
+    """
+    posterior = state.posterior
+    if posterior.incumbent is None or not posterior.undecided_A.any():
+        return None
+    fits_A = np.where(posterior.undecided_A, state.memory.chance_C[posterior.rows], 0.0)
+    gain_A = fits_A * np.maximum(0.0, posterior.mean_A / posterior.mean_A[posterior.incumbent] - 1.0)
+    best = int(np.argmax(gain_A))
+    return RunnerUp(int(posterior.rows[best]), float(fits_A[best]), float(gain_A[best]))

@@ -65,9 +65,10 @@ class SearchState:
 
     It depends on the seed and the set of trials, not on their order, so a resumed exploration goes the way it would
     have gone. `legal` marks the rows of the table that may be recommended; other rows (a base outside the space) are
-    only predicted. `reported` real runs of candidates in the table show the composition's error. If they needed more
-    memory than composed, `limit_bytes` is lower by as much. `earlier` runs of components are observations with a wider
-    error; `reuse` says how they are checked, and is null if there are none in the table.
+    only predicted. `memory` holds the bytes of all rows, `whole_models` the whole models that were timed. `reported`
+    real runs of candidates in the table show the composition's error. If they needed more memory than composed,
+    `limit_bytes` is lower by as much. `earlier` runs of components are observations with a wider error; `reuse` says
+    how they are checked, and is null if there are none in the table.
     """
 
     def __init__(
@@ -187,25 +188,12 @@ class SearchState:
 
     def fits(self, row: int) -> bool:
         """Whether a candidate is expected to fit: by its measured components, and by predictions of the others."""
-        return bool(self._memory.fits_C[row])
-
-    def may_fit(self, row: int) -> bool:
-        """Whether a candidate fits or is within the error of the limit, so that its whole model may fit."""
-        return bool(self._memory.may_fit_C[row])
-
-    def surely_fits(self, rows: Ints) -> Mask:
-        """Which of `rows` fit even with more bytes than expected, shape (A,), so that none need be measured."""
-        return np.asarray(self._memory.fits_C[rows] & ~self._memory.is_tight(rows))
-
-    @property
-    def required_bytes_C(self) -> Floats:  # noqa: N802 - axes are in names
-        """Expected bytes that each candidate needs of the device, shape (C,)."""
-        return self._memory.required_C
+        return bool(self.memory.fits_C[row])
 
     @property
     def smallest_row(self) -> int:
         """The legal row that is expected to need least memory."""
-        return int(np.argmin(np.where(self._legal_C, self._memory.required_C, np.inf)))
+        return int(np.argmin(np.where(self._legal_C, self.memory.required_C, np.inf)))
 
     def is_open(self, row: int) -> bool:
         """Whether a candidate was neither rejected nor uses a component that failed."""
@@ -234,15 +222,11 @@ class SearchState:
 
     def bytes(self, row: int) -> StepBytes:
         """Expected bytes of a candidate's step, from measured components where there are any."""
-        return self._memory.expected_bytes(row)
-
-    def predicted_bytes(self, row: int) -> StepBytes:
-        """Bytes of a candidate's step as predicted before anything was measured."""
-        return self._memory.predicted_bytes(row)
+        return self.memory.expected_bytes(row)
 
     def known_rows(self) -> Ints:
         """Legal rows that are open, expected to fit, and measured in full."""
-        return np.flatnonzero(self._legal_C & self._open_C & self._known_C & self._memory.fits_C)
+        return np.flatnonzero(self._legal_C & self._open_C & self._known_C & self.memory.fits_C)
 
     def open_rows(self) -> Ints:
         """Legal rows that are open."""
@@ -282,7 +266,7 @@ class SearchState:
             self.table,
             self.surrogate,
             self._throughput,
-            self._memory,
+            self.memory,
             find_contenders(self.table, self.surrogate, rows, least_A),
             self._memory_errors,
             self.whole_models.found.keys(),
@@ -309,11 +293,11 @@ class SearchState:
     # -- internals -----------------------------------------------------------------------------------------------
 
     def _recommended_position(self) -> int | None:
-        return recommended_position(self.posterior, self._memory.required_C, self.request)
+        return recommended_position(self.posterior, self.memory.required_C, self.request)
 
     def _begin_reuse(self, earlier: EarlierRuns) -> ComponentReuse | None:
         """Choose how earlier components are checked; forget them if that is not worth it. Nothing else is known yet."""
-        rows = np.flatnonzero(self._legal_C & self._open_C & self._memory.fits_C)
+        rows = np.flatnonzero(self._legal_C & self._open_C & self.memory.fits_C)
         position = self._recommended_position()
         preferred = None if position is None else int(self.posterior.rows[position])
         found = self._log.earlier
@@ -349,11 +333,11 @@ class SearchState:
         self._throughput = CandidateThroughput(
             table, surrogate, self._errors, self.whole_models.found, self._reported_errors
         )
-        self._memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self.whole_models.peaks)
+        self.memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self.whole_models.peaks)
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         sound_C = ~self._failures.failing(table, self._log)
-        may_fit_C = self._legal_C & sound_C & self._memory.may_fit_C
-        rejected_C = self._failures.rejected(table, self._memory.required_C, may_fit_C)
+        may_fit_C = self._legal_C & sound_C & self.memory.may_fit_C
+        rejected_C = self._failures.rejected(table, self.memory.required_C, may_fit_C)
         self._open_C: Mask = np.asarray(~rejected_C & sound_C)
         self.posterior = self.posterior_of(self.open_rows())

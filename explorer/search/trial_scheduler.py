@@ -173,7 +173,7 @@ class TrialScheduler:
 
         If they do so by no more than the error of a sum, only its whole model decides.
         """
-        if measurement.outcome is not Outcome.OK or self._state.may_fit(row) or self._is_awaited(row):
+        if measurement.outcome is not Outcome.OK or self._state.memory.may_fit_C[row] or self._is_awaited(row):
             return measurement
         found, limit = self._state.bytes(row), self._state.limit_bytes
         reason = (

@@ -100,7 +100,7 @@ class VariantSearch:
         state, smallest = self._state, self._state.smallest_row
         ran_out = (t for t in self._whole_models.trials if t.measurement.outcome is Outcome.OUT_OF_MEMORY)
         rows = [self._table.row[t.candidate] for t in ran_out if t.candidate in self._table.row]
-        alike = [row for row in rows if state.required_bytes_C[row] <= state.required_bytes_C[smallest]]
+        alike = [row for row in rows if state.memory.required_C[row] <= state.memory.required_C[smallest]]
         row, failed = (alike[0], "its whole model") if alike else (smallest, None)
         is_measured, found = state.is_known(row), state.bytes(row)
         if failed is None and state.fits(row) and not (is_measured or state.is_open(row)):

@@ -11,7 +11,7 @@ from explorer.records.trial import Trial
 from explorer.search.choices import promising_row
 from explorer.search.history import TrialHistory
 from explorer.search.report import best_stock, largest_untiled
-from explorer.search.runner_up import find_runner_up
+from explorer.search.runner_up import find_above_limit, find_runner_up
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.suggestion import Suggestion, measuring_seconds
 from explorer.search.whole_model_check import check_whole_model, compare_whole_run
@@ -40,7 +40,7 @@ IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
 class NextCheck:
     """A candidate to run whole, and for a runner-up the probability that it is better than the recommended one.
 
-    While nothing can be recommended, `probability_fits` is that of fitting.
+    `probability_fits` is that of fitting, for a candidate above the memory limit as composed.
     """
 
     candidate: Candidate
@@ -88,7 +88,8 @@ class WholeModels:
         """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
 
         The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
-        A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. If no candidate
+        A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. Last comes what
+        does not fit as composed, if it is much faster than all that fit (`find_above_limit`). If no candidate
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
         not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
@@ -106,8 +107,16 @@ class WholeModels:
         rival = find_runner_up(state)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * state.request.tolerance:
-            return None
+            return self._above_limit()
         return NextCheck(state.table.candidates[rival.row], None if rival.row == best.row else rival.probability)
+
+    def _above_limit(self) -> NextCheck | None:
+        """A candidate above the memory limit as composed, if it is fast enough to make up for hardly fitting."""
+        found = find_above_limit(self._state)
+        if found is None or found.gain < NEGLIGIBLE * self._state.request.tolerance:
+            return None
+        candidate = self._state.table.candidates[found.row]
+        return NextCheck(candidate, found.probability, probability_fits=found.probability)
 
     def _likeliest_to_fit(self) -> NextCheck | None:
         """The candidate that is likeliest to fit as a whole model, because none fits as composed; null if hardly any.

@@ -149,7 +149,7 @@ def test_who_prefers_memory_gets_the_smallest_peak_within_the_tolerance(toleranc
     found = saving.table.candidates[chosen.row]
     mean = saving.mean_tokens_per_second()
     near = [row for row in saving.known_rows() if mean[row] >= (1 - tolerance) * mean.max()]
-    assert saving.required_bytes_C[chosen.row] == min(saving.required_bytes_C[near])
+    assert saving.memory.required_C[chosen.row] == min(saving.memory.required_C[near])
     assert found.micro_batch_size == size
     assert saving.search_confidence == speed.search_confidence == fastest.confidence
 

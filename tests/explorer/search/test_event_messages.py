@@ -177,12 +177,19 @@ def test_a_runner_up_is_told_with_its_probability(probability: float) -> None:
     assert (event.data["role"], event.data["probability_better"]) == ("runner_up", probability)
 
 
-def test_a_whole_model_that_may_fit_is_told_with_the_probability_of_that() -> None:
-    event = whole_model_event(RUN, CHECK, probability_fits=0.25)
-    assert event.message.startswith(
-        "No candidate fits as composed, 25% likely to fit: whole model with micro_batch_size=1"
-    )
-    assert (event.data["role"], event.data["probability_fits"]) == ("may_fit", 0.25)
+@pytest.mark.parametrize(
+    ("better", "fits", "text"),
+    [
+        (None, 0.25, "No candidate fits as composed, 25% likely to fit: "),
+        (0.004, 0.004, "Above the memory limit as composed, 0.4% likely to fit: "),
+    ],
+)
+def test_a_whole_model_that_may_fit_is_told_with_the_probability_of_that(
+    better: float | None, fits: float, text: str
+) -> None:
+    event = whole_model_event(RUN, CHECK, better, fits)
+    assert event.message.startswith(text + "whole model with micro_batch_size=1")
+    assert (event.data["role"], event.data["probability_fits"]) == ("may_fit", fits)
 
 
 def test_a_whole_model_that_could_not_be_run_is_a_warning() -> None:

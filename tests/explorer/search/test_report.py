@@ -82,7 +82,7 @@ def test_the_figures_are_those_of_the_candidate_and_of_the_base() -> None:
     assert found.communication_seconds is None, "nothing is exchanged"
     assert (found.grad_accum_steps, found.nearest_batch_sizes) == (3, ())
     assert found.measured_peak_bytes == state.bytes(row).peak == found.memory.total
-    assert found.predicted_peak_bytes == state.predicted_bytes(row).peak < found.measured_peak_bytes
+    assert found.predicted_peak_bytes == state.memory.predicted_bytes(row).peak < found.measured_peak_bytes
     assert found.required_bytes == state.bytes(row).required
     assert found.memory_limit_bytes == state.limit_bytes
 

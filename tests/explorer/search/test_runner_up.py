@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from explorer.search.runner_up import MATTERS, MOST_WHOLE_RUNS, find_runner_up
+from explorer.search.runner_up import MATTERS, MOST_WHOLE_RUNS, find_above_limit, find_runner_up
 from explorer.search.search_state import SearchState
 from tests.explorer.search.small import candidate, know, small_state
 
@@ -50,3 +50,31 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
     assert found_by(state) == (rows[1], 1.0, 1.0), "nothing else can be recommended"
     state.whole_models._by_trial = {int(row): {1: (1.0, 0.0)} for row in rows}
     assert find_runner_up(state) is None
+
+
+def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> None:
+    state = small_state()
+    know(state, candidate(1), candidate(2), candidate(4))
+    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
+    state.posterior = replace(
+        state.posterior,
+        rows=rows,
+        mean_A=np.array([100.0, 150.0, 110.0]),
+        tokens_NA=np.tile([100.0, 0.0, 0.0], (10, 1)),
+        clear_A=np.array([True, False, False]),
+        undecided_A=np.array([False, True, True]),
+        runs_A=np.array([1.0, 0.0, 0.0]),
+    )
+    state.memory.chance_C[rows] = [1.0, 0.001, 0.02]
+    found = find_above_limit(state)
+    assert found is not None
+    assert [found.row, found.probability, found.gain] == pytest.approx([rows[2], 0.02, 0.002])
+    state.memory.chance_C[rows[2]] = 0.004
+    found = find_above_limit(state)
+    assert found is not None
+    assert [found.row, found.probability, found.gain] == pytest.approx([rows[1], 0.001, 0.0005])
+    none = np.zeros(3, dtype=np.bool_)
+    state.posterior = replace(state.posterior, clear_A=none)
+    assert find_above_limit(state) is None, "nothing can be recommended"
+    state.posterior = replace(state.posterior, clear_A=~none, undecided_A=none)
+    assert find_above_limit(state) is None, "nothing is in doubt"

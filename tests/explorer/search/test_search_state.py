@@ -197,10 +197,10 @@ def test_attempts_count_contaminated_runs_and_what_is_in_flight() -> None:
 def test_predictions_of_bytes_stay_what_they_were_before_anything_was_measured() -> None:
     state = small_state()
     row = state.table.row[candidate(4)]
-    before = state.predicted_bytes(row)
+    before = state.memory.predicted_bytes(row)
     assert state.bytes(row) == before
     know(state, candidate(4))
-    assert state.predicted_bytes(row) == before
+    assert state.memory.predicted_bytes(row) == before
     assert state.bytes(row).peak > before.peak, "the device takes a tenth more than predicted"
     full = state.table.row[candidate(4, recompute=Recompute.FULL)]
     assert state.bytes(full).peak < state.bytes(row).peak

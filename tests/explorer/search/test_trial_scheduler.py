@@ -21,7 +21,7 @@ from explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, explored, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
-NEEDS = r"a step needs \d+\.\d\d GiB, \d+\.\d\d of it allocated; the limit is 14\.00 GiB"
+NEEDS = r"a step needs \d+\.\d\d GiB, \d+\.\d\d of it allocated; the limit is 10\.00 GiB"
 
 
 class Several(TrialExecutor):
@@ -146,7 +146,7 @@ def test_what_was_tainted_is_measured_again() -> None:
 
 
 def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
-    req = request(memory_limit_gib=14)
+    req = request(memory_limit_gib=10)
     steps = run(req, Several(SimulatedDevice(req, activations=1.5), 4))
     found = answer_of(steps).recommendation
     assert found is not None

@@ -297,9 +297,10 @@ def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> N
     assert disturbed.confidence < 0.7 * calm.confidence
 
 
+@pytest.mark.parametrize("finder", ["find_runner_up", "find_above_limit"])
 @pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])
-def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
-    monkeypatch: pytest.MonkeyPatch, gain: float, is_run: bool
+def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
+    monkeypatch: pytest.MonkeyPatch, gain: float, is_run: bool, finder: str
 ) -> None:
     state, _ = small_whole_models()
     best = state.recommend()
@@ -309,6 +310,8 @@ def test_a_runner_up_is_run_if_its_expected_gain_is_worth_it(
     monkeypatch.setattr(state.whole_models, "was_run", lambda row: row == best.row)
     monkeypatch.setattr(state, "recommend", lambda: best)
     rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain)
-    monkeypatch.setattr("explorer.search.verification.find_runner_up", lambda _: rival)
-    found = WholeModels(state, history, 0).next()
-    assert found == (NextCheck(candidate(1), 0.3) if is_run else None)
+    for each in ("find_runner_up", "find_above_limit"):
+        found_by_it = rival if each == finder else None
+        monkeypatch.setattr(f"explorer.search.verification.{each}", lambda _, found=found_by_it: found)
+    check = NextCheck(candidate(1), 0.3, None if finder == "find_runner_up" else 0.3)
+    assert WholeModels(state, history, 0).next() == (check if is_run else None)
