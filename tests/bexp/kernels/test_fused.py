@@ -303,8 +303,9 @@ def test_default_tiles_agree_with_each_other(mean: int, gated: bool, on_hopper: 
             assert tile.copy % wanted == 0
     assert isinstance(tiles.gate_up_gemm, HopperTile) is (on_hopper and mean >= HOPPER_ROWS)
     assert isinstance(tiles.grad_w_in, HopperSum) is on_hopper
-    by_expert = on_hopper and mean >= HOPPER_PRODUCT_ROWS and top_k > 1
-    assert isinstance(tiles.down_gemm, HopperRows) is isinstance(tiles.grad_input, HopperRows) is by_expert
+    by_expert = on_hopper and mean >= HOPPER_PRODUCT_ROWS
+    assert isinstance(tiles.grad_input, HopperRows) is by_expert
+    assert isinstance(tiles.down_gemm, HopperRows) is (by_expert and top_k > 1)
     many = default_tiles(mean * (HOPPER_EXPERTS + 1), top_k, HOPPER_EXPERTS + 1, gated, 2, on_hopper)
     assert all(isinstance(getattr(many, field.name), TileConfig) for field in fields(FusedTiles))
 
