@@ -125,9 +125,8 @@ def _dropped_share(request: ExplorationRequest, found: MeshCandidate) -> float |
     if moe is None or moe.capacity_factor is None:
         return None
     tokens = found.candidate.micro_batch_size * request.model.seq_length
-    own = (
-        -(-tokens // mesh.tensor) if mesh.expert > 1 else tokens
-    )  # whoever shares experts routes a part of each sequence
+    # A device that shares experts routes its part of each sequence.
+    own = -(-tokens // mesh.tensor) if mesh.expert > 1 else tokens
     return dropped_share(moe, request.routing, own, request.seed)
 
 
