@@ -56,7 +56,7 @@ def in_short() -> str:
             ("the same where every run repeats the recorded one", repeated),
             (f"the same on {end - first} simulated devices that nothing was tuned to", elsewhere),
             (
-                "device time of a search, as a share of measuring everything",
+                "device time of a search without whole models, as a share of measuring everything, median",
                 percent(ours["share_of_exhaustive"]["median"]),
             ),
             (
