@@ -125,7 +125,7 @@ def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, servi
     exploration = service.client.get(service.finished).model_dump(mode="json")
     stored = [trial.model_dump(mode="json") for trial in service.client.trials(service.finished)]
     told = [event.model_dump(mode="json") for event in service.client.stored_events(service.finished)]
-    told[-1]["data"] = events[0]["data"]
+    told[-1]["data"] = {"trial": 1, "mesh": plan.mesh.model_dump(mode="json")}
     late = browser.evaluate(  # the page reads all stored trials before it follows the events
         "import(new URL('web/exploration.js', document.baseURI)).then(async ({ ExplorationView }) => "
         "{ const view = new ExplorationView(document.body.appendChild(document.createElement('main'))); "
