@@ -14,7 +14,7 @@ from storage.jobs import Job, JobState
 from storage.tables import jobs
 
 LONGEST_LEASE = timedelta(days=1)
-"""No lease may be set to last longer. One that seems to was given before the clock was set back, and has ended."""
+"""No lease may be set to last longer. One that lasts for twice as long was given before the clock was set back."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,8 +44,12 @@ class HeartbeatStatus:
 
 
 def is_held(database: Database) -> sa.ColumnElement[bool]:
-    """Return the condition of jobs that a worker runs under a lease which has not run out."""
-    live = jobs.c.lease_expires_at.between(database.clock(), database.clock(LONGEST_LEASE))
+    """Return the condition of jobs that a worker runs under a lease which has not run out.
+
+    The upper end has a margin: a statement may have read the clock long before the lease was given, and clocks are
+    corrected by a little all the time.
+    """
+    live = jobs.c.lease_expires_at.between(database.clock(), database.clock(2 * LONGEST_LEASE))
     return (jobs.c.state == JobState.RUNNING.value) & live
 
 

@@ -338,11 +338,12 @@ def _find_step(connection: sa.Connection, lease: Lease, progress: Progress, afte
     While the lease had run out, for instance in a frozen worker, others may have noted why the job waits.
 
     Raises:
-        LeaseLostError: the lease is gone, or the log has gone on in another way.
+        LeaseLostError: the lease is gone, or the log has gone on in another way, or it ends before `after_seq`, because
+            the database was restored from a backup.
     """
     held = sa.select(jobs.c.last_seq).where(*fence(lease)).with_for_update()
     last_seq = connection.scalar(held)
-    if last_seq is None or after_seq is None:
+    if last_seq is None or after_seq is None or last_seq < after_seq:
         raise LeaseLostError(lease)
     num_since = count_events(connection, lease.job_id, after_seq, without=EventCode.WAITING)
     if num_since not in {0, len(progress.events)}:

@@ -97,7 +97,15 @@ export class ExplorationView {
     }
     this.log.update(events, exploration.recommendation, isFinal(exploration));
     this.trialsCard.hidden = trials.length === 0;
-    if (this.trials.trials.length !== trials.length) this.trials.update(withMeshes(trials, events));
+    this.#drawTrials(trials, events);
+  }
+
+  /** Renew the table if it lacks a trial, or the mesh of one: the events that name meshes may come after the trials. */
+  #drawTrials(trials, events) {
+    const described = withMeshes(trials, events);
+    const shown = this.trials.trials;
+    const isShown = described.length === shown.length && described.every((trial, index) => trial.mesh === shown[index].mesh);
+    if (!isShown) this.trials.update(described);
   }
 
   #drawHead(exploration, trials) {

@@ -122,6 +122,19 @@ def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, servi
     )
     assert "trialmeshmicro-batch" in table
     assert "1tensor=2 pipeline=2 (zb_h1) data=8" in table
+    exploration = service.client.get(service.finished).model_dump(mode="json")
+    stored = [trial.model_dump(mode="json") for trial in service.client.trials(service.finished)]
+    told = [event.model_dump(mode="json") for event in service.client.stored_events(service.finished)]
+    told[-1]["data"] = {"trial": 1, "mesh": plan.mesh.model_dump(mode="json")}
+    late = browser.evaluate(  # the page reads all stored trials before it follows the events
+        "import(new URL('web/exploration.js', document.baseURI)).then(async ({ ExplorationView }) => "
+        "{ const view = new ExplorationView(document.body.appendChild(document.createElement('main'))); "
+        f"for (const events of [[], {json.dumps(told)}]) {{ "
+        f"view.update({json.dumps(exploration)}, {json.dumps(stored)}, events); "
+        "await new Promise((done) => setTimeout(done, 700)); } "
+        "view.close(); return view.trials.root.textContent; })"
+    )
+    assert "1tensor=2 pipeline=2 (zb_h1) data=8" in late
     for part in (
         "meshtensor=2 pipeline=2 (zb_h1) data=8 sharding=none",
         "75.0% computation, 5.0% exchange, 20.0% bubble; 90.0% of the step was measured",

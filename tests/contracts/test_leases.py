@@ -13,7 +13,7 @@ from explorer.records.event import EventCode, EventDraft, Progress
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState, get_job
-from storage.leases import Lease, LeaseLostError
+from storage.leases import LONGEST_LEASE, Lease, LeaseLostError, is_held
 from storage.queue import Queue
 from storage.queue_settings import QueueSettings
 from storage.tables import jobs
@@ -42,6 +42,15 @@ def test_a_live_lease_keeps_others_out_and_an_expired_one_does_not(database: Dat
     assert claim_next(queue, "b") is None
     expire(database, job.id)
     assert claim_one(queue, "b").lease.attempt == 2
+
+
+def test_the_longest_lease_is_held_for_a_statement_that_read_the_clock_before_it_was_given(database: Database) -> None:
+    queue = Queue(database, QueueSettings(lease=LONGEST_LEASE))
+    job, _ = queue.enqueue(make_request())
+    held = sa.select(jobs.c.id).where(is_held(database))  # as in a statement that waits for others that write
+    claim_one(queue)
+    with database.read() as connection:
+        assert connection.scalar(held) == job.id
 
 
 def test_a_lease_a_pause_and_a_cancel_do_not_wait_for_a_clock_that_was_set_back(database: Database) -> None:
@@ -130,8 +139,9 @@ def test_a_step_whose_commit_was_not_confirmed_counts_once(database: Database, s
         assert queue.record(claim.lease, step, after_seq=claim.job.last_seq) == 3
     assert len(codes(database, job.id)) == 3
     assert stored_trials(database, job.id) == ([] if step.trial is None else [step.trial])
-    with pytest.raises(LeaseLostError):  # a step that the log has gone beyond
-        queue.record(claim.lease, make_progress(5), after_seq=1)
+    for elsewhere in (1, 4):  # the log has gone beyond the step, or ends before it, as in a restored backup
+        with pytest.raises(LeaseLostError):
+            queue.record(claim.lease, make_progress(5), after_seq=elsewhere)
 
 
 @pytest.mark.parametrize("was_stored", [False, True])

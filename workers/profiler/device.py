@@ -42,12 +42,12 @@ def open_instruments(name: str, num_ranks: int = 1) -> Instruments:
         raise DeviceRefusedError(f"{name} cannot be used: {str(error).splitlines()[0]}") from error
 
 
-def next_command(commands: CommandQueue, device: torch.device | None = None) -> Command:
-    """Wait for a command between jobs. A process that waits for longer than a moment prepares for a job on `device`."""
+def next_command(commands: CommandQueue, instruments: Instruments | None = None) -> Command:
+    """Wait for a command between jobs. A process that waits for longer than a moment prepares for a job."""
     try:
         return commands.get(timeout=IDLE_SECONDS)
     except queue.Empty:
-        prepare(commands, device)
+        prepare(commands, instruments)
         return commands.get()
 
 
@@ -77,7 +77,7 @@ def serve_device(parent: Parent) -> int:
     freeze_imports()
     session = Session(instruments, used_before, parent.send)
     parent.send(Hello(pid=os.getpid()))
-    while session.answer(parent.commands.get() if session.has_job else next_command(parent.commands, device)):
+    while session.answer(parent.commands.get() if session.has_job else next_command(parent.commands, instruments)):
         pass
     return 0
 

@@ -6,6 +6,7 @@ not built yet, all checks of a mixture-of-experts model took 27 s; in a process 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
@@ -15,9 +16,12 @@ import torch
 from bexp.kernels.attention import attention_support
 from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
-from workers.profiler.instruments import freeze_imports
-from workers.profiler.parent import CommandQueue
-from workers.targets.choice import preload_targets
+from workers.profiler.failures import is_poisoned
+from workers.profiler.instruments import Instruments, freeze_imports
+from workers.profiler.parent import CommandQueue, end_group
+from workers.targets.choice import target_imports
+
+_log = logging.getLogger(__name__)
 
 ATTENTION = tuple(
     AttentionShape(num_heads=8, num_query_groups=8, head_size=size, dtype=torch.bfloat16, seq_length=1024)
@@ -27,12 +31,21 @@ EXPERTS = ExpertsShape(hidden_size=1024, ffn_hidden_size=1024, num_experts=8, to
 """What most models are like. Other shapes need few other kernels for their checks."""
 
 
-def prepare(commands: CommandQueue, device: torch.device | None) -> None:
-    """Import what a job may need; then run the checks of back ends on `device`, if it is a GPU. A command ends this."""
-    do_until_asked(commands, (preload_targets, freeze_imports))
-    if device is not None and device.type == "cuda":
-        with suppress(RuntimeError):  # others hold all of the memory, for instance; a job will see for itself
-            do_until_asked(commands, kernel_checks(device))
+def prepare(commands: CommandQueue, instruments: Instruments | None) -> None:
+    """Import what a job may need; then run the checks of back ends on the device, if it is a GPU. A command ends this.
+
+    The memory that the checks took is given back. If one of them left the device unusable, this process is killed, so
+    that the parent starts another one for the job; with an exit status of its own, the job would end.
+    """
+    do_until_asked(commands, (*target_imports(), freeze_imports))
+    if instruments is None or instruments.device.type != "cuda" or not commands.empty():
+        return
+    with suppress(Exception):  # others hold all of the memory, for instance; a job will see for itself
+        do_until_asked(commands, kernel_checks(instruments.device))
+    if is_poisoned(instruments.device):
+        _log.error("the check of a back end left %s unusable", instruments.device)
+        end_group()
+    instruments.settle(release=True)
 
 
 def do_until_asked(commands: CommandQueue, steps: Iterable[Callable[[], object]]) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from importlib import import_module
 
 from bexp.target_registry import installed_targets, registered_targets
@@ -43,18 +45,18 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
     return CustomTarget(find_source(name), request, str(instruments.device))
 
 
-def preload_targets() -> None:
-    """Import what a job may need, so that it need not wait for that; seconds at first."""
+def target_imports() -> Iterator[Callable[[], None]]:
+    """Yield the imports of what a job may need. Each takes up to seconds the first time."""
     for name in _NEEDED_BY:
-        import_target(name)
+        yield partial(import_target, name)
 
 
 def import_target(name: str) -> None:
     """Import what a job of the target called `name` needs.
 
-    Nothing happens where a library is missing or broken, because the job itself says so.
+    Nothing happens where a library is missing or broken, in whatever way, because the job itself says so.
     """
-    with suppress(ImportError, RuntimeError):
+    with suppress(Exception):
         for module in _NEEDED_BY.get(name, ()):
             import_module(module)
 

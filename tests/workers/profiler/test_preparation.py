@@ -11,7 +11,9 @@ import torch
 from bexp.kernels.experts.registry import expert_backends
 from workers.process.protocol import Command, EndJob
 from workers.profiler import preparation
+from workers.profiler.instruments import Instruments
 from workers.profiler.parent import CommandQueue
+from workers.targets import choice
 
 
 @pytest.fixture
@@ -22,10 +24,19 @@ def done(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def note(name: str) -> Callable[[], None]:
         return lambda: found.append(name)
 
-    monkeypatch.setattr(preparation, "preload_targets", note("imports"))
+    monkeypatch.setattr(preparation, "target_imports", lambda: (note("imports"),))
     monkeypatch.setattr(preparation, "freeze_imports", note("freeze"))
+    monkeypatch.setattr(preparation, "is_poisoned", lambda device: False)
+    monkeypatch.setattr(Instruments, "settle", lambda self, *, release: found.append(f"settle {release}"))
     monkeypatch.setattr(preparation, "kernel_checks", lambda device: (note("attention"), note("experts")))
     return found
+
+
+def instruments(device: str) -> Instruments:
+    """Those of a device that is not opened."""
+    made = Instruments.__new__(Instruments)
+    made.device = torch.device(device)
+    return made
 
 
 def commands(*waiting: Command) -> CommandQueue:
@@ -38,7 +49,7 @@ def commands(*waiting: Command) -> CommandQueue:
 @pytest.mark.parametrize(
     ("device", "expected"),
     [
-        ("cuda:0", ["imports", "freeze", "attention", "experts"]),
+        ("cuda:0", ["imports", "freeze", "attention", "experts", "settle True"]),
         ("cpu", ["imports", "freeze"]),
         (None, ["imports", "freeze"]),
     ],
@@ -46,7 +57,7 @@ def commands(*waiting: Command) -> CommandQueue:
 def test_an_idle_process_imports_libraries_and_builds_kernels_for_its_gpu(
     done: list[str], device: str | None, expected: list[str]
 ) -> None:
-    preparation.prepare(commands(), None if device is None else torch.device(device))
+    preparation.prepare(commands(), None if device is None else instruments(device))
     assert done == expected
 
 
@@ -60,18 +71,42 @@ def test_a_command_ends_the_preparation_after_the_step_in_which_it_comes(done: l
             waiting.put(EndJob())
 
     preparation.do_until_asked(waiting, [step] * 5)
-    preparation.prepare(waiting, torch.device("cuda:0"))
+    preparation.prepare(waiting, instruments("cpu"))
     assert taken == [0, 1]
     assert done == []
 
 
-def test_a_device_without_free_memory_is_left_to_the_job(done: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(), KeyError("a fault of a compiler")])
+def test_what_a_check_cannot_do_is_left_to_the_job(
+    done: list[str], monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
     def fail() -> None:
-        raise torch.OutOfMemoryError
+        raise error
 
     monkeypatch.setattr(preparation, "kernel_checks", lambda device: [fail])
-    preparation.prepare(commands(), torch.device("cuda:0"))
-    assert done == ["imports", "freeze"]
+    preparation.prepare(commands(), instruments("cuda:0"))
+    assert done == ["imports", "freeze", "settle True"]
+
+
+def test_a_process_whose_device_a_check_has_made_unusable_is_killed_before_a_job_comes(
+    done: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def end() -> None:
+        raise SystemExit
+
+    monkeypatch.setattr(preparation, "is_poisoned", lambda device: True)
+    monkeypatch.setattr(preparation, "end_group", end)
+    with pytest.raises(SystemExit):
+        preparation.prepare(commands(), instruments("cuda:0"))
+    assert done == ["imports", "freeze", "attention", "experts"]
+
+
+def test_a_library_that_is_broken_in_any_way_does_not_end_an_idle_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> None:
+        raise AttributeError(name)
+
+    monkeypatch.setattr(choice, "import_module", fail)
+    preparation.do_until_asked(commands(), choice.target_imports())
 
 
 def test_the_checks_are_those_of_every_back_end() -> None:
