@@ -63,11 +63,8 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
     tokens = local_tokens(component, model)
     hidden = tokens * model.hidden_size * item
     if component.kind is ComponentKind.HEAD:
-        loss = request.training.loss
-        if loss.kind == "full":
-            return ComponentBytes(0, hidden + tokens * model.vocab_size * (item + FLOAT32_BYTES), 0)
-        chunk = min(tokens, loss.chunk_tokens) * model.vocab_size * _chunked_logit_bytes(component, item)
-        return ComponentBytes(0, hidden + chunk, 0)
+        chunk = tokens if request.training.loss.kind == "full" else min(tokens, request.training.loss.chunk_tokens)
+        return ComponentBytes(0, hidden + chunk * model.vocab_size * (item + FLOAT32_BYTES), 0)
     if component.kind is ComponentKind.EMBEDDING:
         return ComponentBytes(hidden, hidden, 0)
     if component.kind is ComponentKind.ATTENTION:
@@ -287,18 +284,9 @@ def _head(component: Component, model: ModelSpec, request: ExplorationRequest) -
         logits = tokens * model.vocab_size
         saved = hidden + logits * (item + FLOAT32_BYTES)
         return ComponentBytes(saved, saved + logits * FLOAT32_BYTES, saved + logits * (FLOAT32_BYTES + item))
-    chunk = min(tokens, loss.chunk_tokens) * model.vocab_size * _chunked_logit_bytes(component, item)
+    chunk = min(tokens, loss.chunk_tokens) * model.vocab_size * (2 * item + 2 * FLOAT32_BYTES)
     weight = model.vocab_size * model.hidden_size * item
     return ComponentBytes(2 * hidden + weight, 2 * hidden + weight + chunk, 3 * hidden + weight + chunk)
-
-
-def _chunked_logit_bytes(component: Component, item: int) -> int:
-    """Return what a chunk of the loss holds for each logit: itself, and its probability in float32 in its copy's place.
-
-    Logits in float32 are overwritten, unless devices share the vocabulary, whose loss keeps them (see
-    `bexp.kernels.loss` and `workers.targets.reference.tensor_parallel`).
-    """
-    return item if item == FLOAT32_BYTES and component.tensor_parallel_size == 1 else item + FLOAT32_BYTES
 
 
 def _optimizer_transient(model: ModelSpec, request: ExplorationRequest) -> int:
