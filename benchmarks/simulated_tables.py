@@ -26,12 +26,12 @@ from explorer.cost_model.components import Component
 from explorer.cost_model.step import memory_limit
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
-from explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
+from explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from explorer.spec.model import ModelSpec
 from explorer.spec.request import ExplorationRequest
 from workers.replay.recording import Recording
-from workers.replay.rows import ComponentFigures, ComponentRow, RecordingHeader, WholeModelRow, encode_row
+from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean

@@ -116,7 +116,8 @@ class CudaTimer:
     def time_waiting(self, passes: Passes) -> WaitingPasses:
         """Let the device sleep while the host issues what it can, and then run forwards in a row; medians of a few.
 
-        The device sleeps before backward, too, because forward has used up the host's lead.
+        The device sleeps before backward, too, because forward has used up the host's lead. The host's backward is one
+        without a sleep, because a backward that runs forward again waits for the device.
         """
         with collector_paused():
             sleep = SLEEP_MARGIN * self._run_once(passes, sleep_seconds=0.0).host + 1e-3
@@ -124,11 +125,12 @@ class CudaTimer:
                 self._run(passes, repeats=1, sleep_seconds=sleep, sleeps_between=True)[0] for _ in range(LEAD_REPEATS)
             ]
             rows = [self._time_forwards(passes) for _ in range(HOST_REPEATS)]
+            issued = [self._time_backward(passes) for _ in range(HOST_REPEATS)] if passes.training else [0.0]
         return WaitingPasses(
             forward=statistics.median(sample.forward for sample in led),
             backward=statistics.median(sample.backward for sample in led),
             forward_in_row=statistics.median(rows),
-            host_backward=statistics.median(sample.host_backward for sample in led) / ALONE_OVER_ROW,
+            host_backward=statistics.median(issued) / ALONE_OVER_ROW,
         )
 
     def _time_forwards(self, passes: Passes) -> float:
@@ -140,6 +142,16 @@ class CudaTimer:
         for _ in range(WAITING_ROW):
             passes.forward()
         return (time.perf_counter() - started) / WAITING_ROW
+
+    def _time_backward(self, passes: Passes) -> float:
+        """Host seconds of one backward that begins on an idle device."""
+        passes.prepare_forward()
+        passes.forward()
+        passes.prepare_backward()
+        torch.cuda.synchronize(self._device)
+        started = time.perf_counter()
+        passes.backward()
+        return max(0.0, time.perf_counter() - started - self._engine_seconds)
 
     def _time(self, passes: Passes) -> Timing:
         with collector_paused():
@@ -230,24 +242,24 @@ class CudaTimer:
         self._poll()
         torch.cuda.synchronize(self._device)
         samples = []
-        for events, host, host_backward in issued:
+        for events, host in issued:
             forward = events.before_forward.elapsed_time(events.after_forward) / 1e3
             backward = events.before_backward.elapsed_time(events.after_backward) / 1e3 if passes.training else 0.0
-            samples.append(PassSample(forward, backward, host, host_backward))
+            samples.append(PassSample(forward, backward, host))
         return samples
 
     def _sleep(self, seconds: float) -> None:
         if seconds > 0:
             torch.cuda._sleep(int(seconds * self._cycles_per_second))
 
-    def _issue(self, passes: Passes, sleep_between: float) -> tuple[_Events, float, float]:
+    def _issue(self, passes: Passes, sleep_between: float) -> tuple[_Events, float]:
         events = _Events(*(torch.cuda.Event(enable_timing=True) for _ in range(4)))
         self._flush.zero_()
         passes.prepare_forward()
         events.before_forward.record()
         started = time.perf_counter()
         passes.forward()
-        host, host_backward = time.perf_counter() - started, 0.0
+        host = time.perf_counter() - started
         events.after_forward.record()
         if passes.training:
             self._sleep(sleep_between)
@@ -257,9 +269,9 @@ class CudaTimer:
             started = time.perf_counter()
             passes.backward()
             # A model enters the autograd engine once a step, not once a block.
-            host_backward = max(0.0, time.perf_counter() - started - self._engine_seconds)
+            host += max(0.0, time.perf_counter() - started - self._engine_seconds)
             events.after_backward.record()
-        return events, host + host_backward, host_backward
+        return events, host
 
     def _measure_clock(self) -> float:
         """Return how many cycles of `torch.cuda._sleep` the device runs in a second."""

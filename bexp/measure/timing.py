@@ -45,15 +45,11 @@ class TimingBudget:
 
 @dataclass(frozen=True, slots=True)
 class PassSample:
-    """Seconds of one repeat: the forward and the backward on the device, and the host that issued both.
-
-    `host_backward` is the part of `host` that backward took.
-    """
+    """Seconds of one repeat: the forward and the backward on the device, and the host that issued both."""
 
     forward: float
     backward: float
     host: float
-    host_backward: float = 0.0
 
     @property
     def device(self) -> float:

@@ -210,11 +210,10 @@ class MeshComposer:
         reduction = sum(each.seconds for each in reductions)
         link = max((*gathers, *reductions), key=lambda each: each.seconds).link
         plain = mesh.sharding is Sharding.NONE
-        # Whoever sums gradients after backward divides them there, too: it reads and writes each of them.
-        divided = held.number if reduces_late(self._request, mesh) else held.experts * self._request.is_mesh
+        is_late = reduces_late(self._request, mesh)
+        # Whole gradients that are summed after backward are divided there, too: each is read and written.
+        divided = held.number if is_late and plain else held.experts * self._request.is_mesh
         divisions = 2 * divided * reduced / self._bandwidth
-        if reduces_late(self._request, mesh):
-            return 0.0, 2 * reduction + divisions, link
         share = held.largest / held.number
         exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
         rest = 2 * reduction if plain else reduction
@@ -222,12 +221,12 @@ class MeshComposer:
             rest += exchange.again_share * gather
         always, once = exchange.visible_seconds(
             np.array([0.0 if plain else gather]),
-            np.array([rest]),
+            np.array([0.0 if is_late else rest]),
             np.array([sum(stage.forward for stage in stages)]),
             np.array([sum(stage.backward for stage in stages)]),
             ASSUMED_SLOWDOWN,
         )
-        return float(always[0]), float(once[0]) + divisions, link
+        return float(always[0]), float(once[0]) + (rest if is_late else 0.0) + divisions, link
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -293,12 +292,14 @@ class MeshComposer:
 
 
 def reduces_late(request: ExplorationRequest, mesh: Mesh) -> bool:
-    """Whether whole gradients are summed over replicas after the last micro-batch, when no backward hides it.
+    """Whether gradients are reduced over replicas after the last micro-batch, when no backward hides it.
 
-    Whole models of pipelines and of shared experts do so; other replicas sum while backward goes on.
+    Whole models of pipelines do so, because torch's schedules reduce when all micro-batches are through. So do those of
+    shared experts, unless they are sharded. Other replicas reduce while backward goes on.
     """
-    spread = mesh.pipeline > 1 or mesh.expert > 1
-    return request.is_mesh and spread and mesh.data > 1 and mesh.sharding is Sharding.NONE
+    if not request.is_mesh or mesh.data == 1:
+        return False
+    return mesh.pipeline > 1 or (mesh.expert > 1 and mesh.sharding is Sharding.NONE)
 
 
 def _each(of_stages: Sequence[T], rank: int, mesh: Mesh) -> Sequence[T]:

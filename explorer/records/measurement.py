@@ -33,7 +33,7 @@ class Outcome(StrEnum):
         return cls.CONTAMINATED if value == "tainted" else None  # the name that earlier versions stored
 
 
-class ComponentMeasurement(Frozen):
+class ComponentFigures(Frozen):
     """The time and the memory of one component, run back to back: forward, then backward, without synchronising.
 
     `device_seconds` is the median time of one forward and backward while the host is so far ahead that its time does
@@ -62,7 +62,6 @@ class ComponentMeasurement(Frozen):
     other components.
     """
 
-    component: Component
     device_seconds: Seconds
     host_seconds: Seconds
     forward_device_seconds: Seconds
@@ -78,6 +77,12 @@ class ComponentMeasurement(Frozen):
     together_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_host_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
+
+
+class ComponentMeasurement(ComponentFigures):
+    """The figures of one component, and the state of the device while it was timed."""
+
+    component: Component
     conditions: Conditions | None = None
 
     @property

@@ -21,7 +21,7 @@ from pydantic import Field, TypeAdapter, field_validator
 
 from explorer.cost_model.components import Component
 from explorer.records.measurement import (
-    Bytes,
+    ComponentFigures,
     ComponentMeasurement,
     Conditions,
     Measurement,
@@ -62,21 +62,6 @@ class RecordingHeader(Frozen):
     def _name_the_allocator(cls, request: Any) -> Any:
         """Tables that name no allocator were recorded with expandable segments, as all profilers once ran."""
         return {"allocator": "expandable_segments", **request} if isinstance(request, dict) else request
-
-
-class ComponentFigures(Frozen):
-    """The figures of one run; see `ComponentMeasurement`."""
-
-    device_seconds: Seconds
-    host_seconds: Seconds
-    forward_device_seconds: Seconds
-    standard_error_seconds: Seconds
-    repeats: Annotated[int, Field(ge=1)]
-    saved_bytes: Bytes
-    forward_peak_bytes: Bytes
-    backward_peak_bytes: Bytes
-    slowdown: Annotated[float, Field(ge=0, le=1)] | None = None
-    host_once_seconds: Seconds | None = None
 
 
 class ComponentRow(Frozen):

@@ -78,12 +78,14 @@ class FakePasses:
         chains_that_fit: int = 100,
         waits: bool = False,
         half_way: bool = False,
+        again: bool = False,
     ) -> None:
         self.training = training
         self.is_chainable = chained_host is not None
         self.chains: list[int] = []
         self._cuda, self._device, self._host, self._waits = cuda, device, host, waits
-        self._half_way = half_way  # the host waits when it has issued half of a forward
+        self._half_way = {"forward": half_way, "backward": half_way and again}
+        # The host waits when it has issued half of a forward, and of a backward that runs the forward again.
         self._chained_host, self._most = chained_host or 0.0, chains_that_fit
 
     def prepare_forward(self) -> None:
@@ -114,7 +116,7 @@ class FakePasses:
         self._cuda.log.append(name)
         if self._waits:
             self._cuda.synchronize()
-        if self._half_way and name == "forward":
+        if self._half_way[name]:
             self._cuda.host += share / 2 * self._host
             self._cuda.launch(share / 2 * self._device)
             self._cuda.synchronize()

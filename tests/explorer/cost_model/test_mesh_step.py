@@ -336,3 +336,16 @@ def test_whole_gradients_of_devices_that_share_experts_are_summed_and_divided_af
     sharded = space({"expert": 2, "sharding": "zero1"}, num_devices=2, experts=True, fabric=None)
     divided = 2 * 2 * own / found.hardware.memory_bandwidth_bytes_per_second
     assert divided <= sharded.step(only(sharded)).communication_seconds < reduced + divided
+
+
+def test_sharded_gradients_of_a_pipeline_are_reduced_after_backward_too() -> None:
+    plain, sharded = (
+        space({"pipeline": 2, "schedule": "1f1b", "sharding": level}, num_devices=4, fabric=None)
+        for level in ("none", "zero1")
+    )
+    step = plain.step(only(plain))
+    held = step.memory.gradients // 2
+    divided = 2 * 2 * held / plain.hardware.memory_bandwidth_bytes_per_second
+    scattered = (step.communication_seconds - divided) / 2  # half of a sum over all replicas
+    gathered = sharded.step(only(sharded)).communication_seconds - scattered
+    assert 0 < gathered < 0.5 * scattered, "forward hides most of what is gathered"

@@ -8,14 +8,14 @@ from typing import Any
 from benchmarks.simulated_tables import h200_report, simulate
 from explorer.cost_model.candidate_table import SpaceTable
 from explorer.cost_model.components import Component
-from explorer.records.measurement import Outcome
+from explorer.records.measurement import ComponentFigures, Outcome
 from explorer.records.trial import TrialKind, TrialPlan
 from explorer.search.pruned_space import PrunedSpace
 from explorer.spec.candidate import Candidate
 from explorer.spec.parts import ExploredModel
 from explorer.spec.request import ExplorationRequest
 from workers.replay.recording import Recording
-from workers.replay.rows import ComponentFigures, ComponentRow, RecordingHeader
+from workers.replay.rows import ComponentRow, RecordingHeader
 
 MODEL: dict[str, Any] = {
     "name": "small",

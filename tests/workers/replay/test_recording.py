@@ -7,7 +7,15 @@ import pytest
 
 from benchmarks.simulated_tables import write
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement, Conditions, Measurement, Outcome, PhaseSeconds, judge
+from explorer.records.measurement import (
+    ComponentFigures,
+    ComponentMeasurement,
+    Conditions,
+    Measurement,
+    Outcome,
+    PhaseSeconds,
+    judge,
+)
 from tests.workers.replay.samples import empty, figures, recording, row, table_of
 from workers.replay.recording import Recording, RecordingError, RecordingFile
 from workers.replay.rows import ROWS, ComponentRow, encode_row
@@ -33,6 +41,19 @@ def test_equal_times_stay_equal_when_shortened() -> None:
     read = ROWS.validate_json(encode_row(waits))
     assert isinstance(read, ComponentRow)
     assert read.measurement().device_seconds == read.measurement().host_seconds == 0.0123457
+
+
+def test_every_figure_of_a_component_is_recorded() -> None:
+    recorded = empty()
+    table = table_of(recorded)
+    times = {name: 0.5 for name in ComponentFigures.model_fields if name.endswith("seconds")}
+    sizes = {name: 7 for name in ComponentFigures.model_fields if name.endswith("bytes")}
+    found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, **times, **sizes)
+    assert found.model_fields_set >= ComponentFigures.model_fields.keys(), "no figure is left out of this test"
+    trial = Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,))
+    read = ROWS.validate_json(encode_row(ComponentRow.of(found.component, 0, trial, replaced=False)))
+    assert isinstance(read, ComponentRow)
+    assert read.measurement() == found
 
 
 def test_a_row_keeps_the_outcome_of_its_trial() -> None:

@@ -67,3 +67,25 @@ def test_the_rank_that_is_measured_has_the_most_pairs(shadowed: int, busiest: in
     out.sum().backward()
     assert out.isfinite().all()
     assert all(p.grad is not None and p.grad.isfinite().all() for p in block.parameters())
+
+
+@pytest.mark.parametrize("popular", [0, 2, 3])
+def test_the_rank_that_is_measured_copies_what_is_popular_before_pairs_are_dropped(popular: int) -> None:
+    """Six experts are over their capacity, three of each rank, so that only their routes tell which one is copied."""
+    shares = [13.0, 1.0, 13.0, 13.0, 13.0, 13.0, 4.0, 13.0]
+    shares[popular] = 25.0
+    assert MODEL.moe is not None
+    model = MODEL.model_copy(update={"moe": MODEL.moe.model_copy(update={"capacity_factor": 0.8})})
+    routing = {"kind": "shares", "shares": shares}
+    request = ExplorationRequest.model_validate({"model": model, "routing": routing})
+    component = Component(
+        kind=ComponentKind.MOE_FFN,
+        part=SPREAD_EXPERTS,
+        backend="loop",
+        micro_batch_size=8,
+        expert_parallel_size=2,
+        shadowed_experts=1,
+        capacity_factor=0.8,
+    )
+    _, peers = build_busiest_rank(model, component, request, CPU, None)
+    assert peers.rank == 1

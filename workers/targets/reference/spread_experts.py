@@ -87,10 +87,10 @@ def build_busiest_rank(
     """
     routes_TK = _routes(model, component, request, device)
     counts_E = _counts(model, routes_TK)
-    if drops := model.moe is not None and model.moe.capacity_factor is not None:
-        counts_E.clamp_(max=model.moe.capacity(routes_TK.shape[0]))
     if component.shadowed_experts:
         counts_E[counts_E.topk(component.shadowed_experts).indices] = 0
+    if drops := model.moe is not None and model.moe.capacity_factor is not None:
+        counts_E.clamp_(max=model.moe.capacity(routes_TK.shape[0]))
     size = component.expert_parallel_size
     peers = LocalPeers(size, int(counts_E.view(size, -1).sum(dim=1).argmax()))
     block = build_spread_experts(peers, model, component, request, device, generator)
