@@ -15,7 +15,7 @@ def test_blocks_give_the_same_samples_in_the_same_order(number: int) -> None:
 
     def sample(some: np.ndarray) -> np.ndarray:
         asked.append(some.size)
-        return np.arange(3.0)[:, None] + 10 * some
+        return np.asarray(np.arange(3.0)[:, None] + 10 * some)
 
     assert np.array_equal(sample_in_blocks(sample, rows), np.arange(3.0)[:, None] + 10 * rows)
     assert sum(asked) == number
