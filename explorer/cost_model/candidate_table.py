@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -45,6 +45,7 @@ class SpaceTable:
     components of all candidates; every array over K is in its order. `columns_CP` lists the columns of each candidate's
     components, where `used_CP` is set. With `exchanges`, every step contains one of `communications`: the exchange of
     gradients and parameters with one level of sharding. `static_bytes_C` is the training state of each candidate.
+    `decompositions` are those of the candidates, in order, if another table has made them.
     """
 
     def __init__(
@@ -54,13 +55,15 @@ class SpaceTable:
         request: ExplorationRequest,
         *,
         exchanges: bool = False,
+        decompositions: Iterable[Decomposition] | None = None,
     ) -> None:
         self.candidates = tuple(candidates)
         self.model = model
         self.request = request
         self.training = request.mode == "train"
-        decomposer = decomposer_of(model, training=self.training, exchanges=exchanges)
-        self.decompositions: tuple[Decomposition, ...] = tuple(decomposer(c) for c in self.candidates)
+        if decompositions is None:
+            decompositions = map(decomposer_of(model, training=self.training, exchanges=exchanges), self.candidates)
+        self.decompositions: tuple[Decomposition, ...] = tuple(decompositions)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
         # A decomposer shares equal components. Most are found by identity, which is faster than a hash of their values.

@@ -53,7 +53,9 @@ class MemoryErrors:
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
         self.components_N: Floats = rng.standard_normal(num_samples)
         self.peaks = PeakErrors(num_candidates, num_samples, rng)
-        self.fragmentation_NC = np.abs(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
+        self.fragmentation_NC = np.asfortranarray(
+            np.abs(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
+        )
 
 
 class CandidateMemory:

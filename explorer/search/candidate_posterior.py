@@ -11,6 +11,7 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
 from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from explorer.search.candidate_throughput import CandidateThroughput
+from explorer.surrogate.blocks import sample_in_blocks
 from explorer.surrogate.gaussian_process import Surrogate
 
 PREDICTED_STD = 0.001
@@ -134,18 +135,19 @@ def compute_posterior(
     tight_A = memory.is_tight(rows) & ~ran_A
     tight, near = np.flatnonzero(tight_A), np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
     number = len(composed_NA)
-    fits_NA = np.ones(composed_NA.shape, dtype=np.bool_)
+    fits_NA = np.ones(composed_NA.shape, dtype=np.bool_, order="F")
     fits_NA[:, tight] = memory.sample_fits(rows[tight], errors.components_N[:number])
-    runs_NA = fits_NA.copy()
-    runs_NA[:, near] = memory.sample_runs(rows[near], errors, number) & ~whole_A[near]
+    runs_NA = fits_NA.copy(order="F")
+    near_NA = sample_in_blocks(lambda some: memory.sample_runs(some, errors, number), rows[near])
+    runs_NA[:, near] = near_NA & ~whole_A[near]
     missing_AP = missing_components(table, surrogate, rows)
     wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
     wanted_AP[whole_A] = False  # the whole model said more than its components could
     return CandidatePosterior(
         rows=rows,
         mean_A=throughput.mean_C[rows],
-        composed_NA=np.where(fits_NA | runs_NA, np.exp(composed_NA), 0.0),
-        tokens_NA=np.where(runs_NA, np.exp(tokens_NA), 0.0),
+        composed_NA=np.where(fits_NA | runs_NA, np.exp(composed_NA, out=composed_NA), 0.0),
+        tokens_NA=np.where(runs_NA, np.exp(tokens_NA, out=tokens_NA), 0.0),
         wanted_AP=wanted_AP,
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
         undecided_A=~wanted_AP.any(axis=1) & memory.may_fit_C[rows] & ~memory.fits_C[rows],

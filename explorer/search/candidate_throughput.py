@@ -10,6 +10,7 @@ import numpy as np
 from explorer.cost_model.candidate_table import Floats, Ints, SpaceTable
 from explorer.cost_model.step import StepSeconds, combine_seconds
 from explorer.spec.request import ExplorationRequest
+from explorer.surrogate.blocks import sample_in_blocks
 from explorer.surrogate.gaussian_process import Surrogate
 from explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError
 from explorer.surrogate.whole_model_noise import WholeModelRun
@@ -90,7 +91,7 @@ class CandidateThroughput:
         composed_NA = self._log_composed(rows)
         number = len(composed_NA)
         if self._correction is None:
-            return composed_NA, composed_NA + self._errors.sample(number, rows)
+            return composed_NA, composed_NA + sample_in_blocks(lambda some: self._errors.sample(number, some), rows)
         part_NA, error_NA = self._correction.samples(rows, composed_NA)
         tokens_NA = composed_NA + self._errors.sample(number, rows, self._correction.scale, self._correction.rows_J)
         tokens_NA += part_NA + error_NA
@@ -113,4 +114,7 @@ class CandidateThroughput:
         """Samples of the logarithm of composed tokens/s, shape (N, A); by default as many as there is time for."""
         number = number or int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
         device_NK, host_NK = self._surrogate.device_NK[:number], self._surrogate.host_NK[:number]
-        return np.asarray(np.log(self._table.tokens_per_second(device_NK, host_NK, rows, self._surrogate.overlap)))
+        overlap = self._surrogate.overlap
+        return sample_in_blocks(
+            lambda some: np.asarray(np.log(self._table.tokens_per_second(device_NK, host_NK, some, overlap))), rows
+        )

@@ -68,5 +68,6 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     fits = required <= memory_limit(request, report.hardware)
     legal = space.restrict(compress(space.candidates, fits))
     fitting = (*legal.candidates, *compress(others, fits[len(space.candidates) :]))
-    table = SpaceTable(fitting, model, request, exchanges=exchanges) if legal.candidates else None
+    kept = compress(everything.decompositions, fits)
+    table = SpaceTable(fitting, model, request, decompositions=kept) if legal.candidates else None
     return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)

@@ -43,8 +43,9 @@ def estimate_host_seconds(
     )
     host_K = predicted_K.copy()
     std_K = np.full(len(components), HOST_STD_PRIOR)
+    known = {column[c]: r for c, r in found.items()}  # an integer is hashed faster than a component
     for i, component in enumerate(components):
-        runs = found.get(component)
+        runs = known.get(i)
         if runs is not None:
             host_K[i] = 0.0 if runs.waits else runs.host_seconds
             std_K[i] = HOST_STD_RUN / np.sqrt(len(runs.runs))
@@ -72,9 +73,10 @@ def estimate_bytes(
     )
     bytes_3K = predicted_3K.copy()
     std_K = np.full(len(components), BYTES_STD_PRIOR)
+    known = {column[c]: r for c, r in found.items()}
     for i, component in enumerate(components):
-        if component in found:
-            bytes_3K[:, i] = found[component].sizes
+        if i in known:
+            bytes_3K[:, i] = known[i].sizes
             std_K[i] = 0.0
         elif _similar(component) in near:
             bytes_3K[:, i] *= near[_similar(component)]

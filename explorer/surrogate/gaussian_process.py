@@ -102,7 +102,9 @@ class Surrogate:
         self._log_prior_K = np.log([p.device for p in predicted])
         self._host_prior_K = np.array([p.host for p in predicted])
         self.predicted_bytes_3K = predict_component_table(table)
-        self._host_normal_NK = rng.standard_normal((num_samples, len(self.components)), dtype=np.float32)
+        self._host_normal_NK = np.asfortranarray(
+            rng.standard_normal((num_samples, len(self.components)), dtype=np.float32)
+        )
         self._kinds: dict[str, _KindPrior] = {}
         for kind in ComponentKind:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
@@ -162,7 +164,8 @@ class Surrogate:
     def _condition(
         self, mine: Mapping[Component, ComponentObservations], fixed: dict[str, Hyperparameters] | None = None
     ) -> None:
-        self.known_K: Mask = np.array([c in mine for c in self.components])
+        self.known_K: Mask = np.zeros(len(self.components), dtype=np.bool_)
+        self.known_K[[self._column[c] for c in mine]] = True
         for prior in self._kinds.values():
             rows = [i for i, column in enumerate(prior.columns) if self.known_K[column]]
             columns = prior.columns[rows]
@@ -177,7 +180,7 @@ class Surrogate:
             log_mean_K[prior.columns] += mean_K
             log_NK[:, prior.columns] = self._log_prior_K[prior.columns] + samples_NK
         self.device_mean_K = np.exp(log_mean_K)
-        self.device_NK = np.exp(log_NK)
+        self.device_NK = np.exp(log_NK, order="F")
         self.log_center_K: Floats = log_NK.mean(axis=0)
         self.log_std_K: Floats = log_NK.std(axis=0)
         self.host_K, self.host_std_K = np.zeros(len(self.components)), np.zeros(len(self.components))

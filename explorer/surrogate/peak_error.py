@@ -34,7 +34,7 @@ class PeakErrors:
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
         self._points_N = rng.permutation((np.arange(num_samples) + 0.5) / num_samples)
         self._shared_N = rng.standard_normal(num_samples)
-        self._own_NC = rng.standard_normal((num_samples, num_candidates), dtype=np.float32)
+        self._own_NC = np.asfortranarray(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
 
     def sample(self, rows: Ints, number: int, logs: Sequence[float]) -> Floats:
         """Return the first `number` samples of the errors of `rows`, none of which was run whole, shape (N, A)."""

@@ -104,7 +104,7 @@ class CompositionErrors:
     ) -> None:
         self._seed = seed
         self.device_kind = device_kind
-        self._own_NC = rng.standard_normal((num_samples, len(candidates)), dtype=np.float32)
+        self._own_NC = np.asfortranarray(rng.standard_normal((num_samples, len(candidates)), dtype=np.float32))
         self._kernels_C: Ints = _same_kernels(candidates)
         policies = [
             (
@@ -119,16 +119,16 @@ class CompositionErrors:
         ]
         codes = {policy: i for i, policy in enumerate(sorted(set(policies)))}
         self._policy_C: Ints = np.array([codes[policy] for policy in policies])
-        self._policy_NP = rng.standard_normal((num_samples, len(codes)))
+        self._policy_NP = np.asfortranarray(rng.standard_normal((num_samples, len(codes))))
         self._common_N = rng.standard_normal(num_samples)
         sizes, index_C = np.unique([c.micro_batch_size for c in candidates], return_inverse=True)
         self._size_C: Ints = index_C.reshape(-1)
         octaves = np.log2(sizes)
         self._alike_SS = np.exp(-0.5 * ((octaves[:, None] - octaves) / SIZE_OCTAVES) ** 2)
         factor = np.linalg.cholesky(self._alike_SS + JITTER * np.eye(len(sizes)))
-        self._size_NS = rng.standard_normal((num_samples, len(sizes))) @ factor.T
+        self._size_NS = np.asfortranarray(rng.standard_normal((num_samples, len(sizes))) @ factor.T)
         squares_NC = rng.chisquare(OWN_DEGREES, (num_samples, len(candidates))) / OWN_DEGREES
-        self._tail_NC = (1.0 / np.sqrt(squares_NC)).astype(np.float32)
+        self._tail_NC = np.asfortranarray((1.0 / np.sqrt(squares_NC)).astype(np.float32))
         self._replayed_C: Floats = np.array([float(_replays(c)) for c in candidates])
         self._replay_N: Floats = rng.standard_normal(num_samples) if self._replayed_C.any() else np.zeros(num_samples)
 
