@@ -4,15 +4,17 @@ A step fits by definition if its composed peak with the stated allowance for fra
 the limit. The whole model's peak differs from the composed one, and the allocator cannot place everything. So a
 candidate below the limit may fail, and one above it may fit. The samples contain both errors, so that a candidate
 within the error of the limit counts for less than one with headroom, and for something if it is above the limit. Only
-its whole model decides whether it fits. The peaks of whole models that were run correct the others.
+its whole model decides whether it fits. The peaks of whole models that were run correct the others, and so does one
+that ran out of memory.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import numpy as np
+from scipy.special import ndtri
 
 from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, required_table
 from explorer.cost_model.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
@@ -37,6 +39,8 @@ many bytes.
 In benchmarks/results/tables, reserved over allocated bytes are 1.05 in the median for peaks below 5 GiB, 1.024 below
 10, about 1.02 up to 40 and 1.005 above 80. A part of that is cached blocks, which the allocator gives back.
 """
+FRAGMENTATION_POINTS: Floats = ndtri(0.5 + (np.arange(8) + 0.5) / 16)
+"""Equally likely draws of what the allocator cannot place, in scales."""
 HELD_SHARE = 0.5
 """Share of the margin that libraries hold, so that half of it is left."""
 NEAR_LIMIT = 0.8
@@ -65,7 +69,8 @@ class CandidateMemory:
     device, `fits_C` says whether that is within `limit_bytes`. A candidate that was run whole fits, too, if the peak of
     its whole model is within the limit; `whole_peaks` are these peaks by row. `chance_C` is the probability that the
     whole model of a measured candidate fits; 0 once it was run. `may_fit_C` also marks the candidates whose whole model
-    may fit although they do not fit as composed.
+    may fit although they do not fit as composed. `too_large` are the rows whose whole model ran out of memory;
+    `explained` are those of them at which the error of composed peaks can explain that.
     """
 
     def __init__(
@@ -75,6 +80,7 @@ class CandidateMemory:
         hardware: HardwareSpec,
         limit_bytes: int,
         whole_peaks: Mapping[int, int] | None = None,
+        too_large: Collection[int] = (),
     ) -> None:
         self.limit_bytes = limit_bytes
         self._table = table
@@ -94,7 +100,9 @@ class CandidateMemory:
         self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
         room_C = limit_bytes - self._required(-table.static_bytes_C.astype(np.float64))
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
-        self.chance_C: Floats = probability_below(most_C, self._errors_of_peaks)
+        self.explained = frozenset(row for row in too_large if self._is_explained(row, peak_C[row]))
+        self._bounds = [self._exceeded(peak_C[row]) for row in sorted(self.explained)]
+        self.chance_C: Floats = probability_below(most_C, self._errors_of_peaks, self._bounds)
         self.chance_C[list(whole)] = 0.0
         self.may_fit_C: Mask = np.asarray(self.fits_C | (self.chance_C >= LEAST_LIKELY))
 
@@ -131,12 +139,29 @@ class CandidateMemory:
         static_A = self._table.static_bytes_C[rows]
         composed_NA = self._sampled(rows, errors.components_N[:number])
         peak_NA = static_A + composed_NA
-        peak_NA *= np.exp(errors.peaks.sample(rows, number, self._errors_of_peaks))
+        peak_NA *= np.exp(errors.peaks.sample(rows, number, self._errors_of_peaks, self._bounds))
         unplaced = FRAGMENTATION_SHARE * FRAGMENTATION[self._table.request.allocator]
         unplaced_NA = unplaced * errors.fragmentation_NC[:number, rows] * (peak_NA + FRAGMENTATION_BYTES)
-        held = self._hardware.context_bytes + HELD_SHARE * MARGIN_BYTES[self._hardware.device_kind]
         least_NA = self._required(np.minimum(composed_NA, peak_NA - static_A), rows)
-        return np.asarray((peak_NA + unplaced_NA + held <= self.limit_bytes) & (least_NA <= self.limit_bytes))
+        return np.asarray((peak_NA + unplaced_NA + self._held <= self.limit_bytes) & (least_NA <= self.limit_bytes))
+
+    @property
+    def _held(self) -> float:
+        """Bytes that the context and libraries hold."""
+        return self._hardware.context_bytes + HELD_SHARE * MARGIN_BYTES[self._hardware.device_kind]
+
+    def _is_explained(self, row: int, peak: float) -> bool:
+        """Whether a measured candidate's error can be as large as running out of memory takes."""
+        if self._log_std(np.array([row]))[0]:
+            return False
+        fits = probability_below(self._exceeded(peak), self._errors_of_peaks)
+        return bool(1.0 - fits.mean() >= LEAST_LIKELY)
+
+    def _exceeded(self, peak: float) -> Floats:
+        """The errors of a composed peak above which it runs out of memory, one for each draw of fragmentation."""
+        unplaced_Q = FRAGMENTATION_SHARE * FRAGMENTATION[self._table.request.allocator] * FRAGMENTATION_POINTS
+        most_Q = (self.limit_bytes - self._held - unplaced_Q * FRAGMENTATION_BYTES) / (1.0 + unplaced_Q)
+        return np.asarray(np.log(np.maximum(most_Q, 1.0) / peak))
 
     def _sampled(self, rows: Ints, normal_N: Floats) -> Floats:
         """Return samples of the composed activations of `rows`, shape (N, A)."""

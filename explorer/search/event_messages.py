@@ -154,7 +154,7 @@ def whole_model_event(
     if check is None:
         return EventDraft(
             code=EventCode.WARNING,
-            message=f"{what}: {measurement.outcome}: {measurement.reason}",
+            message=f"{what}: {measurement.outcome}: {measurement.reason or 'no reason given'}",
             data={**data, "outcome": measurement.outcome.value, "reason": measurement.reason},
         )
     return EventDraft(

@@ -1,7 +1,8 @@
-"""Tracks failures: components, candidates, and every candidate that would need at least as much memory."""
+"""Tracks failures: components, candidates, and what they rule out beside themselves."""
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,24 +44,28 @@ class Failures:
             self._broken.add(measurement.failed_component)
 
     def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
-        """Rule a candidate out. If its whole model was `too_large`, also rule out all that need as much as composed."""
+        """Rule a candidate out. If its whole model was `too_large`, others that need as much may be ruled out, too."""
         self.candidates.setdefault(candidate, reason)
         if too_large:
             self._too_large.add(candidate)
 
-    def rejected(self, table: SpaceTable, required_C: Floats, may_fit_C: Mask | None = None) -> Mask:
+    def too_large(self, table: SpaceTable) -> list[int]:
+        """Return the rows whose whole model ran out of memory."""
+        return sorted(table.row[c] for c in self._too_large if c in table.row)
+
+    def rejected(self, table: SpaceTable, required_C: Floats, explained: Collection[int] = ()) -> Mask:
         """Return the rows that are ruled out, given their composed bytes, shape (C,).
 
-        A composed peak has an error. If nothing that needs less than what was too large may fit (`may_fit_C`), those
-        that need as much stay open, so that a few of them are tried.
+        A whole model that was too large rules out all that need as much as composed, unless the error of its composed
+        peak explains it (`explained`): then another's own error may be smaller, and a few of them are tried.
         """
         rejected_C = np.zeros(len(table.candidates), dtype=np.bool_)
         rejected_C[[table.row[c] for c in self.candidates if c in table.row]] = True
-        if self._too_large:
-            larger_C = required_C >= required_C[[table.row[c] for c in self._too_large]].min()
-            is_left = may_fit_C is None or bool((may_fit_C & ~rejected_C & ~larger_C).any())
-            if is_left or len(self._too_large) >= MOST_TOO_LARGE:
-                rejected_C |= larger_C
+        too_large = self.too_large(table)
+        if len(too_large) < MOST_TOO_LARGE:
+            too_large = [row for row in too_large if row not in explained]
+        if too_large:
+            rejected_C |= required_C >= required_C[too_large].min()
         return rejected_C
 
     def failing(self, table: SpaceTable, log: ObservationLog) -> Mask:

@@ -20,12 +20,14 @@ class RunnerUp:
     """The row of a candidate to run whole.
 
     `probability` is that of being faster than the recommended candidate by more than MATTERS of the tolerance. `gain`
-    is the expected improvement, as a share of the recommended candidate's throughput.
+    is the expected improvement, as a share of the recommended candidate's throughput. `probability_fits` is the
+    probability that its whole model fits.
     """
 
     row: int
     probability: float
     gain: float
+    probability_fits: float
 
 
 def find_runner_up(state: SearchState) -> RunnerUp | None:
@@ -48,12 +50,12 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
         if not others:
             return None
         best = max(others, key=lambda i: (posterior.runs_A[i], posterior.tokens_NA[:, i].mean()))
-        return RunnerUp(int(rows[best]), float(posterior.runs_A[best]), 1.0)
+        return RunnerUp(int(rows[best]), fits := float(posterior.runs_A[best]), 1.0, fits)
     gain = posterior.expected_gains(recommended)
     best = max(others, key=lambda i: (gain[i], posterior.mean_A[i]))
     faster = posterior.probability_faster(recommended, state.request.tolerance * MATTERS)
     row = recommended if number_A[best] > number_A[recommended] else best
-    return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]))
+    return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]), float(posterior.runs_A[row]))
 
 
 def find_above_limit(state: SearchState) -> RunnerUp | None:
@@ -68,4 +70,4 @@ def find_above_limit(state: SearchState) -> RunnerUp | None:
     fits_A = np.where(posterior.undecided_A, state.memory.chance_C[posterior.rows], 0.0)
     gain_A = fits_A * np.maximum(0.0, posterior.mean_A / posterior.mean_A[posterior.incumbent] - 1.0)
     best = int(np.argmax(gain_A))
-    return RunnerUp(int(posterior.rows[best]), float(fits_A[best]), float(gain_A[best]))
+    return RunnerUp(int(posterior.rows[best]), float(fits_A[best]), float(gain_A[best]), float(fits_A[best]))

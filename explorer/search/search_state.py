@@ -153,7 +153,7 @@ class SearchState:
             self._refresh()
 
     def reject(self, candidate: Candidate, reason: str, *, too_large: bool = False) -> None:
-        """Rule `candidate` out. If it was `too_large`, also rule out those that are expected to need as many bytes."""
+        """Rule `candidate` out. If it was `too_large`, others that need as many bytes are less likely to fit."""
         self._failures.reject(candidate, reason, too_large=too_large)
         self._refresh()
 
@@ -333,11 +333,13 @@ class SearchState:
         self._throughput = CandidateThroughput(
             table, surrogate, self._errors, self.whole_models.found, self._reported_errors
         )
-        self.memory = CandidateMemory(table, surrogate, self.hardware, self.limit_bytes, self.whole_models.peaks)
+        too_large = self._failures.too_large(table)
+        self.memory = CandidateMemory(
+            table, surrogate, self.hardware, self.limit_bytes, self.whole_models.peaks, too_large
+        )
         missing_CP = missing_components(table, surrogate, np.arange(len(table.candidates)))
         self._known_C: Mask = np.logical_not(missing_CP.any(axis=1))
         sound_C = ~self._failures.failing(table, self._log)
-        may_fit_C = self._legal_C & sound_C & self.memory.may_fit_C
-        rejected_C = self._failures.rejected(table, self.memory.required_C, may_fit_C)
+        rejected_C = self._failures.rejected(table, self.memory.required_C, self.memory.explained)
         self._open_C: Mask = np.asarray(~rejected_C & sound_C)
         self.posterior = self.posterior_of(self.open_rows())

@@ -108,7 +108,10 @@ class WholeModels:
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * state.request.tolerance:
             return self._above_limit()
-        return NextCheck(state.table.candidates[rival.row], None if rival.row == best.row else rival.probability)
+        candidate = state.table.candidates[rival.row]
+        if rival.row == best.row:
+            return NextCheck(candidate)
+        return NextCheck(candidate, rival.probability, None if state.fits(rival.row) else rival.probability_fits)
 
     def _above_limit(self) -> NextCheck | None:
         """A candidate above the memory limit as composed, if it is fast enough to make up for hardly fitting."""

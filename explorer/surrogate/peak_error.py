@@ -3,6 +3,8 @@
 The error is the logarithm of a whole model's peak over the composed one. It is the sum of a part that all candidates of
 a model share and one of each candidate's own. Both have the same standard deviation, the scale. It differs by orders of
 magnitude between models, and is learnt from the whole models that were run: its posterior is a sum over a grid.
+One that ran out of memory shows a bound that its error exceeds: what it says about others is the shared part and the
+scale.
 """
 
 from __future__ import annotations
@@ -23,12 +25,16 @@ h200-explorations.json and h200x4-explorations.json, the root mean square of a m
 30 models, and 4 to 6% for those that devices share.
 """
 SCALE_GRID: Floats = 0.0004 * 2.0 ** np.arange(8, dtype=np.float64)
+SHARED_STEP = 0.25
+SHARED_GRID: Floats = np.arange(-4.0, 4.0 + SHARED_STEP, SHARED_STEP)
+"""The shared part in deviations, for the sum over it that bounds need."""
 
 
 class PeakErrors:
     """Samples of the error of every candidate's composed peak. Axes: N samples, C candidates, A some of them.
 
-    The draws behind them are made once. `logs` are the errors of the whole models that were run.
+    The draws behind them are made once. `logs` are the errors of the whole models that were run. `exceeded` has bounds
+    for each one that ran out of memory, all equally likely to be what its error exceeds.
     """
 
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
@@ -36,17 +42,24 @@ class PeakErrors:
         self._shared_N = rng.standard_normal(num_samples)
         self._own_NC = np.asfortranarray(rng.standard_normal((num_samples, num_candidates), dtype=np.float32))
 
-    def sample(self, rows: Ints, number: int, logs: Sequence[float]) -> Floats:
+    def sample(self, rows: Ints, number: int, logs: Sequence[float], exceeded: Sequence[Floats] = ()) -> Floats:
         """Return the first `number` samples of the errors of `rows`, none of which was run whole, shape (N, A)."""
-        cumulative = np.cumsum(_scale_weights(logs))
+        weights_GS = _joint_weights(logs, exceeded) if exceeded else _scale_weights(logs)[:, None]
+        cumulative = np.cumsum(weights_GS.sum(axis=1))
         index_N = np.minimum(np.searchsorted(cumulative, self._points_N[:number]), SCALE_GRID.size - 1)
         scale_N = SCALE_GRID[index_N]
-        shared_N = _shared_mean(logs) + scale_N * _shared_deviations(logs) * self._shared_N[:number]
+        normal_N = self._shared_N[:number]
+        if exceeded:
+            normal_N = _move_normal(normal_N, index_N, weights_GS)
+        shared_N = _shared_mean(logs) + scale_N * _shared_deviations(logs) * normal_N
         return np.asarray(shared_N[:, None] + scale_N[:, None] * self._own_NC[:number, rows])
 
 
-def probability_below(error_C: Floats, logs: Sequence[float]) -> Floats:
+def probability_below(error_C: Floats, logs: Sequence[float], exceeded: Sequence[Floats] = ()) -> Floats:
     """Return the probability that the error of a candidate that was not run whole is at most `error_C`, shape (C,)."""
+    if exceeded:
+        distance_CGS = error_C[:, None, None] - _shared_parts(logs)
+        return np.asarray((ndtr(distance_CGS / SCALE_GRID[:, None]) * _joint_weights(logs, exceeded)).sum(axis=(1, 2)))
     deviations = np.hypot(1.0, _shared_deviations(logs)) * SCALE_GRID
     return np.asarray(ndtr((error_C[:, None] - _shared_mean(logs)) / deviations) @ _scale_weights(logs))
 
@@ -59,6 +72,34 @@ def _shared_mean(logs: Sequence[float]) -> float:
 def _shared_deviations(logs: Sequence[float]) -> float:
     """Return the posterior standard deviation of the shared part, in scales."""
     return float((1 + len(logs)) ** -0.5)
+
+
+def _shared_parts(logs: Sequence[float]) -> Floats:
+    """Return the shared part at each point of both grids, shape (G, S)."""
+    return np.asarray(_shared_mean(logs) + SCALE_GRID[:, None] * _shared_deviations(logs) * SHARED_GRID)
+
+
+def _joint_weights(logs: Sequence[float], exceeded: Sequence[Floats]) -> Floats:
+    """Return the posterior probability of each scale and shared part, shape (G, S).
+
+    Given both, the errors of the candidates that ran out of memory are independent.
+    """
+    weights_GS = _scale_weights(logs)[:, None] * np.exp(-0.5 * SHARED_GRID**2)
+    for bound_Q in exceeded:
+        distance_GSQ = (_shared_parts(logs)[..., None] - bound_Q) / SCALE_GRID[:, None, None]
+        weights_GS = weights_GS * ndtr(distance_GSQ).mean(axis=-1)
+    return np.asarray(weights_GS / weights_GS.sum())
+
+
+def _move_normal(normal_N: Floats, index_N: Ints, weights_GS: Floats) -> Floats:
+    """Return standard normal draws moved to the distribution of the shared part at their scales, shape (N,)."""
+    edges = np.append(SHARED_GRID, SHARED_GRID[-1] + SHARED_STEP) - 0.5 * SHARED_STEP
+    moved_N = np.empty_like(normal_N)
+    for index in np.unique(index_N):
+        cumulative = np.append(0.0, np.cumsum(weights_GS[index]))
+        own_N = index_N == index
+        moved_N[own_N] = np.interp(ndtr(normal_N[own_N]), cumulative / cumulative[-1], edges)
+    return moved_N
 
 
 def _scale_weights(logs: Sequence[float]) -> Floats:

@@ -5,8 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from explorer.cost_model.step import FRAGMENTATION, required_bytes
-from explorer.search.candidate_memory import MOST_DEVIATIONS, CandidateMemory, MemoryErrors
+from explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, required_bytes
+from explorer.search.candidate_memory import (
+    FRAGMENTATION_BYTES,
+    HELD_SHARE,
+    MOST_DEVIATIONS,
+    CandidateMemory,
+    MemoryErrors,
+)
 from explorer.search.search_state import SearchState
 from tests.explorer.search.small import candidate, know, small_state
 
@@ -134,6 +140,21 @@ def test_a_whole_model_that_needs_less_than_composed_fits_and_one_that_needs_mor
     too_large = memory_of(state, limit, {row: peak})
     assert not too_large.fits_C[row] and not too_large.may_fit_C[row]
     assert too_large.may_fit_C[other]
+
+
+def test_the_error_of_a_peak_explains_a_whole_model_out_of_memory_only_near_the_limit() -> None:
+    state = small_state()
+    know(state, candidate(4), candidate(2))
+    row = state.table.row[candidate(4)]
+    peak = memory_of(state).expected_bytes(row).peak
+
+    def after(limit: int, *too_large: int) -> CandidateMemory:
+        return CandidateMemory(state.table, state.surrogate, state.hardware, limit, None, too_large)
+
+    held = state.hardware.context_bytes + HELD_SHARE * MARGIN_BYTES[state.hardware.device_kind]
+    limit = round(peak + held + 0.01 * FRAGMENTATION_BYTES)
+    assert after(limit, row).explained == {row}
+    assert not after(2 * limit, row).explained, "half the memory is no error of the peak"
 
 
 def test_the_peak_of_one_whole_model_moves_the_expectation_of_the_others() -> None:

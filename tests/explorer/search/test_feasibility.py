@@ -9,7 +9,7 @@ import pytest
 
 from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
-from explorer.search.feasibility import Failures, at_least
+from explorer.search.feasibility import MOST_TOO_LARGE, Failures, at_least
 from explorer.surrogate.observations import ObservationLog
 from tests.explorer.search.small import candidate, measure, small_state
 
@@ -139,6 +139,15 @@ def test_a_whole_model_that_was_too_large_rejects_all_that_need_as_much() -> Non
     row = state.table.row[candidate(2)]
     assert failures.rejected(state.table, required).tolist() == [i >= row for i in range(len(required))]
     assert not failures.failing(state.table, ObservationLog()).any()
+
+
+def test_what_the_error_of_memory_explains_rejects_others_only_after_a_few() -> None:
+    state, failures = small_state(), Failures()
+    required = np.arange(len(state.table.candidates), dtype=float)
+    for number, each in enumerate(state.table.candidates[:MOST_TOO_LARGE], 1):
+        failures.reject(each, "too large", too_large=True)
+        rejected = failures.rejected(state.table, required, failures.too_large(state.table))
+        assert rejected.sum() == (number if number < MOST_TOO_LARGE else required.size)
 
 
 def test_a_candidate_that_needs_exactly_as_much_as_one_that_was_too_large_is_rejected() -> None:

@@ -309,7 +309,7 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
     monkeypatch.setattr(state.whole_models, "was_run", lambda row: row == best.row)
     monkeypatch.setattr(state, "recommend", lambda: best)
-    rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain)
+    rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain, 0.4)
     for each in ("find_runner_up", "find_above_limit"):
         found_by_it = rival if each == finder else None
         monkeypatch.setattr(f"explorer.search.verification.{each}", lambda _, found=found_by_it: found)

@@ -5,17 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from explorer.surrogate.peak_error import SCALE_GRID, PeakErrors, probability_below
+from explorer.cost_model.candidate_table import Floats
+from explorer.surrogate.peak_error import SCALE_GRID, SCALE_LOG_STD, SCALE_MEDIAN, PeakErrors, probability_below
 
 ROWS = np.arange(50)
 ERRORS = PeakErrors(50, 2000, np.random.default_rng(0))
 
 
+BOUNDS = (np.array([0.005, 0.008]), np.array([0.02]))
+"""Two candidates ran out of memory: one above 0.5 or 0.8% more than composed, the other above 2%."""
+
+
+@pytest.mark.parametrize("exceeded", [(), BOUNDS])
 @pytest.mark.parametrize("logs", [(), (0.0005,), (-0.015, 0.01), (0.02, 0.021, 0.019)])
-def test_samples_follow_the_stated_probability(logs: tuple[float, ...]) -> None:
-    samples = ERRORS.sample(ROWS, 2000, logs)
+def test_samples_follow_the_stated_probability(logs: tuple[float, ...], exceeded: tuple[Floats, ...]) -> None:
+    samples = ERRORS.sample(ROWS, 2000, logs, exceeded)
     for error in (-0.02, -0.004, 0.0, 0.004, 0.02):
-        stated = probability_below(np.array([error]), logs)[0]
+        stated = probability_below(np.array([error]), logs, exceeded)[0]
         assert (samples <= error).mean() == pytest.approx(stated, abs=0.04)
 
 
@@ -25,6 +31,26 @@ def test_the_posterior_is_that_of_the_joint_normal_distribution() -> None:
     covariance = np.eye(6) + 1.0
     expected = covariance[0, 1:] @ np.linalg.solve(covariance[1:, 1:], np.array(logs))
     assert probability_below(np.array([expected]), logs)[0] == pytest.approx(0.5)
+
+
+def test_what_ran_out_of_memory_tells_of_others_what_they_share_with_it() -> None:
+    """Compared with draws of the model itself, of which those remain in which both errors exceed a bound."""
+    rng = np.random.default_rng(1)
+    weights = np.exp(-0.5 * (np.log(SCALE_GRID / SCALE_MEDIAN) / SCALE_LOG_STD) ** 2)
+    scale_N = rng.choice(SCALE_GRID, 400_000, p=weights / weights.sum())
+    error_3N = scale_N * (rng.standard_normal(scale_N.size) + rng.standard_normal((3, scale_N.size)))
+    chosen = rng.random((2, scale_N.size)) < 0.5
+    bounds_2N = np.where(chosen, BOUNDS[0][0], BOUNDS[0][1])
+    left_N = (error_3N[:2] > bounds_2N).all(axis=0)
+    for error in (-0.01, 0.0, 0.005, 0.02):
+        stated = probability_below(np.array([error]), (), (BOUNDS[0], BOUNDS[0]))[0]
+        assert (error_3N[2, left_N] <= error).mean() == pytest.approx(stated, abs=0.01)
+
+
+def test_a_candidate_that_could_hardly_fit_says_little_by_running_out_of_memory() -> None:
+    room = np.array([0.0])
+    nothing, little, much = (probability_below(room, (), [np.array([bound])])[0] for bound in (-1.0, -0.02, 0.004))
+    assert nothing > little > 0.4 > much > 0.1
 
 
 def test_one_whole_model_tells_how_far_off_the_others_are() -> None:
