@@ -78,7 +78,7 @@ class CudaTimer:
     """
 
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.6)
-    MAX_WARM_UP_SECONDS = 0.1
+    MAX_WARM_UP_SECONDS = 0.4
     MAX_WARM_UP_RUNS = 6
 
     def __init__(self, device: torch.device) -> None:
