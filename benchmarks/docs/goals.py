@@ -54,7 +54,7 @@ def in_short() -> str:
         [
             ("throughput lost against the exhaustive optimum, 14 recorded tables, runs that scatter", regret),
             ("the same where every run repeats the recorded one", repeated),
-            (f"the same on {end - first} simulated devices that nothing was tuned to", elsewhere),
+            (f"the same on {end - first:,} simulated devices that nothing was tuned to", elsewhere),
             (
                 "device time of a search without whole models, as a share of measuring everything, median",
                 percent(ours["share_of_exhaustive"]["median"]),

@@ -122,7 +122,7 @@ def unseen(results: Row) -> str:
             "recommendations that run out of memory as a whole model",
             f"<= {percent(UNSEEN_FAILS)}",
             most <= UNSEEN_FAILS,
-            f"{percent(fails)} of {end - first}, at most {percent(most)}",
+            f"{percent(fails)} of {end - first:,}, at most {percent(most)}",
         ),
     ]
     seeds = (

@@ -29,7 +29,8 @@ MOST_DEVIATIONS = 4.0
 LEAST_LIKELY = 0.0005
 """A candidate above the limit is ruled out if its whole model is less likely than this to fit.
 
-A run of it is worth its seconds only if it is at least 40% faster than what fits (`find_above_limit`).
+At a tolerance of 1%, a run of it is worth its seconds only if it is at least 40% faster than what fits
+(`find_above_limit`).
 """
 FRAGMENTATION_SHARE = 0.5
 FRAGMENTATION_BYTES = 5 * GIB
