@@ -26,7 +26,6 @@ from storage.changes import change_job, end_event, end_job, end_values, fence, w
 from storage.claims import Claimant, claim_next, end_abandoned
 from storage.components import find_earlier_runs
 from storage.database import Database
-from storage.events import count_events
 from storage.jobs import Job, JobState, get_job, job_from_row, select_row
 from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
 from storage.notifications import QUEUED_JOBS, notify
@@ -34,7 +33,7 @@ from storage.owners import LOCAL, Caller
 from storage.queue_settings import QueueSettings
 from storage.resuming import resume_job
 from storage.run_reports import find_reported_runs
-from storage.steps import step_values
+from storage.steps import find_step, step_values
 from storage.submission import Submission, insert_submission
 from storage.tables import jobs
 from storage.trials import dump_trial, insert_trial
@@ -185,7 +184,7 @@ class Queue:
             conditions = [*fence(lease), *([] if after_seq is None else [jobs.c.last_seq == after_seq])]
             last_seq = change_job(self.database, connection, conditions, progress.events, **values)
             if last_seq is None:
-                last_seq, is_stored = _find_step(connection, lease, progress, after_seq)
+                last_seq, is_stored = find_step(connection, lease, progress, after_seq)
                 if is_stored:
                     return last_seq
                 last_seq = write_job(self.database, connection, lease, progress.events, **values)
@@ -330,25 +329,6 @@ class Queue:
         }
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
         notify(self.database, connection, QUEUED_JOBS)
-
-
-def _find_step(connection: sa.Connection, lease: Lease, progress: Progress, after_seq: int | None) -> tuple[int, bool]:
-    """Return the last seq of a log that has gone on since `after_seq`, and whether it has this step already.
-
-    While the lease had run out, for instance in a frozen worker, others may have noted why the job waits.
-
-    Raises:
-        LeaseLostError: the lease is gone, or the log has gone on in another way, or it ends before `after_seq`, because
-            the database was restored from a backup.
-    """
-    held = sa.select(jobs.c.last_seq).where(*fence(lease)).with_for_update()
-    last_seq = connection.scalar(held)
-    if last_seq is None or after_seq is None or last_seq < after_seq:
-        raise LeaseLostError(lease)
-    num_since = count_events(connection, lease.job_id, after_seq, without=EventCode.WAITING)
-    if num_since not in {0, len(progress.events)}:
-        raise LeaseLostError(lease)
-    return last_seq, num_since > 0
 
 
 def _status(lease: Lease, cancel_requested: bool | None) -> HeartbeatStatus:

@@ -1,10 +1,16 @@
-"""What a worker's step writes: the values of the job's row, and the event of its claim."""
+"""A worker's step: the values that it writes to the job's row, the event of its claim, and its place in the log."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import sqlalchemy as sa
+
 from explorer.records.event import EventCode, EventDraft, Progress
+from storage.changes import fence
+from storage.events import count_events
+from storage.leases import Lease, LeaseLostError
+from storage.tables import jobs
 
 
 def step_values(step: Progress) -> dict[str, Any]:
@@ -33,3 +39,22 @@ def claim_event(attempt: int, worker: str, description: str | None, target: str,
     stored = f"{num_trials} stored trial{'' if num_trials == 1 else 's'}"
     data["num_trials"] = num_trials
     return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)
+
+
+def find_step(connection: sa.Connection, lease: Lease, progress: Progress, after_seq: int | None) -> tuple[int, bool]:
+    """Return the last seq of a log that has gone on since `after_seq`, and whether it has this step already.
+
+    While the lease had run out, for instance in a frozen worker, others may have noted why the job waits.
+
+    Raises:
+        LeaseLostError: the lease is gone, or the log has gone on in another way, or it ends before `after_seq`, because
+            the database was restored from a backup.
+    """
+    held = sa.select(jobs.c.last_seq).where(*fence(lease)).with_for_update()
+    last_seq = connection.scalar(held)
+    if last_seq is None or after_seq is None or last_seq < after_seq:
+        raise LeaseLostError(lease)
+    num_since = count_events(connection, lease.job_id, after_seq, without=EventCode.WAITING)
+    if num_since not in {0, len(progress.events)}:
+        raise LeaseLostError(lease)
+    return last_seq, num_since > 0
