@@ -1,4 +1,4 @@
-"""A real worker process that owns two ranks on the CPU and explores how sequences may be shared."""
+"""A real worker process that owns two ranks on the CPU and explores how they share sequences."""
 
 from __future__ import annotations
 
@@ -41,9 +41,9 @@ REQUEST = ExplorationRequest(
     bta=BTASpec(enable=False),
     recompute=(Recompute.NONE,),
     attention_backends=("flash",),
-    context_parallel=ContextParallelSpec(sizes=(1, 2)),
+    context_parallel=ContextParallelSpec(sizes=(2,)),
     device_kind="cpu",
-    budget=Budget(confidence_target=99, max_trials=12, max_seconds=30),
+    budget=Budget(confidence_target=99, max_trials=6, max_seconds=30),
 )
 
 
@@ -56,8 +56,12 @@ def run_worker(database: Database, folder: Path, *options: str) -> int:
     ).returncode
 
 
-def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: Database, tmp_path: Path) -> None:
-    """None of its processes imports from the folder it is run in."""
+def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database: Database, tmp_path: Path) -> None:
+    """None of its processes imports from the folder it is run in.
+
+    Every candidate shares its sequences: were one device alone a candidate too, a slow machine could be sure
+    of it before a ring was run.
+    """
     imported = write_hostile_packages(tmp_path)
     queue = Queue(sqlite_database)
     job, _ = queue.enqueue(REQUEST)
@@ -69,8 +73,8 @@ def test_a_group_explores_who_shares_sequences_and_recommends(sqlite_database: D
     assert done.state is JobState.SUCCEEDED, [event.message for event in read_events(sqlite_database, job.id)]
     assert done.recommendation is not None
     assert done.space is not None
-    assert done.space["context_parallel_size"] == [1, 2]
-    assert done.space["context_parallel_layout"] == [None, "ring", "striped", "zigzag"]
+    assert done.space["context_parallel_size"] == [2]
+    assert done.space["context_parallel_layout"] == ["ring", "striped", "zigzag"]
     trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
     measured = {
         (m.component.context_parallel_size, m.component.context_parallel_layout)
