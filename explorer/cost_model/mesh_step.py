@@ -12,7 +12,7 @@ import numpy as np
 
 from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
 from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Group, Link
+from explorer.cost_model.fabric_exchange import Group, Link, Transfer
 from explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
@@ -121,22 +121,24 @@ class MeshComposer:
         held = [HeldParameters.of_rank(_each(each_stage, r, mesh)) for r in ranks]
         last = max(ranks, key=lambda r: held[r].number)
         always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
+        tied = self._sum_of_tied(mesh, shard)
         update = self._optimizer_seconds(mesh, held[last], costs)
         stages = [replace(each, backward=each.backward + always / mesh.virtual_stages) for each in stages]
         seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
-        step = seconds + once + update
+        at_end = once + tied.seconds
+        step = seconds + at_end + update
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
         slowest = max(ranks, key=lambda r: loads[r])
-        exchanged = number * exchanges + mesh.pipeline * (number * always + once)
-        busy = sum(loads) + mesh.pipeline * (once + update)
+        exchanged = number * exchanges + mesh.pipeline * (number * always + at_end)
+        busy = sum(loads) + mesh.pipeline * (at_end + update)
         every = mesh.pipeline * step
         return MeshStep(
             seconds=step,
             tokens_per_second=batch * self._model.seq_length / (mesh.num_devices * step),
             micro_step_seconds=loads[slowest] / number,
             optimizer_seconds=update,
-            communication_seconds=once + number * always,
+            communication_seconds=at_end + number * always,
             num_micro_batches=number,
             compute_share=(busy - exchanged) / every,
             exchange_share=exchanged / every,
@@ -144,7 +146,7 @@ class MeshComposer:
             memory=memory,
             fullest_rank=fullest,
             layers=counts,
-            makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), update, seconds, step),
+            makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), tied, update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
             run=simulated,
             host_bound=any(stage.host_bound for stage in stages),
@@ -212,8 +214,8 @@ class MeshComposer:
         plain = mesh.sharding is Sharding.NONE
         is_late = reduces_late(self._request, mesh)
         # Whole gradients that are summed after backward are divided there, too: each is read and written.
-        divided = held.number if is_late and plain else held.experts * self._request.is_mesh
-        divisions = 2 * divided * reduced / self._bandwidth
+        divided = held.number if is_late and plain else held.experts
+        divisions = 2 * divided * reduced / self._bandwidth if self._request.is_mesh and mesh.data > 1 else 0.0
         share = held.largest / held.number
         exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
         rest = 2 * reduction if plain else reduction
@@ -227,6 +229,17 @@ class MeshComposer:
             ASSUMED_SLOWDOWN,
         )
         return float(always[0]), float(once[0]) + (rest if is_late else 0.0) + divisions, link
+
+    def _sum_of_tied(self, mesh: Mesh, shard: ModelSpec) -> Transfer:
+        """Return the sum of a tied embedding's gradients over the first and the last rank, which have a copy each.
+
+        Two ranks sum by sending each other one half of the gradients, and then one half of the sum.
+        """
+        if mesh.pipeline == 1 or not shard.tie_embeddings:
+            return Transfer(0.0)
+        item = self._request.training.optimizer.gradient_dtype(shard.dtype).itemsize
+        size = shard.vocab_size * shard.hidden_size * item
+        return self.exchanges.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -273,6 +286,7 @@ class MeshComposer:
         self,
         parts: Sequence[Sequence[tuple[LayerCost, int]]],
         reduced: tuple[float, float, Link],
+        tied: Transfer,
         update: float,
         pipeline: float,
         step: float,
@@ -286,7 +300,8 @@ class MeshComposer:
         found[link] += always
         scale = pipeline / sum(found.values())
         shares = {key: scale * seconds / step for key, seconds in found.items() if seconds > 0}
-        shares[link] = shares.get(link, 0.0) + once / step
+        for passed, spent in ((link, once), (tied.link, tied.seconds)):
+            shares[passed] = shares.get(passed, 0.0) + spent / step
         shares[self._optimizer] = update / step
         return shares
 
@@ -295,9 +310,10 @@ def reduces_late(request: ExplorationRequest, mesh: Mesh) -> bool:
     """Whether gradients are reduced over replicas after the last micro-batch, when no backward hides it.
 
     Whole models of pipelines do so, because torch's schedules reduce when all micro-batches are through. So do those of
-    shared experts, unless they are sharded. Other replicas reduce while backward goes on.
+    shared experts, unless they are sharded. Other replicas reduce while backward goes on. Tensor-parallel devices that
+    have the same experts are replicas of these alone.
     """
-    if not request.is_mesh or mesh.data == 1:
+    if not request.is_mesh or mesh.data == mesh.expert_data == 1:
         return False
     return mesh.pipeline > 1 or (mesh.expert > 1 and mesh.sharding is Sharding.NONE)
 

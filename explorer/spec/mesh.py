@@ -8,7 +8,7 @@ parallelism includes sequence parallelism (Korthikanti et al., 2022, arXiv:2205.
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -16,10 +16,6 @@ from explorer.spec.base import Frozen
 from explorer.spec.expert_modes import ExpertMode, ExpertModes
 from explorer.spec.sizes import Sizes, named_sizes
 from explorer.spec.training import Sharding
-
-if TYPE_CHECKING:
-    pass
-
 
 MOST_VIRTUAL_STAGES = 8
 """The most stages of one rank that `explore` tries."""

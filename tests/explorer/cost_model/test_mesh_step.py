@@ -349,3 +349,26 @@ def test_sharded_gradients_of_a_pipeline_are_reduced_after_backward_too() -> Non
     scattered = (step.communication_seconds - divided) / 2  # half of a sum over all replicas
     gathered = sharded.step(only(sharded)).communication_seconds - scattered
     assert 0 < gathered < 0.5 * scattered, "forward hides most of what is gathered"
+
+
+def test_copies_of_experts_on_tensor_parallel_devices_are_summed_after_backward() -> None:
+    asked = {"tensor": 4, "expert": 2, "sharding": "none"}
+    found = space(asked, num_devices=4, experts=True, fabric=None)
+    own = found.request.model.num_layers * 8 * 3 * 512 * 512 // 2
+    summed = 2 * 2 * own / ASSUMED_BYTES_PER_SECOND["cuda"]
+    assert found.step(only(found)).communication_seconds == pytest.approx(summed), "nothing is divided"
+
+
+@pytest.mark.parametrize("fabric", [None, FABRIC])
+def test_the_copies_of_a_tied_embedding_sum_their_gradients_after_backward(fabric: dict[str, Any] | None) -> None:
+    asked = {"pipeline": 2, "tensor": 2, "schedule": "1f1b"}
+    tied, apart = (
+        space(asked, num_devices=4, fabric=fabric, model={**MODEL, "tie_embeddings": is_tied})
+        for is_tied in (True, False)
+    )
+    step = tied.step(only(tied))
+    rate = 100e9 if fabric is not None else ASSUMED_BYTES_PER_SECOND["cuda"]
+    summed = 2 * (1024 // 2) * 512 / rate
+    assert step.communication_seconds == pytest.approx(summed)
+    assert apart.step(only(apart)).communication_seconds == 0.0
+    assert sum(step.makeup.values()) == pytest.approx(1.0)
