@@ -94,7 +94,7 @@ def at_least(component: Component, failed: Component, *, broken: bool = False) -
     if component.kind is not failed.kind or component.micro_batch_size == 0:
         return False
     runs_it = component.recompute is failed.recompute or (broken and failed.recompute is BlockRecompute.NONE)
-    same = (component.backend, component.variant) == (failed.backend, failed.variant)
+    same = (component.part, component.backend, component.variant) == (failed.part, failed.backend, failed.variant)
     if not (same and runs_it) or (component.bta_tile is None) != (failed.bta_tile is None):
         return False
     if component.communicates or failed.communicates:

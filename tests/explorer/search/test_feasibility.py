@@ -49,6 +49,13 @@ def test_another_sort_of_component_is_not_ruled_out(other: dict[str, Any]) -> No
     assert not at_least(attention(8, **other), attention(4))
 
 
+def test_layers_of_another_kind_are_not_ruled_out() -> None:
+    small, large = (
+        Component(kind=ComponentKind.LAYER, part=part, micro_batch_size=4, backend="sdpa") for part in ("mamba", "wide")
+    )
+    assert not at_least(small, large)
+
+
 def test_recomputation_helps_where_memory_was_short_and_not_where_it_crashed() -> None:
     recomputed = attention(4, recompute=BlockRecompute.FULL)
     assert not at_least(recomputed, attention(4))

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from typing import TypeVar
 
-from explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
+from explorer.records.measurement import ComponentMeasurement, Conditions, WholeModelMeasurement
 from explorer.spec.hardware import HardwareSpec
 from workers.process.protocol import TrialFinished
+
+M = TypeVar("M", ComponentMeasurement, WholeModelMeasurement)
 
 OPTIONAL = (
     *("host_once_seconds", "slowdown", "stalled_seconds", "waiting_forward_seconds"),
@@ -44,7 +47,7 @@ def merge_hardware(found: Sequence[HardwareSpec]) -> HardwareSpec:
 
 
 def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
-    """Take the largest of every figure, and the smallest number of repeats."""
+    """Take the largest of every figure, and the smallest number of repeats. One rank's disturbed device counts."""
     assert len({measured.component for measured in found}) == 1, "the ranks run the same components in the same order"
     slowest = max(found, key=lambda measured: measured.device_seconds)
     return slowest.model_copy(
@@ -57,8 +60,15 @@ def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasureme
             "forward_peak_bytes": max(measured.forward_peak_bytes for measured in found),
             "backward_peak_bytes": max(measured.backward_peak_bytes for measured in found),
             **{name: _largest(getattr(measured, name) for measured in found) for name in OPTIONAL},
+            "conditions": _worst_conditions(slowest, found),
         }
     )
+
+
+def _worst_conditions(slowest: M, found: Sequence[M]) -> Conditions | None:
+    """Return the conditions of a rank whose device was disturbed, for which the others waited; else the slowest's."""
+    disturbed = (measured.conditions for measured in found if measured.contamination is not None)
+    return next(disturbed, slowest.conditions)
 
 
 def _largest(figures: Iterable[float | None]) -> float | None:
@@ -93,5 +103,6 @@ def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeas
             "peak_bytes": max(whole.peak_bytes for whole in found),
             "reserved_bytes": max(whole.reserved_bytes for whole in found),
             "repeats": min(whole.repeats for whole in found),
+            "conditions": _worst_conditions(slowest, found),
         }
     )

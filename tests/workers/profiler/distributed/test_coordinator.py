@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
+from explorer.records.measurement import (
+    ComponentMeasurement,
+    Conditions,
+    Measurement,
+    Outcome,
+    PhaseSeconds,
+    WholeModelMeasurement,
+)
 from explorer.records.trial import TrialPlan
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import HardwareSpec
@@ -202,6 +209,16 @@ def test_a_trial_of_one_process_is_the_first_ranks_alone() -> None:
     alone = finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more")
     single = RunTrial(plan=TrialPlan.model_validate(PLAN.model_dump() | {"num_processes": 1}))
     assert heard([(0, alone)], single) == [alone], "nobody waits for it: it need not be replaced"
+
+
+@pytest.mark.parametrize("disturbed", [0, 1])
+def test_a_disturbed_device_of_any_rank_spoils_the_time_of_all(disturbed: int) -> None:
+    ranks = [measured(COMPONENTS[0], seconds, 10) for seconds in (1.0, 2.0)]
+    throttled = Conditions(clock_reasons=("hw_thermal_slowdown",))
+    ranks[disturbed] = ranks[disturbed].model_copy(update={"conditions": throttled})
+    merged = merge_component(ranks)
+    assert merged.device_seconds == 2.0
+    assert merged.contamination == throttled.contamination
 
 
 def test_devices_are_as_good_as_the_worst_of_them() -> None:
