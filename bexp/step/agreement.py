@@ -121,7 +121,8 @@ class Together:
         self._number += 1
         key = f"{self._key}/{self._number}"
         if self.is_leader:
-            found = [own, *(self._status(f"{key}/{rank}", rank) for rank in range(1, self._world_size))]
+            end = time.monotonic() + self._patience  # for all of them, so that the others still wait for the verdict
+            found = [own, *(self._status(f"{key}/{rank}", rank, end) for rank in range(1, self._world_size))]
             self._store.set(f"{key}/verdict", json.dumps([_judge(found)]))
         else:
             self._store.set(f"{key}/{self._rank}", json.dumps([own]))
@@ -165,9 +166,9 @@ class Together:
                     _abort_nccl()
                     return
 
-    def _status(self, key: str, rank: int) -> dict[str, Any]:
+    def _status(self, key: str, rank: int, end: float) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = self._read(key, self._patience)
+            found: dict[str, Any] = self._read(key, end - time.monotonic())
         except BrokenGroupError:
             reason = f"process {rank} no longer answers"
             outcome = int(Outcome.CRASHED)

@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._C._distributed_c10d import HashStore
 
 import bexp
-from bexp.step.agreement import _judge
+from bexp.step import agreement
 from bexp.step.search import SearchError
 from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
@@ -264,6 +265,19 @@ def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
     assert two_processes[0, "after"] == two_processes[1, "after"] == 2.0
 
 
+def test_processes_that_have_ended_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    store, num_processes = HashStore(), 4
+    monkeypatch.setattr(agreement.c10d, "_get_default_store", lambda: store)
+    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
+    monkeypatch.setattr(agreement.dist, "get_world_size", lambda: num_processes)
+    monkeypatch.setattr(agreement, "MARGIN_SECONDS", 0.3)
+    begun = time.monotonic()
+    failure, _ = agreement.Together(deadline_seconds=0.0).agree(None, [])
+    assert failure is not None
+    assert failure.reason == "process 1 no longer answers (process 1)"
+    assert time.monotonic() - begun < 2 * 0.3, "others wait twice as long for the verdict"
+
+
 @pytest.mark.parametrize(
     ("statuses", "outcome", "reason", "usable"),
     [
@@ -276,7 +290,7 @@ def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
 def test_the_first_failure_counts_unless_memory_is_short(
     statuses: list[tuple[int, bool, int | None]], outcome: int, reason: str | None, usable: bool
 ) -> None:
-    found = _judge(
+    found = agreement._judge(
         [
             {
                 "outcome": each,
