@@ -46,7 +46,7 @@ def render(plan: Plan) -> Export:
         ("--context-parallel-size", str(plan.context_parallel_size)),
         ("--attention-backend", ATTENTION[plan.attention or TORCH_CHOICE]),
         *_recompute_flags(plan),
-        *_sharding_flags(plan.sharding),
+        *_sharding_flags(plan),
     ]
     if plan.context_parallel_size > 1:
         flags.append(("--cp-comm-type", "p2p"))
@@ -92,14 +92,17 @@ def _recompute_flags(plan: Plan) -> list[tuple[str, ...]]:
     ]
 
 
-def _sharding_flags(sharding: Sharding) -> list[tuple[str, ...]]:
-    if sharding is Sharding.ZERO1:
-        return [("--use-distributed-optimizer",)]
-    if sharding in _STATE:
-        return [
-            ("--use-distributed-optimizer",),
+def _sharding_flags(plan: Plan) -> list[tuple[str, ...]]:
+    """Return the flags of data parallelism. By default Megatron exchanges everything when nothing else runs."""
+    if plan.data_parallel_size * plan.context_parallel_size == 1:
+        return []
+    flags: list[tuple[str, ...]] = [("--overlap-grad-reduce",)]
+    if plan.sharding is not Sharding.NONE:
+        flags += [("--use-distributed-optimizer",), ("--overlap-param-gather",)]
+    if plan.sharding in _STATE:
+        flags += [
             ("--use-megatron-fsdp",),
-            ("--data-parallel-sharding-strategy", _STATE[sharding]),
+            ("--data-parallel-sharding-strategy", _STATE[plan.sharding]),
             ("--ckpt-format", "fsdp_dtensor"),
         ]
-    return []
+    return flags

@@ -99,9 +99,18 @@ def test_megatron_is_told_the_mesh_and_the_balance_of_its_layers() -> None:
     assert given["--expert-model-parallel-size"] == "4"
     assert given["--expert-tensor-parallel-size"] == "1"
     assert {"--sequence-parallel", "--use-distributed-optimizer"} <= given.keys()
+    assert {"--overlap-grad-reduce", "--overlap-param-gather"} <= given.keys(), "as the plan's seconds take it"
     assert (given["--micro-batch-size"], given["--global-batch-size"]) == ("4", "512")
     assert "16 accumulation steps x 8 data-parallel" in made.text
     assert "layers of each stage: 3, 3, 3, 1" in made.text
+
+
+def test_megatron_overlaps_only_what_replicas_exchange() -> None:
+    whole = pairs(flags(export("megatron", planned(sharding=Sharding.NONE)), "MEGATRON_FLAGS"))
+    assert "--overlap-grad-reduce" in whole
+    assert "--overlap-param-gather" not in whole, "only a distributed optimizer gathers parameters"
+    alone = planned(tensor=16, data=1, expert=1, sharding=Sharding.NONE)
+    assert "--overlap-grad-reduce" not in flags(export("megatron", alone), "MEGATRON_FLAGS")
 
 
 def test_torchtitan_is_told_the_mesh() -> None:
