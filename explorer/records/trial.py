@@ -89,6 +89,16 @@ def count_processes(
     return request.num_devices if request.num_devices <= hardware.num_devices else candidate.context_parallel_size
 
 
+WHOLE_MODEL_TIMEOUT_FACTOR = 3
+"""A whole model may take this many times a trial's timeout, because it builds all its layers."""
+
+
+def timeout_seconds(kind: TrialKind, request: ExplorationRequest) -> float:
+    """Return how long a trial may take."""
+    factor = WHOLE_MODEL_TIMEOUT_FACTOR if kind is TrialKind.WHOLE_MODEL else 1
+    return factor * request.budget.trial_timeout_seconds
+
+
 Measure = Callable[[TrialPlan], Measurement]
 """Runs a trial. A crash, a hang or an OOM of a candidate is an `Outcome` and never an exception."""
 

@@ -17,7 +17,7 @@ from explorer.records.event import EventDraft, Progress, recommendation_event, r
 from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from explorer.records.plan import MeshRun
 from explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
-from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan, timeout_seconds
 from explorer.search.event_messages import end_event, whole_model_event
 from explorer.search.history import TrialHistory
 from explorer.search.mesh_check import MeshChecks
@@ -249,14 +249,14 @@ class PlanSearch:
         return Progress(events=(exchange_event(trial, len(wanted)),), trial=trial)
 
     def _plan(self, found: MeshCandidate, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialPlan:
-        request = self._space.request
+        request, kind = self._space.request, TrialKind.COMPONENTS if run is None else TrialKind.WHOLE_MODEL
         return TrialPlan(
             number=self._history.next_number,
-            kind=TrialKind.COMPONENTS if run is None else TrialKind.WHOLE_MODEL,
+            kind=kind,
             model=request.model,
             candidate=found.candidate,
             components=components,
-            timeout_seconds=request.budget.trial_timeout_seconds,
+            timeout_seconds=timeout_seconds(kind, request),
             num_processes=request.num_devices if request.is_mesh else 1,
             mesh_run=run,
         )

@@ -9,15 +9,12 @@ from dataclasses import dataclass
 from explorer.cost_model.components import Component
 from explorer.cost_model.step import GIB
 from explorer.records.measurement import Measurement, Outcome, judge
-from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
+from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
 from explorer.search.candidate_study import AskedTrial, CandidateStudy
 from explorer.search.search_state import SearchState
 from explorer.search.suggestion import Suggestion, split_suggestion
 from explorer.search.variant_context import VariantContext
 from explorer.spec.candidate import Candidate
-
-WHOLE_MODEL_TIMEOUT_FACTOR = 3
-"""A whole model may take this many times a trial's timeout, because it builds all its layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +154,6 @@ class TrialScheduler:
 
     def _plan(self, candidate: Candidate, kind: TrialKind, components: tuple[Component, ...]) -> TrialPlan:
         request = self._context.request
-        factor = WHOLE_MODEL_TIMEOUT_FACTOR if kind is TrialKind.WHOLE_MODEL else 1
         return TrialPlan(
             number=self._history.next_number,
             kind=kind,
@@ -165,7 +161,7 @@ class TrialScheduler:
             candidate=candidate,
             components=components,
             num_processes=count_processes(kind, candidate, components, request, self._context.report.hardware),
-            timeout_seconds=request.budget.trial_timeout_seconds * factor,
+            timeout_seconds=timeout_seconds(kind, request),
         )
 
     def _judge_memory(self, row: int, measurement: Measurement) -> Measurement:

@@ -49,6 +49,8 @@ def test_exchanges_are_measured_first_and_whole_models_last(found: tuple[Simulat
     whole = [plan for plan in others if plan.kind is TrialKind.WHOLE_MODEL]
     assert len(whole) >= 2, "the recommended mesh and another"
     assert all(p.mesh_run is not None and sum(p.mesh_run.layers_per_stage) == MODEL["num_layers"] for p in whole)
+    limits = {plan.kind: plan.timeout_seconds for plan in others}
+    assert limits[TrialKind.WHOLE_MODEL] == 3 * limits[TrialKind.COMPONENTS], "it builds all layers"
     codes = [event.code for step in steps for event in step.events]
     assert codes[:3] == [EventCode.TRIAL, EventCode.SPACE, EventCode.BASE]
 
@@ -68,6 +70,8 @@ def test_the_answer_is_what_the_whole_model_reached(found: tuple[SimulatedDevice
     assert best.plan.tokens_per_second == pytest.approx(4 * best.tokens_per_second)
     assert {part.source for part in best.plan.parts} == {"measured"}
     assert best.plan.measured_share == pytest.approx(1.0)
+    (optimizer,) = (part.share for part in best.plan.parts if part.name.startswith("optimizer"))
+    assert best.optimizer_seconds / best.step_seconds == pytest.approx(optimizer), "both as the whole model took them"
     assert best.confidence >= 95
     whole, step = best.whole_model.measurement.num_micro_batches, best.plan.num_micro_batches
     assert whole is not None
