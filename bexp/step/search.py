@@ -23,6 +23,8 @@ from bexp.step.results import SizeResult
 MODULE = "explorer.search.step_exploration"
 REPLY_SECONDS = 60.0
 """The longest that the search may take to choose a size. It takes 0.1 s on a quiet machine."""
+END_SECONDS = 5.0
+"""The longest that a search may take to end once it has closed its output."""
 _CODE = f"import sys; sys.path[:0] = sys.argv[1:]; from {MODULE} import main; raise SystemExit(main())"
 
 
@@ -115,7 +117,10 @@ class ChildSearch:
     def _trouble(self, error: Exception) -> str:
         if isinstance(error, queue.Empty):
             return f"it chose no size within {REPLY_SECONDS:g} s"
-        self._process.wait()
+        try:
+            self._process.wait(END_SECONDS)
+        except subprocess.TimeoutExpired:
+            return "it sent a reply that cannot be read"
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1][:300] if lines else f"it ended with exit status {self._process.returncode}"

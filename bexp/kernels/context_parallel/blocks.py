@@ -206,5 +206,3 @@ _BLOCKS = {
         BlockAttention("math", _math_reason, _math_forward, _math_backward),
     )
 }
-BLOCK_BACKENDS = tuple(_BLOCKS)
-"""Their names."""

@@ -15,7 +15,7 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import bexp
-from bexp.step import agreement
+from bexp.step import agreement, search
 from bexp.step.search import SearchError
 from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
@@ -98,6 +98,14 @@ def test_a_search_that_fails_in_the_middle_leaves_the_rest_to_the_plain_rule(
     assert [result.micro_batch_size for result in found.results] == [1, 4, 2, 8]
     assert (found.micro_batch_size, found.confidence) == (8, None)
     assert "the search broke" in found.notes[0]
+
+
+def test_a_reply_that_cannot_be_read_ends_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process of the search still waits for an answer."""
+    monkeypatch.setattr(search, "_CODE", "print('x', flush=True); input(); input()")
+    monkeypatch.setattr(search, "END_SECONDS", 0.05)
+    with search.ChildSearch({}) as child, pytest.raises(SearchError, match="cannot be read"):
+        child.start()
 
 
 @pytest.mark.usefixtures("without_search")
