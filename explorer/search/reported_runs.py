@@ -28,6 +28,7 @@ COMPARED = {
     "mode": True,
     "num_devices": True,
     "fabric": True,
+    "parallelism": True,
     "routing": True,
     "execution": True,
     "allocator": True,

@@ -97,6 +97,8 @@ def test_two_requests_are_about_the_same_training_whatever_they_explore() -> Non
     assert not is_same_training(one, small_request(model=MODEL | {"num_layers": 3}))
     assert not is_same_training(one, small_request(training={"optimizer": {"name": "sgd"}}))
     assert not is_same_training(one, small_request(execution="compile"))
+    alone, together = (small_request(num_devices=2, parallelism={"tensor": size}) for size in (1, 2))
+    assert not is_same_training(alone, together), "a device has half of each block"
     config: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
     plain, padded = (ExplorationRequest.model_validate(config | {"padding": side}) for side in ("none", "left"))
     assert not is_same_training(plain, padded)
