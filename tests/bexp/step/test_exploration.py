@@ -275,9 +275,9 @@ def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
 
 def test_processes_that_have_ended_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
     store, num_processes = HashStore(), 4
-    monkeypatch.setattr(agreement.c10d, "_get_default_store", lambda: store)
-    monkeypatch.setattr(agreement.dist, "get_rank", lambda: 0)
-    monkeypatch.setattr(agreement.dist, "get_world_size", lambda: num_processes)
+    monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
+    monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
+    monkeypatch.setattr("torch.distributed.get_world_size", lambda: num_processes)
     monkeypatch.setattr(agreement, "MARGIN_SECONDS", 0.3)
     begun = time.monotonic()
     failure, _ = agreement.Together(deadline_seconds=0.0).agree(None, [])
