@@ -39,6 +39,7 @@ from benchmarks.moe_contenders import (
     recomputing_name,
 )
 from benchmarks.moe_summary import CLOCKS, compare_with_dense
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.memory import measure_memory
 from bexp.measure.passes import ModulePasses
@@ -85,13 +86,14 @@ def main(arguments: list[str] | None = None) -> int:
     fresh: dict[str, Any] = {
         "environment": describe_environment(),
         "device": torch.cuda.get_device_name(device),
+        "kernels": kernels_digest(),
         "options": {"quick": options.quick},
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": 2048, "expert_ffn_hidden_size": WIDTH},
         "errors": [],
         "rows": [],
     }
     try:
-        results = begin(options.out, fresh, same=("device", "options", "shape"))
+        results = begin(options.out, fresh, same=("device", "kernels", "options", "shape"))
     except ValueError as error:
         parser.error(str(error))
     if results["rows"]:

@@ -177,11 +177,22 @@ def moe_turns(results: Row) -> str:
     shown = grid("layer", sorted(cells), kinds, cell, row=lambda place: f"{place[0]} m={place[1]}")
     errors = [row["error"] for row in results["errors"]]
     figures: list[tuple[str, Any]] = [
-        ("largest relative error against float64", f"{max(errors):.1e}" if errors else None),
+        ("largest relative error against float64", f"{max(errors):.1e}" if errors else "not compared in this run"),
+        ("standard error of a time by the clock, median and largest", _spread_of(cells)),
         ("cells left out for want of time", len(results.get("left_out", ())) or None),
         ("by the clock faster than on the device, so under other conditions", "; ".join(_disagreeing(cells)) or None),
     ]
     return shown + "\n" + facts(figures) + measured_on(results)
+
+
+def _spread_of(cells: dict[tuple[str, int], list[Row]]) -> str | None:
+    shares = [
+        row["clock_error_seconds"] / row["seconds"]
+        for rows in cells.values()
+        for row in rows
+        if row.get("clock_error_seconds")
+    ]
+    return f"{percent(statistics.median(shares))}, {percent(max(shares))}" if shares else None
 
 
 def _disagreeing(cells: dict[tuple[str, int], list[Row]]) -> Iterator[str]:

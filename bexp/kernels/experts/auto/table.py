@@ -88,7 +88,7 @@ def machine(device: torch.device) -> dict[str, str]:
         "host": _host_processor(),
         "torch": torch.__version__,
         "triton": _version("triton"),
-        "kernels": _kernels_digest(),
+        "kernels": kernels_digest(),
         "format": FORMAT,
     }
 
@@ -246,8 +246,8 @@ def _version(package: str) -> str:
 
 
 @functools.cache
-def _kernels_digest() -> str:
-    """A hash of the sources of our expert kernels and of what launches them: another source may have another speed."""
+def kernels_digest() -> str:
+    """Return a hash of the sources of our expert kernels and of what launches them: others may have another speed."""
     digest = hashlib.sha256()
     for path in sorted((*_EXPERTS.parent.glob("*.py"), *_EXPERTS.rglob("*.py"))):
         if path.parent != Path(__file__).parent:
