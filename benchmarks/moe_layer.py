@@ -100,7 +100,7 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.out}: {len(results['rows'])} rows are kept and not timed again")
     bench = Bench(ShortTimer(device), device, deadline, results["rows"])
     earlier, changed = results.pop("left_out", None), False  # not known before the end
-    for kind, num_experts, top_k, micro_batches in _cells(options.quick):
+    for kind, num_experts, top_k, micro_batches in layer_cells(options.quick):
         model = {"num_experts": num_experts, "top_k": top_k}
         if kind == "experts" and not any(model.items() <= row.items() for row in results["errors"]):
             if bench.expired:
@@ -122,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+def layer_cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """What is timed: whole layers first, since those are the goal."""
     if quick:
         yield "layer", 128, 1, (4, 64)
