@@ -65,7 +65,8 @@ def _identity(results: dict[str, Any], same: Iterable[str]) -> dict[str, Any]:
     """Return what must agree, as it is in JSON."""
     packages = results["environment"].get("packages", {})
     found = {"packages": {name: packages.get(name) for name in PACKAGES}}
-    found |= {name: results.get(name) for name in same if name in results or name == KERNELS}
+    named: dict[str, Any] = {name: results.get(name) for name in same if name in results or name == KERNELS}
+    found |= named
     if results.get("hardware"):
         found["hardware"] = {name: results["hardware"][name] for name in HARDWARE if name in results["hardware"]}
     identity: dict[str, Any] = json.loads(json.dumps(found))

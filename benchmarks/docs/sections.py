@@ -16,6 +16,7 @@ from benchmarks.docs import (
     fields,
     goals,
     graphs,
+    kernel_goals,
     kernels,
     launches,
     meshes,
@@ -71,6 +72,7 @@ def _age(found: Row) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "goals": goals.goals,
+    "kernel-goals": kernel_goals.goals,
     "goals-in-short": goals.in_short,
     "log": partial(of_result, models.log, "h200-olmoe-fused"),
     "explorations": partial(of_result, models.explorations, "h200-explorations"),

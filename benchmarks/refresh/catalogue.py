@@ -169,6 +169,8 @@ def _checks() -> Iterator[Recorded]:
         row_seconds=8,
         value=2,
         of_kernels=False,
+        summary="h100-gpu-faults.json",
+        summarize=lambda path: python("tests.chaos.gpu_faults", "--summary", "--output", str(path)),
     )
     yield Recorded(
         "gpu-tests",

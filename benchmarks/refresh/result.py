@@ -38,7 +38,8 @@ class Recorded:
 
     `rows` are the names of all its rows, `found` names those that a file has, and `command` gives the command. The
     seconds are a guess for one row, and for what comes before the first. `value` is what a row is worth. `builds` are
-    the commands that build kernels beforehand; those in `large_builds` need much memory.
+    the commands that build kernels beforehand; those in `large_builds` need much memory. `summary` is a file that the
+    command `summarize` prints from the result.
     """
 
     name: str
@@ -54,6 +55,8 @@ class Recorded:
     builds: tuple[tuple[str, ...], ...] = ()
     large_builds: tuple[tuple[str, ...], ...] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
+    summary: str | None = None
+    summarize: Callable[[Path], list[str]] | None = None
 
     def read(self, folder: Path) -> Results | None:
         """Return what the file in a folder holds; null if there is none, or none that can be read."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -23,6 +24,7 @@ BUILD_SECONDS = 150.0
 """The limit of one build."""
 LARGE_BUILDS = 6
 """So many builds that need much memory run at a time."""
+SUMMARY_SECONDS = 30.0
 LATE = 2.5
 """A child may take so many times what was expected of it."""
 
@@ -110,8 +112,23 @@ class Refresh:
         if after.is_replaced:
             shutil.copy(draft, self.folder / f"{result.file}.part")
             (self.folder / f"{result.file}.part").replace(self.folder / result.file)
+            self._summarize(result)
         gained = len(state.missing) - len(after.missing)
         self.say(f"{result.name}: {status}, {gained} rows gained" + ("" if status == "ended" else f"; see {log}"))
+
+    def _summarize(self, result: Recorded) -> None:
+        """Write the file that is printed from a result; one that is no JSON is noted and left as it was."""
+        if result.summary is None or result.summarize is None:
+            return
+        draft = self.drafts / result.summary
+        draft.unlink(missing_ok=True)
+        status = run_child(result.summarize(self.folder / result.file), SUMMARY_SECONDS, {}, draft)
+        try:
+            json.loads(draft.read_text())
+        except ValueError:
+            self.notes[result.name] += f", its summary: {status}, and no JSON"
+        else:
+            draft.replace(self.folder / result.summary)
 
 
 def build(states: Iterable[State], seconds: float, say: Callable[[str], None] = print) -> list[str]:

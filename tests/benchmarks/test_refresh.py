@@ -141,6 +141,16 @@ def test_a_later_run_continues_the_draft_and_then_replaces_the_file(
     assert _read(tmp_path, "x")["kernels"] == kernels_digest()
 
 
+def test_a_summary_is_written_from_a_result_that_was_replaced(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+    code = "import json, sys; print(len(json.load(open(sys.argv[1]))['rows']))"
+    good = fake("good", summary="sum.json", summarize=lambda path: [sys.executable, "-S", "-c", code, str(path)])
+    bad = fake("bad", summary="bad-sum.json", summarize=lambda path: [sys.executable, "-S", "-c", "print('oh')"])
+    run = refresh()
+    run.run([good, bad])
+    assert json.loads((tmp_path / "sum.json").read_text()) == len(ROWS)
+    assert run.notes["bad"].endswith("no JSON") and not (tmp_path / "bad-sum.json").exists()
+
+
 def test_a_draft_of_earlier_kernels_is_not_continued(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
     _write(tmp_path / "drafts", "x", "ab", "old")
     refresh().run([fake("x")])
