@@ -117,7 +117,7 @@ def test_a_child_that_fails_or_hangs_is_reported_and_the_rest_goes_on(
 ) -> None:
     monkeypatch.setattr(runs, "LATE", 0.5)
     missing = fake("missing", command=lambda step: ["/no/such/command"], value=9)
-    broken = fake("broken", command=lambda step: [step.nothing], value=8)  # type: ignore[attr-defined]
+    broken = fake("broken", command=lambda step: [step.nothing], value=8)
     hangs = fake("hangs", writes=1, then="hang", value=7)
     fails, good = fake("fails", writes=2, then="fail", value=6), fake("good", value=5)
     _write(tmp_path, "fails", "abc", "old")
@@ -194,7 +194,7 @@ def test_builds_run_in_as_many_processes_as_there_are_cores_and_a_failure_is_sai
 
 def test_a_size_that_cannot_be_built_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
     built = []
-    assert run_each({"bad": lambda: 1 / 0, "good": lambda: built.append("good")}) == 1  # type: ignore[dict-item,return-value]
+    assert run_each({"bad": lambda: 1 / 0, "good": lambda: built.append("good")}) == 1  # type: ignore[dict-item]
     assert built == ["good"] and "bad: ZeroDivisionError" in capsys.readouterr().err
 
 
