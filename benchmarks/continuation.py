@@ -10,6 +10,8 @@ from typing import Any
 
 PACKAGES = ("torch", "triton", "nvidia-cudnn-cu13")
 """The packages that times depend on. Others may differ."""
+KERNELS = "kernels"
+"""The field that holds the digest of the kernels' sources."""
 HARDWARE = ("device_kind", "device_name", "memory_bytes", "versions")
 """The fields that identify a device. Its measured peaks vary a little from run to run."""
 
@@ -18,7 +20,8 @@ def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str
     """Return `fresh`, the results of a run that has measured nothing yet, or the results in `path` of the same run.
 
     The same run has the same packages, device and values of the fields `same`. Fields that an earlier version did not
-    write are taken from `fresh`. The day is added to the file's `continued`.
+    write are taken from `fresh`, except for `kernels`: a file without it is of earlier kernels. The day is added to the
+    file's `continued`.
 
     Raises:
         ValueError: the file is of another run, or no results.
@@ -62,7 +65,8 @@ def _identity(results: dict[str, Any], same: Iterable[str]) -> dict[str, Any]:
     """Return what must agree, as it is in JSON."""
     packages = results["environment"].get("packages", {})
     found = {"packages": {name: packages.get(name) for name in PACKAGES}}
-    found |= {name: results[name] for name in same if name in results}
+    named: dict[str, Any] = {name: results.get(name) for name in same if name in results or name == KERNELS}
+    found |= named
     if results.get("hardware"):
         found["hardware"] = {name: results["hardware"][name] for name in HARDWARE if name in results["hardware"]}
     identity: dict[str, Any] = json.loads(json.dumps(found))

@@ -28,6 +28,7 @@ from torch import Tensor
 from benchmarks.environment import describe_environment, write_results
 from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 from explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from explorer.spec.model import MoESpec
@@ -158,7 +159,8 @@ def main(arguments: list[str] | None = None) -> int:
         torch.set_num_threads(1)
         dist.init_process_group("gloo", timeout=TIMEOUT)
     device_name = torch.cuda.get_device_name(device) if kind == "cuda" else "cpu"
-    setting = {"device": device_name, "num_devices": dist.get_world_size(), "backend": options.backend}
+    setting: dict[str, Any] = {"device": device_name, "num_devices": dist.get_world_size(), "backend": options.backend}
+    setting["kernels"] = kernels_digest()
     rows: list[dict[str, Any]] = []
     for name, shape in SHAPES[kind].items():
         for tokens, routing in product(shape.tokens, ("uniform", "zipf")):

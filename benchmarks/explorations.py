@@ -12,6 +12,7 @@ everything itself, unless it says `fresh: false`: then it starts from what the o
 from __future__ import annotations
 
 import argparse
+import json
 import statistics
 import sys
 import tempfile
@@ -22,6 +23,7 @@ from typing import Any
 from api.client import Client, Job, Result
 from api.embedded import EmbeddedService
 from benchmarks.environment import describe_environment, write_results
+from bexp.kernels.experts.auto.table import kernels_digest
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.records.event import Event, EventCode, render_line
@@ -50,14 +52,19 @@ def main(arguments: list[str] | None = None) -> int:
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
     )
     parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS, help="idle seconds before the first job")
+    parser.add_argument("--resume", action="store_true", help="keep the runs in --out, and leave out those names")
     options = parser.parse_args(arguments)
     runs: list[dict[str, Any]] = []
+    if options.resume and options.out.exists():
+        runs = json.loads(options.out.read_text())["runs"]
+    done = {run["name"] for run in runs}
+    configs = [path for path in options.configs if path.stem not in done]
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bexp.db"
         embedded = EmbeddedService(url, with_worker=True, device=options.device, group=options.group)
         with embedded as service, Client(service.url) as client:
             await_worker(service, client, options.warm_seconds)
-            for path in options.configs:
+            for path in configs:
                 for seed in range(options.repeat):
                     document = load_document(path.read_text())
                     if options.num_devices is not None:
@@ -67,6 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
                     request = parse_request({"fresh": True, **document}).model_copy(update={"seed": seed})
                     runs.append(explore(service, client, path.stem, request))
                     found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
+                    found["kernels"] = kernels_digest()
                     write_results(options.out, found)
     print_table(runs)
     return 0 if all(run["state"] == "succeeded" for run in runs) else 1

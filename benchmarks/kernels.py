@@ -42,7 +42,7 @@ from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
 from bexp.kernels.experts.auto.measuring import GemmShape
-from bexp.kernels.experts.auto.table import machine
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget
@@ -103,7 +103,7 @@ def main(arguments: list[str] | None = None) -> int:
     found: dict[str, Any] = {
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
-        "kernels": machine(device)["kernels"],
+        "kernels": kernels_digest(),
         "k": K,
         "n": N,
     }

@@ -41,6 +41,7 @@ from benchmarks.launch_cases import (
     without_gradients,
 )
 from bexp.kernels.autograd import applied
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.experts.rows import Rows
 
@@ -60,7 +61,11 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path)
     options = parser.parse_args(arguments)
     device = torch.device("cuda")
-    results: dict[str, Any] = {"environment": describe_environment(), "device": torch.cuda.get_device_name(device)}
+    results: dict[str, Any] = {
+        "environment": describe_environment(),
+        "device": torch.cuda.get_device_name(device),
+        "kernels": kernels_digest(),
+    }
     unit = median_seconds({"add": partial(torch.zeros(16, device=device).add_, 1.0)})["add"]["median"]
     results["launch_us"] = unit * 1e6
     print(f"one launch: {unit * 1e6:.1f} us")

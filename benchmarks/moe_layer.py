@@ -39,6 +39,7 @@ from benchmarks.moe_contenders import (
     recomputing_name,
 )
 from benchmarks.moe_summary import CLOCKS, compare_with_dense
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.memory import measure_memory
 from bexp.measure.passes import ModulePasses
@@ -85,20 +86,21 @@ def main(arguments: list[str] | None = None) -> int:
     fresh: dict[str, Any] = {
         "environment": describe_environment(),
         "device": torch.cuda.get_device_name(device),
+        "kernels": kernels_digest(),
         "options": {"quick": options.quick},
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": 2048, "expert_ffn_hidden_size": WIDTH},
         "errors": [],
         "rows": [],
     }
     try:
-        results = begin(options.out, fresh, same=("device", "options", "shape"))
+        results = begin(options.out, fresh, same=("device", "kernels", "options", "shape"))
     except ValueError as error:
         parser.error(str(error))
     if results["rows"]:
         print(f"{options.out}: {len(results['rows'])} rows are kept and not timed again")
     bench = Bench(ShortTimer(device), device, deadline, results["rows"])
     earlier, changed = results.pop("left_out", None), False  # not known before the end
-    for kind, num_experts, top_k, micro_batches in _cells(options.quick):
+    for kind, num_experts, top_k, micro_batches in layer_cells(options.quick):
         model = {"num_experts": num_experts, "top_k": top_k}
         if kind == "experts" and not any(model.items() <= row.items() for row in results["errors"]):
             if bench.expired:
@@ -120,7 +122,7 @@ def main(arguments: list[str] | None = None) -> int:
     return 1 if failed else 0
 
 
-def _cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
+def layer_cells(quick: bool) -> Iterator[tuple[str, int, int, tuple[int, ...]]]:
     """What is timed: whole layers first, since those are the goal."""
     if quick:
         yield "layer", 128, 1, (4, 64)

@@ -52,7 +52,7 @@ from benchmarks.moe_contenders import (
 from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
 from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.measuring import FFNShape
-from bexp.kernels.experts.auto.table import machine
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
@@ -93,7 +93,7 @@ def main(arguments: list[str] | None = None) -> int:
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
         "shape": {"seq_length": SEQ_LENGTH, "hidden_size": HIDDEN, "expert_ffn_hidden_size": WIDTH},
-        "kernels": machine(device)["kernels"],
+        "kernels": kernels_digest(),
         "errors": [],
         "rows": [],
     }

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bexp.kernels.experts.auto.table import kernels_digest
 from explorer.cost_model.components import Component
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep
@@ -26,6 +27,10 @@ class RowError(Exception):
     """A row cannot be predicted here; the message says why."""
 
 
+LABELS = ("subject", "kernels")
+"""What is stored beside a component's measurement: of which request it is a part, and the digest of the kernels."""
+
+
 def predict(
     request: ExplorationRequest,
     report: DeviceReport,
@@ -33,7 +38,7 @@ def predict(
     components: list[dict[str, Any]],
     save: Callable[[], None],
 ) -> dict[str, Any]:
-    """Return the prediction and its parts. What is measured is added to `components`, each with its `subject`.
+    """Return the prediction and its parts. What is measured is added to `components`, each with its LABELS.
 
     Raises:
         RowError: the row stands for several candidates, or for none, or a block cannot be measured, or `measure` is
@@ -44,7 +49,7 @@ def predict(
         raise RowError(f"the row stands for {len(space.candidates)} candidates")
     found, subject = space.candidates[0], subject_of(request)
     space.learn(
-        ComponentMeasurement.model_validate({name: value for name, value in known.items() if name != "subject"})
+        ComponentMeasurement.model_validate({name: value for name, value in known.items() if name not in LABELS})
         for known in components
         if known["subject"] == subject
     )
@@ -53,7 +58,7 @@ def predict(
             raise RowError(f"{component.key} has not been measured")
         measured = measure_block(component, found, request, measure)
         space.learn([measured])
-        components.append({"subject": subject, **measured.model_dump(mode="json")})
+        components.append({"subject": subject, "kernels": kernels_digest(), **measured.model_dump(mode="json")})
         save()
     return describe_step(space, space.step(found, simulate=True), report)
 

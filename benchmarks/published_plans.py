@@ -31,6 +31,7 @@ from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.plan_prediction import RowError, predict
+from bexp.kernels.experts.auto.table import kernels_digest
 from explorer.cost_model.parameters import count_embedding, count_parameters
 from explorer.formats.request import parse_request
 from explorer.records.trial import Measure
@@ -49,6 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", help="names; default: all")
     parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun after so many")
     parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--again", action="store_true", help="measure rows of earlier expert kernels again")
     parser.add_argument("--recompose", action="store_true", help="compose the rows of --out again, without a device")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -80,10 +82,26 @@ def run_rows(
     end = time.monotonic() + 60 * options.minutes
     with Profiler(options.device) as profiler:
         for row in wanted:
+            if options.again:
+                forget_earlier(row, table, results)
             if time.monotonic() > end:
                 print(f"the time is over before {row['name']}", flush=True)
                 break
             run_row(row, table, profiler, results, lambda: write_results(options.out, results))
+
+
+def forget_earlier(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> None:
+    """Drop the blocks of a row's model that were measured with earlier expert kernels, and mark the row as stale."""
+    known = results["rows"].get(row["name"], {})
+    if known.get("kernels_digest") == kernels_digest():
+        return
+    known["stale"] = True
+    model = request_of(row, table).model.name
+    results["components"] = [
+        known
+        for known in results["components"]
+        if known.get("kernels") == kernels_digest() or f'"name":"{model}"' not in known["subject"]
+    ]
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -99,7 +117,11 @@ def run_row(
 ) -> None:
     """Predict a row that has no prediction yet, or that of another run; `save` is called after every block."""
     known = results["rows"].get(row["name"], {})
-    if "predicted" in known and all(known.get(name, {}) == row.get(name, {}) for name in ("as_run", "unstated")):
+    if (
+        "predicted" in known
+        and "stale" not in known
+        and all(known.get(name, {}) == row.get(name, {}) for name in ("as_run", "unstated"))
+    ):
         return
     started = time.perf_counter()
     request = request_of(row, table)
@@ -119,6 +141,7 @@ def run_row(
         deviation = predicted["predicted"] / row["tokens_per_second"] - 1
         taken = time.perf_counter() - started
         results["rows"][row["name"]] = {**published, **predicted, "error": deviation, "seconds": taken}
+        results["rows"][row["name"]]["kernels_digest"] = kernels_digest()
         print(
             f"{row['name']:30} published {row['tokens_per_second']:8.1f}, predicted {predicted['predicted']:8.1f} "
             f"({deviation:+.1%}) in {taken:.0f} s",

@@ -38,6 +38,7 @@ from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, Case
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 from benchmarks.gemm_runs import TOLERANCES, TOO_LARGE, WRONG, Run, contenders, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
+from bexp.kernels.experts.auto.table import kernels_digest
 from explorer.records.measurement import Outcome
 from explorer.spec.model import DType
 
@@ -48,7 +49,7 @@ DTYPES = (DType.BFLOAT16, DType.FLOAT16, DType.FLOAT32)
 FIRST = ("bmm", *OURS, *CHOSEN)
 """The contenders that come first and that a cell must have to count: ours, and the padded one."""
 LEFT_OUT = "left_out"
-SAME = ("options", "limit_bytes", "tf32", "tolerances", "contenders", "cases")
+SAME = ("kernels", "options", "limit_bytes", "tf32", "tolerances", "contenders", "cases")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
             "environment": describe_environment(),
             "hardware": hardware,
             "options": {"device": options.device, "quick": options.quick, "shrink": options.shrink},
+            "kernels": kernels_digest(),
             "limit_bytes": LIMIT_BYTES,
             "context_bytes": hardware["context_bytes"],
             "tf32": False,

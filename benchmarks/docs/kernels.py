@@ -12,13 +12,15 @@ from typing import Any
 from benchmarks.docs.results import GIB, Columns, Row, counted, facts, grid, measured_on, percent, ratio, table
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 from benchmarks.gemm_summary import ROOFLINE_SECONDS, device_seconds, wall_seconds
-from benchmarks.moe_contenders import DENSE, LIGER
+from benchmarks.moe_contenders import DENSE, LIGER, compiled_name
 from benchmarks.moe_summary import GRAPH
 
 KINDS = {"layer": "Whole MoE layers (norm, router, experts, combination)", "experts": "Expert FFNs alone"}
 SHORT = {"operands_exceed_limit": "too large", "out_of_memory": "out of memory", "timed_out": "timed out"}
 BOUND_SHARE = 0.3
 """From this share of a layer's time on, the bytes of the experts' matrices are shown as its bound."""
+COMPILED = compiled_name("")
+FUSED = ("fused", "auto")
 DISAGREEING = 3.0
 """So many standard errors apart, the two clocks of a row saw different conditions."""
 CLOCKS = {"device_relative_to_dense": "fastest on the device", "relative_to_dense": "fastest with the host"}
@@ -161,11 +163,12 @@ def moe_turns(results: Row) -> str:
             cells.setdefault((_model(row), row["micro_batch_size"]), []).append(row)
     choices: dict[str, Callable[[Row], bool]] = {
         "dense": lambda row: row["backend"] in DENSE,
-        "fastest stock": lambda row: row["backend"] in BASELINES,
+        "fastest stock": lambda row: row["backend"].removesuffix(COMPILED) in BASELINES,
         "liger": lambda row: row["backend"] == LIGER,
         "fastest back end": lambda row: not row["backend"].endswith(GRAPH) and not row["backend"].startswith("dense"),
         "`auto`": lambda row: row["backend"] == "auto",
         "dense graph": lambda row: row["backend"].removesuffix(GRAPH) in DENSE and row["backend"].endswith(GRAPH),
+        "fastest stock graph": lambda row: row["backend"].endswith(GRAPH) and _kernels_of(row) in BASELINES,
         "fastest graph": lambda row: row["backend"].endswith(GRAPH) and not row["backend"].startswith("dense"),
     }
 
@@ -177,11 +180,41 @@ def moe_turns(results: Row) -> str:
     shown = grid("layer", sorted(cells), kinds, cell, row=lambda place: f"{place[0]} m={place[1]}")
     errors = [row["error"] for row in results["errors"]]
     figures: list[tuple[str, Any]] = [
-        ("largest relative error against float64", f"{max(errors):.1e}" if errors else None),
+        ("largest relative error against float64", f"{max(errors):.1e}" if errors else "not compared in this run"),
+        ("standard error of a time by the clock, median and largest", _spread_of(cells)),
+        *((f"`fused`, compiled and as `auto`, of dense at {place}", shares) for place, shares in _of_fused(cells)),
         ("cells left out for want of time", len(results.get("left_out", ())) or None),
         ("by the clock faster than on the device, so under other conditions", "; ".join(_disagreeing(cells)) or None),
     ]
     return shown + "\n" + facts(figures) + measured_on(results)
+
+
+def _kernels_of(row: Row) -> str:
+    """The back end without how it is run."""
+    return str(row["backend"].removesuffix(GRAPH).removesuffix(COMPILED))
+
+
+def _of_fused(cells: dict[tuple[str, int], list[Row]]) -> Iterator[tuple[str, str]]:
+    """The least and the most of dense at the largest micro-batch, where these run the same expert kernels."""
+    largest = max((micro_batch for _, micro_batch in cells), default=0)
+    for (model, micro_batch), rows in sorted(cells.items()):
+        ours = [row for row in rows if not row["backend"].endswith(GRAPH) and _kernels_of(row) in FUSED]
+        if micro_batch == largest and ours:
+            clock, device = (
+                f"{min(found):.2f}x to {max(found):.2f}x"
+                for found in ([row[of] for row in ours] for of in ("relative_to_dense", "device_relative_to_dense"))
+            )
+            yield f"{model} m={micro_batch}", f"{clock} by the clock, {device} on the device"
+
+
+def _spread_of(cells: dict[tuple[str, int], list[Row]]) -> str | None:
+    shares = [
+        row["clock_error_seconds"] / row["seconds"]
+        for rows in cells.values()
+        for row in rows
+        if row.get("clock_error_seconds")
+    ]
+    return f"{percent(statistics.median(shares))}, {percent(max(shares))}" if shares else None
 
 
 def _disagreeing(cells: dict[tuple[str, int], list[Row]]) -> Iterator[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 
@@ -16,6 +16,7 @@ from benchmarks.docs import (
     fields,
     goals,
     graphs,
+    kernel_goals,
     kernels,
     launches,
     meshes,
@@ -29,6 +30,7 @@ from benchmarks.docs import (
     waiting,
 )
 from benchmarks.docs.results import ROOT, Row
+from benchmarks.environment import is_of_these_kernels
 
 MARKER = re.compile(r"<!-- (?P<name>[a-z0-9-]+) -->\n(?P<old>.*?)<!-- /(?P=name) -->", re.DOTALL)
 CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
@@ -36,11 +38,27 @@ CLOSING = re.compile(r"<!-- /?([a-z0-9-]+) -->")
 
 def of_result(render: Callable[[Row], str], *names: str) -> str:
     """Return the tables of those results that exist, each with its file and age; an empty text if there are none."""
+    return _of_results(render, names)
+
+
+def of_kernels(render: Callable[[Row], str], *names: str) -> str:
+    """Return the same for figures of our expert kernels; a table of earlier kernels begins with a line that says so."""
+    return _of_results(lambda found: _kernels_age(found) + render(found), names)
+
+
+def _of_results(render: Callable[[Row], str], names: Iterable[str]) -> str:
     return "\n".join(
         f"{render(found)}\nRaw rows: `benchmarks/results/{name}.json`{_age(found)}.\n"
         for name in names
         if (found := results.find(name)) is not None
     )
+
+
+def _kernels_age(found: Row) -> str:
+    """Say if the sources of the expert kernels have changed since the measurement."""
+    if is_of_these_kernels(found):
+        return ""
+    return "**Earlier kernels.** The sources of the expert kernels have changed since this was measured.\n\n"
 
 
 def _age(found: Row) -> str:
@@ -54,6 +72,7 @@ def _age(found: Row) -> str:
 
 SECTIONS: dict[str, Callable[[], str]] = {
     "goals": goals.goals,
+    "kernel-goals": kernel_goals.goals,
     "goals-in-short": goals.in_short,
     "log": partial(of_result, models.log, "h200-olmoe-fused"),
     "explorations": partial(of_result, models.explorations, "h200-explorations"),
@@ -88,15 +107,15 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "context-parallel-sizes": partial(of_result, context_parallel.steps, "h200x4-context-parallel-sizes"),
     "published-plans": partial(of_result, published_plans.published_plans, "h100-published-plans"),
     "mesh-fidelity": partial(of_result, meshes.mesh_fidelity, "h100x2-mesh-fidelity", "h100x2-mesh-fidelity-experts"),
-    "grouped-gemm": partial(of_result, kernels.grouped_gemm, "h200-grouped-gemm"),
-    "variable-gemm": partial(of_result, kernels.variable_gemm, "h200-variable-gemm"),
-    "auto-gemm": partial(of_result, kernels.auto_gemm, "h100-grouped-gemm"),
-    "launch-cost": partial(of_result, launches.launch_cost, "h100-launch-cost"),
-    "moe-turns": partial(of_result, kernels.moe_turns, "h100-moe-turns"),
-    "quack": partial(of_result, expert_gemms.quack, "h100-quack"),
-    "fused-choice": partial(of_result, expert_gemms.fused_choice, "h100-fused-choice"),
-    "fused-choice-2": partial(of_result, expert_gemms.fused_choice, "h100-fused-choice-2"),
-    "moe-layer": partial(of_result, kernels.moe_layer, "h200-moe-layer"),
+    "grouped-gemm": partial(of_kernels, kernels.grouped_gemm, "h200-grouped-gemm"),
+    "variable-gemm": partial(of_kernels, kernels.variable_gemm, "h200-variable-gemm"),
+    "auto-gemm": partial(of_kernels, kernels.auto_gemm, "h100-grouped-gemm"),
+    "launch-cost": partial(of_kernels, launches.launch_cost, "h100-launch-cost"),
+    "moe-turns": partial(of_kernels, kernels.moe_turns, "h100-moe-turns"),
+    "quack": partial(of_kernels, expert_gemms.quack, "h100-quack"),
+    "fused-choice": partial(of_kernels, expert_gemms.fused_choice, "h100-fused-choice"),
+    "fused-choice-2": partial(of_kernels, expert_gemms.fused_choice, "h100-fused-choice-2"),
+    "moe-layer": partial(of_kernels, kernels.moe_layer, "h200-moe-layer", "h100-moe-layer"),
     "bta": partial(of_result, attention.bta, "h200-bta"),
     "bta-math": partial(of_result, attention.bta, "h200-bta-math"),
     "recomputation": partial(of_result, attention.recomputation, "h200-recomputation"),

@@ -41,7 +41,8 @@ def causal_cross_entropy(
     """Return the sum, in float32, of the cross entropies of all targets that are not `ignore_index`.
 
     The pointwise function `transform` is applied to the logits. The gradients are computed together with the loss and
-    kept until backward: (T, D) in the dtype of h for h, and in float32 for the weight if there are several chunks.
+    kept until backward: (T, D) in the dtype of h for h, and in float32 for the weight if there are several chunks or it
+    is in float16.
     """
     size = chunk or chunk_tokens(weight_VD.shape[0])
     loss: Tensor = _CausalCrossEntropy.apply(  # type: ignore[no-untyped-call]  # untyped in torch
@@ -65,7 +66,9 @@ class _CausalCrossEntropy(Function):
     ) -> Tensor:
         needs = tuple(with_gradients and needed for needed in ctx.needs_input_grad[:3])
         num_tokens = h_TD.shape[0]
-        wide = torch.float32 if num_tokens > chunk and weight_VD.dtype.itemsize < 4 else weight_VD.dtype
+        # A sum over tokens can exceed float16's largest number, 65504, although the mean does not.
+        is_wide = weight_VD.dtype is torch.float16 or (num_tokens > chunk and weight_VD.dtype.itemsize < 4)
+        wide = torch.float32 if is_wide else weight_VD.dtype
         grad_h = torch.empty_like(h_TD) if needs[0] else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs[1] else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
@@ -137,4 +140,4 @@ def _add_product(total: Tensor, grad_logits: Tensor, h: Tensor) -> None:
     elif h.device.type == "cuda":
         torch.addmm(total, grad_logits.t(), h, out_dtype=total.dtype, out=total)
     else:
-        total += torch.mm(grad_logits.t(), h)
+        total += torch.mm(grad_logits.t().to(total.dtype), h.to(total.dtype))

@@ -57,6 +57,9 @@ class _ChunkedCrossEntropy(Function):
         grad_h = torch.empty_like(h_TD) if needs[0] else None
         grad_weight = torch.zeros_like(weight_VD) if needs[1] else None
         grad_bias = torch.zeros_like(bias_V, dtype=torch.float32) if bias_V is not None and needs[2] else None
+        # The sum over tokens can exceed float16's largest number, 65504, although the mean does not. A power of two
+        # near the root of the number of tokens leaves as much room above as below.
+        shrink = 2.0 ** -(num_tokens.bit_length() // 2) if weight_VD.dtype is torch.float16 else 1.0
         total = torch.zeros((), dtype=torch.float32, device=h_TD.device)
         for start in range(0, num_tokens, chunk_tokens):
             chunk = slice(start, min(num_tokens, start + chunk_tokens))
@@ -75,11 +78,11 @@ class _ChunkedCrossEntropy(Function):
             if grad_h is not None:
                 torch.mm(grad_logits, weight_VD, out=grad_h[chunk])
             if grad_weight is not None:
-                grad_weight.addmm_(grad_logits.t(), h)
+                grad_weight.addmm_(grad_logits.t(), h, alpha=shrink)
             if grad_bias is not None:
                 grad_bias += probabilities.sum(dim=0)
             del logits, grad_logits, log_probabilities, probabilities  # before those of the next chunk are made
-        ctx.num_tokens = num_tokens
+        ctx.num_tokens, ctx.shrink = num_tokens, shrink
         ctx.gradients = (grad_h, grad_weight, None if grad_bias is None or bias_V is None else grad_bias)
         ctx.bias_dtype = None if bias_V is None else bias_V.dtype
         return total / num_tokens
@@ -92,7 +95,7 @@ class _ChunkedCrossEntropy(Function):
         grad_h, grad_weight, grad_bias = ctx.gradients
         ctx.gradients = None
         scale = grad / ctx.num_tokens
-        for gradient in (grad_h, grad_weight, grad_bias):
+        for gradient, of in ((grad_h, scale), (grad_weight, scale / ctx.shrink), (grad_bias, scale)):
             if gradient is not None:
-                gradient.mul_(scale)
+                gradient.mul_(of)
         return grad_h, grad_weight, None if grad_bias is None else grad_bias.to(ctx.bias_dtype), None, None, None

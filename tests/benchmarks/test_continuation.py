@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from benchmarks.continuation import begin
+from benchmarks.environment import write_results
 
 FRESH: dict[str, Any] = {
     "environment": {"date": "2026-02-02", "packages": {"torch": "2.11.0", "fastapi": "1"}},
@@ -69,3 +70,10 @@ def test_a_file_without_results_is_refused(tmp_path: Path, text: str) -> None:
     path.write_text(text)
     with pytest.raises(ValueError, match="cannot be continued"):
         _begin(path)
+
+
+def test_results_without_the_kernels_digest_are_of_earlier_kernels(tmp_path: Path) -> None:
+    write_results(tmp_path / "run.json", {"environment": {}, "rows": [1]})
+    fresh = {"environment": {}, "kernels": "today", "rows": []}
+    with pytest.raises(ValueError, match='kernels null instead of "today"'):
+        begin(tmp_path / "run.json", fresh, same=("kernels",))

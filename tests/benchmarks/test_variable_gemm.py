@@ -229,6 +229,7 @@ def test_the_recorded_table_can_be_continued(
     write_results(out, recorded)
     monkeypatch.setattr(stub, "hardware", recorded["hardware"])
     monkeypatch.setattr("benchmarks.variable_gemm.describe_environment", lambda: recorded["environment"])
+    monkeypatch.setattr("benchmarks.variable_gemm.kernels_digest", lambda: recorded.get("kernels"))
     assert main(["--out", str(out), "--seconds", "1e-9"]) == 0
     assert not stub.calls
     todo, kept = remaining(list(tasks(quick=False, limited=True)), recorded["runs"])

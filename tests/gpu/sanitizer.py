@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
 from tests.gpu.sanitizer_races import MARK, only_of_warp_specialize, races
 
@@ -68,7 +69,9 @@ def main(arguments: list[str] | None = None) -> int:
         if report["outcome"] != "clean":
             print("\n".join(report["output"]))
     if options.out is not None:
-        options.out.write_text(json.dumps({"sanitizer": sanitizer, "reports": reports}, indent=1))
+        options.out.write_text(
+            json.dumps({"sanitizer": sanitizer, "kernels": kernels_digest(), "reports": reports}, indent=1)
+        )
     return 0 if all(report["outcome"] == "clean" for report in reports) else 1
 
 

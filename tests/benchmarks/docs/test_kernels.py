@@ -5,11 +5,13 @@ from __future__ import annotations
 from copy import deepcopy
 from typing import Any
 
-from benchmarks.docs import expert_gemms, kernels, launches, meshes
+import pytest
+
+from benchmarks.docs import expert_gemms, kernel_goals, kernels, launches, meshes
 from benchmarks.gemm_contenders import OURS
 from benchmarks.gemm_summary import summarize as summarize_gemm
 from benchmarks.moe_summary import compare_with_dense
-from tests.benchmarks.docs.tables import cells, recorded
+from tests.benchmarks.docs.tables import cells, goal, recorded
 
 
 def test_grouped_gemms_show_the_device_and_the_host_side_by_side() -> None:
@@ -183,3 +185,56 @@ def test_moe_layers_show_the_fastest_by_each_clock() -> None:
     device, host = cells(kernels.moe_layer(found), "E=128 top_k=1 m=4")[0]
     assert device.startswith("fused ")
     assert not host.startswith("fused ")
+
+
+def _layer(backend: str, ratio: float, *, cell: tuple[int, int, int] = (8, 2, 64)) -> dict[str, Any]:
+    num_experts, top_k, micro_batch = cell
+    key = {"num_experts": num_experts, "top_k": top_k, "micro_batch_size": micro_batch, "backend": backend}
+    times = {
+        "seconds": 1 / ratio,
+        "device_seconds": 1 / ratio,
+        "clock_error_seconds": 0.02 / ratio,
+        "bound_seconds": 0.5,
+    }
+    return key | times | {"relative_to_dense": ratio, "device_relative_to_dense": ratio}
+
+
+def _turns() -> dict[str, Any]:
+    layers = [
+        ("dense compile", 1),
+        ("bmm", 0.5),
+        ("grouped_mm compile", 0.625),
+        ("fused", 0.8),
+        ("fused compile", 0.75),
+    ]
+    graphs = [("dense compile graph", 1), ("grouped_mm compile graph", 0.625), ("fused graph", 0.8)]
+    rows = [_layer(*each) for each in layers] + [_layer(*each, cell=(128, 1, 4)) for each in graphs]
+    packages = {"torch": "2.11"}
+    return {
+        "rows": rows,
+        "errors": [],
+        "environment": {"date": "2026-11-22T1", "packages": packages},
+        "device": "a card",
+    }
+
+
+def test_a_compiled_layer_of_a_stock_back_end_counts_as_stock() -> None:
+    text = kernels.moe_turns(_turns())
+    ((dense, stock, fastest, *_),) = cells(text, "E=8 top_k=2 m=64")
+    assert dense.startswith("dense compile") and stock.startswith("grouped_mm compile") and fastest.startswith("fused ")
+    (graphs,) = cells(text, "E=128 top_k=1 m=4")
+    assert graphs[-2].startswith("grouped_mm compile 1.6e+03 ms") and graphs[-1].startswith("fused 1.25e+03 ms")
+    said = "0.75x to 0.80x by the clock, 0.75x to 0.80x on the device"
+    assert cells(text, "`fused`, compiled and as `auto`, of dense at E=8 top_k=2 m=64") == [[said]]
+    assert cells(text, "standard error of a time by the clock, median and largest") == [["2.0%, 2.0%"]]
+
+
+def test_goals_of_layers_name_the_best_and_the_bound(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = list(kernel_goals.of_layers(_turns()))
+    met, text = goal(rows, "MoE layer of dense, E=8 top_k=2 m=64")
+    assert not met and text == "0.80x by fused, the best of 4; 0.80x on the device"
+    assert goal(rows, "E=128 top_k=1 m=4") == (False, "40% by fused graph")
+    monkeypatch.setattr(kernel_goals, "find", lambda name: _turns() if name == "h100-moe-turns" else None)
+    assert kernel_goals.goals().count("(earlier kernels)") == len(rows)
+    monkeypatch.setattr(kernel_goals, "find", lambda name: None)
+    assert kernel_goals.goals() == ""

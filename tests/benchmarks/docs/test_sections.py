@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from benchmarks.docs import results, sections
 from benchmarks.docs.results import measured_on
+from bexp.kernels.experts.auto.table import kernels_digest
 from tests.benchmarks.docs.tables import recorded
 
 
@@ -51,3 +54,16 @@ def test_a_run_that_was_continued_has_all_its_days() -> None:
     assert measured_on(found).endswith(", 2026-01-01.\n")
     days = ["2026-01-01T13:00:00", "2026-01-03T09:00:00"]
     assert measured_on(found | {"continued": days}).endswith(", 2026-01-01 and 2026-01-03, in 3 runs.\n")
+
+
+@pytest.mark.parametrize(
+    ("found", "earlier"), [({"kernels": kernels_digest()}, False), ({"kernels": "0"}, True), ({}, True)]
+)
+def test_a_table_of_earlier_kernels_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found: dict[str, Any], earlier: bool
+) -> None:
+    monkeypatch.setattr(results, "RESULTS", tmp_path)
+    (tmp_path / "some.json").write_text(json.dumps(found))
+    text = sections.of_kernels(lambda _: "a table\n", "some")
+    assert text.startswith("**Earlier kernels.**") is earlier
+    assert "a table\n\nRaw rows: `benchmarks/results/some.json`" in text

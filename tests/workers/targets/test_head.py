@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -138,3 +139,20 @@ def test_a_second_backward_is_refused() -> None:
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match="backward ran twice"):
         loss.backward()
+
+
+@pytest.mark.parametrize("chunk", [1024, 4096])
+def test_a_gradient_in_float16_does_not_overflow_where_its_mean_fits(chunk: int) -> None:
+    num_tokens, targets = 4096, torch.zeros(4096, dtype=torch.int64)
+    h = torch.full((num_tokens, 4), 40.0, dtype=torch.float16)  # the sum of the gradients is 109,227
+    losses: tuple[Callable[[torch.Tensor], torch.Tensor], ...] = (
+        lambda w: chunked_cross_entropy(h, w, None, targets, chunk),
+        lambda w: causal_cross_entropy(h, w, None, targets, chunk=chunk) / num_tokens,
+    )
+    for loss in losses:
+        weight = torch.zeros(3, 4, dtype=torch.float16, requires_grad=True)
+        torch.autograd.backward(loss(weight))
+        assert weight.grad is not None
+        torch.testing.assert_close(
+            weight.grad[:, 0].double(), 40 * torch.tensor([-2 / 3, 1 / 3, 1 / 3]).double(), rtol=1e-3, atol=0
+        )

@@ -1,0 +1,266 @@
+"""The command that refreshes recorded GPU results, on fake results with real child processes."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from benchmarks import published_plans
+from benchmarks.refresh import run as runs
+from benchmarks.refresh.__main__ import main
+from benchmarks.refresh.build import run_each
+from benchmarks.refresh.catalogue import PUBLISHED, catalogue
+from benchmarks.refresh.result import Recorded, Results, State, Step, in_order
+from benchmarks.refresh.run import Refresh, build, run_child
+from benchmarks.refresh.waiting import VARIANTS
+from bexp.kernels.experts.auto.table import kernels_digest
+from explorer.formats.request import parse_request
+
+WRITER = """
+import json, os, pathlib, sys, time
+out, digest, rows, then = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), sys.argv[4]
+found = json.loads(out.read_text()) if out.exists() else {"kernels": digest, "rows": []}
+for row in rows:
+    found["rows"].append(row)
+    out.write_text(json.dumps(found))
+found["device"] = os.environ.get("CUDA_VISIBLE_DEVICES")
+out.write_text(json.dumps(found))
+if then == "hang":
+    time.sleep(60)
+sys.exit(3 if then == "fail" else 0)
+"""
+ROWS = ("a", "b", "c")
+
+
+def fake(name: str, writes: int = 3, then: str = "end", **changes: Any) -> Recorded:
+    """A result whose command writes so many of the missing rows, and then ends, hangs or fails."""
+
+    def command(step: Step) -> list[str]:
+        rows = ",".join(step.missing[:writes])
+        return [sys.executable, "-S", "-c", WRITER, str(step.out), kernels_digest(), rows, then]
+
+    plain = Recorded(name, f"{name}.json", ROWS, _rows, command, row_seconds=1, start_seconds=0.1)
+    return replace(plain, **changes)
+
+
+def _rows(found: Results) -> list[str]:
+    return list(found["rows"])
+
+
+def _write(folder: Path, name: str, rows: str, kernels: str | None = None) -> None:
+    folder.mkdir(exist_ok=True)
+    (folder / f"{name}.json").write_text(json.dumps({"kernels": kernels or kernels_digest(), "rows": list(rows)}))
+
+
+def _read(folder: Path, name: str) -> Results:
+    found: Results = json.loads((folder / f"{name}.json").read_text())
+    return found
+
+
+@pytest.fixture
+def refresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Refresh]:
+    monkeypatch.setattr(runs, "STOP_SECONDS", 0.5)
+
+    def begin(seconds: float = 30.0, devices: str = "cpu") -> Refresh:
+        return Refresh(tmp_path, tmp_path / "drafts", time.monotonic() + seconds, devices.split(","))
+
+    return begin
+
+
+@pytest.mark.parametrize(
+    ("recorded", "draft", "missing", "replaced"),
+    [
+        (None, None, "abc", False),
+        (("ab", "old"), None, "abc", False),
+        (("ab", None), None, "c", False),
+        (("ab", "old"), ("a", None), "bc", False),
+        (("ab", "old"), ("ab", None), "c", True),
+        (("ab", "old"), ("abc", "old"), "abc", False),
+        (("ab", None), ("ab", None), "c", False),
+        (("ab", None), ("abc", None), "", True),
+        (None, ("a", None), "bc", True),
+    ],
+)
+def test_rows_of_earlier_kernels_are_missing_and_a_draft_replaces_no_longer_file(
+    tmp_path: Path, recorded: tuple[str, str] | None, draft: tuple[str, str] | None, missing: str, replaced: bool
+) -> None:
+    for folder, what in ((tmp_path, recorded), (tmp_path / "drafts", draft)):
+        if what is not None:
+            _write(folder, "x", *what)
+    state = fake("x").state(tmp_path, tmp_path / "drafts")
+    assert "".join(state.missing) == missing
+    assert state.is_replaced is replaced
+
+
+def test_what_is_worth_most_for_its_seconds_comes_first_and_what_cannot_begin_is_left_out() -> None:
+    cheap = fake("cheap", value=2, row_seconds=1)
+    dear = fake("dear", value=20, row_seconds=5)
+    slow = fake("slow", value=1000, row_seconds=100)
+    done = State(fake("done"), {"kernels": kernels_digest(), "rows": list(ROWS)}, None)
+    states = [State(each, None, None) for each in (cheap, slow, dear)]
+    assert [each.result.name for each in in_order([*states, done], 60)] == ["dear", "cheap"]
+    assert [each.result.name for each in in_order(states, 2)] == ["cheap"]
+
+
+def test_a_child_that_fails_or_hangs_is_reported_and_the_rest_goes_on(
+    tmp_path: Path, refresh: Callable[..., Refresh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runs, "LATE", 0.5)
+    missing = fake("missing", command=lambda step: ["/no/such/command"], value=9)
+    broken = fake("broken", command=lambda step: [step.nothing], value=8)
+    hangs = fake("hangs", writes=1, then="hang", value=7)
+    fails, good = fake("fails", writes=2, then="fail", value=6), fake("good", value=5)
+    _write(tmp_path, "fails", "abc", "old")
+    run = refresh()
+    run.run([good, fails, hangs, broken, missing])
+    assert run.notes["good"] == "ended" and run.notes["fails"] == "status 3" and run.notes["hangs"] == "out of time"
+    assert "No such file" in run.notes["missing"] and run.notes["broken"].startswith("AttributeError")
+    assert _read(tmp_path, "good")["rows"] == [*ROWS]
+    assert _read(tmp_path, "hangs")["rows"] == ["a"], "what it wrote before it hung is kept"
+    assert _read(tmp_path, "fails")["kernels"] == "old", "a longer table is not replaced by a shorter one"
+    assert _read(tmp_path / "drafts", "fails")["rows"] == ["a", "b"]
+
+
+def test_a_later_run_continues_the_draft_and_then_replaces_the_file(
+    tmp_path: Path, refresh: Callable[..., Refresh]
+) -> None:
+    _write(tmp_path, "x", "abc", "old")
+    _write(tmp_path / "drafts", "x", "a")
+    refresh().run([fake("x", writes=2)])
+    assert _read(tmp_path, "x")["rows"] == [*ROWS]
+    assert _read(tmp_path, "x")["kernels"] == kernels_digest()
+
+
+def test_a_summary_is_written_from_a_result_that_was_replaced(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+    code = "import json, sys; print(len(json.load(open(sys.argv[1]))['rows']))"
+    good = fake("good", summary="sum.json", summarize=lambda path: [sys.executable, "-S", "-c", code, str(path)])
+    bad = fake("bad", summary="bad-sum.json", summarize=lambda path: [sys.executable, "-S", "-c", "print('oh')"])
+    run = refresh()
+    run.run([good, bad])
+    assert json.loads((tmp_path / "sum.json").read_text()) == len(ROWS)
+    assert run.notes["bad"].endswith("no JSON") and not (tmp_path / "bad-sum.json").exists()
+
+
+def test_a_draft_of_earlier_kernels_is_not_continued(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+    _write(tmp_path / "drafts", "x", "ab", "old")
+    refresh().run([fake("x")])
+    assert _read(tmp_path, "x")["rows"] == [*ROWS] and _read(tmp_path, "x")["kernels"] == kernels_digest()
+
+
+def test_the_end_is_honoured(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+    started = time.monotonic()
+    run = refresh(4.0)
+    run.run([fake(name, writes=1, then="hang", value=value) for name, value in (("first", 2), ("second", 1))])
+    assert time.monotonic() - started < 8.0
+    assert run.notes["first"] == "out of time"
+    assert not (tmp_path / "second.json").exists()
+
+
+def test_devices_work_side_by_side_and_a_result_of_several_gets_all(
+    tmp_path: Path, refresh: Callable[..., Refresh]
+) -> None:
+    both = fake("both", num_devices=2)
+    refresh(devices="cuda:2,cuda:5").run([fake("a"), fake("b"), both])
+    assert {_read(tmp_path, name)["device"] for name in "ab"} <= {"2", "5"}
+    assert _read(tmp_path, "both")["device"] == "2,5"
+    (tmp_path / "both.json").unlink()
+    one = refresh(devices="cuda:0")
+    one.run([both])
+    assert "both" not in one.notes, "it needs two devices"
+
+
+def test_builds_run_in_as_many_processes_as_there_are_cores_and_a_failure_is_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(4))
+    wait = "import pathlib, sys, time; p = pathlib.Path(sys.argv[1]); (p / sys.argv[2]).touch()\n"
+    wait += "while len(list(p.iterdir())) < 4: time.sleep(0.02)"  # ends only if all four are there at a time
+    commands = tuple((sys.executable, "-S", "-c", wait, str(tmp_path), str(number)) for number in range(4))
+    assert build([State(fake("x", builds=commands), None, None)], 30) == []
+    bad = (sys.executable, "-S", "-c", "raise SystemExit(4)")
+    (said,) = build([State(fake("x", large_builds=(bad, bad)), None, None)], 30)
+    assert said.endswith("status 4")
+
+
+def test_a_size_that_cannot_be_built_does_not_end_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    built = []
+    assert run_each({"bad": lambda: 1 / 0, "good": lambda: built.append("good")}) == 1  # type: ignore[dict-item]
+    assert built == ["good"] and "bad: ZeroDivisionError" in capsys.readouterr().err
+
+
+def test_the_children_of_a_child_end_with_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "STOP_SECONDS", 0.2)
+    code = "import subprocess, sys, pathlib; p = subprocess.Popen(['sleep', '60'])\n"
+    code += "pathlib.Path(sys.argv[1]).write_text(str(p.pid)); p.wait()"
+    assert run_child([sys.executable, "-S", "-c", code, str(tmp_path / "pid")], 1.5, {}) == "out of time"
+    state = Path(f"/proc/{(tmp_path / 'pid').read_text()}/stat")
+    assert not state.exists() or state.read_text().split()[2] == "Z"
+
+
+def test_the_command_says_what_is_missing_and_runs_only_what_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    known = [fake("x"), fake("y", value=2)]
+    arguments = ["--results", str(tmp_path), "--devices", "cpu", "--minutes", "1"]
+    assert main([*arguments, "--dry-run"], known) == 0
+    assert capsys.readouterr().out.splitlines()[0].startswith("y: no file; 3 of 3 rows missing")
+    assert main([*arguments, "--only", "x"], known) == 0
+    assert "x: all 3 rows are of today's kernels -- ended" in capsys.readouterr().out
+    assert not (tmp_path / "y.json").exists()
+
+
+class _ParsedError(Exception):
+    pass
+
+
+def _commands() -> list[list[str]]:
+    """The arguments of each Python module that the catalogue runs, the module first."""
+    folder = Path("/tmp/never-written")
+    steps = [(each, Step(folder / each.file, "cuda:0", 300.0, each.rows)) for each in catalogue()]
+    of_results = [each.command(step) for each, step in steps if each.name != "waiting"]
+    builds = [list(command) for each in catalogue() for command in (*each.builds, *each.large_builds)]
+    return [command[len(command) - command[::-1].index("-m") :] for command in of_results + builds]
+
+
+@pytest.mark.parametrize("command", _commands(), ids=lambda command: " ".join(command)[:70])
+def test_each_command_of_the_catalogue_is_understood(command: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    parse = argparse.ArgumentParser.parse_args
+
+    def parse_only(self: argparse.ArgumentParser, *arguments: Any) -> None:
+        parse(self, *arguments)
+        raise _ParsedError
+
+    name, *arguments = command
+    module = importlib.import_module(f"{name}.__main__" if name == "tests.gpu" else name)
+    monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
+    monkeypatch.setattr(sys, "argv", [name, *arguments])
+    with pytest.raises(_ParsedError):
+        module.main()
+
+
+def test_the_configurations_of_waiting_times_are_requests(tmp_path: Path) -> None:
+    (waiting,) = (each for each in catalogue() if each.name == "waiting")
+    command = waiting.command(Step(tmp_path / "x.json", "cuda:0", 300.0, ("olmoe-1b-7b-6-layers-like",)))
+    assert str(tmp_path / "waiting" / "olmoe-1b-7b-6-layers-like.yaml") in command and "--resume" in command
+    assert all(parse_request(variant.document()) for variant in VARIANTS.values())
+
+
+def test_the_catalogue_has_the_recorded_rows_of_each_file() -> None:
+    folder = published_plans.PUBLISHED.parent / "results"
+    names = {row["name"] for row in json.loads(published_plans.PUBLISHED.read_text())["rows"]}
+    assert set(PUBLISHED) <= names
+    states = {each.name: each.state(folder, folder / "none") for each in catalogue()}
+    for name in ("moe-turns", "grouped-gemm", "launch-cost", "fused-choice", "waiting", "gpu-faults"):
+        state = states[name]
+        assert state.recorded is not None
+        assert set(state.result.rows) & set(state.result.found(state.recorded)), name
