@@ -75,7 +75,7 @@ def blocks_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
     if measurement.outcome is Outcome.OK:
         peak = size_text(trial.measured_peak_bytes or 0)
         message = (
-            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:.0f} tokens/s of each device, "
+            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:,.0f} tokens/s of each device, "
             f"peak {peak} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)

@@ -162,8 +162,8 @@ class RequestFields(Frozen):
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
     sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
         "bexp",
-        description="The Optuna sampler that suggests trials: our own, or a stock one to compare with. Recommendation "
-        "and confidence are computed alike for all.",
+        description="The Optuna sampler that suggests trials: our own, or one of Optuna's to compare with. "
+        "Recommendation and confidence are computed alike for all.",
     )
     labels: Labels = Field(
         default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
