@@ -70,7 +70,10 @@ def prune(
     audit_older_than_days: Annotated[
         float | None,
         typer.Option(
-            min=0, max=36_500, metavar="DAYS", help="Delete older records of `bexp audit`; each run deletes after 365."
+            min=0,
+            max=36_500,
+            metavar="DAYS",
+            help="Delete records of `bexp audit` that are older. Without this option: than 365 days.",
         ),
     ] = None,
     components: Annotated[

@@ -24,11 +24,11 @@ def goals(result: Row) -> str:
 
 
 def _recommended(result: Row) -> Iterator[Goal]:
-    """The recommended configurations of default explorations in the Trainer, plain and padded."""
+    """The recommended candidates of default explorations in the Trainer, plain and padded."""
     rows = [row for row in _explored(result) if set(row["fields"]) <= {"padding=right", "padding=left"}]
     runs = [run for row in rows for run in row["recommended"]]
     failed = sum("tokens_per_second" not in run for run in runs)
-    yield "recommended configurations that fail in the Trainer", "none", not failed, f"{failed} of {len(runs)} runs"
+    yield "recommended candidates that fail in the Trainer", "none", not failed, f"{failed} of {len(runs)} runs"
     for padded, what in ((False, "texts of one length"), (True, "padded texts")):
         found = {row["model"]: ratio(row) for row in rows if row["padded"] is padded}
         within = [name for name, share in found.items() if share is not None and share >= WITHIN]

@@ -35,7 +35,7 @@ def space_event(
     """
     model, limit = space.model, f"{limit_bytes / GIB:.2f} GiB"
     memory = (
-        f"{num_predicted_out} more left out: predicted not to fit in {limit}"
+        f"{num_predicted_out:,} more left out: predicted not to fit in {limit}"
         if num_predicted_out
         else f"all predicted to fit in {limit}"
     )
@@ -44,8 +44,8 @@ def space_event(
     return EventDraft(
         code=EventCode.SPACE,
         message=(
-            f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
-            f"{memory}"
+            f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates):,} candidates "
+            f"to consider, {memory}"
         ),
         data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
     )

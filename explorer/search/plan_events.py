@@ -22,7 +22,7 @@ def opening(space: PlanSpace, number: int, base: MeshCandidate | None) -> Progre
         code=EventCode.SPACE,
         message=(
             f"{request.model.name}: {count_parameters(request.model):,} parameters on {request.num_devices:,} "
-            f"{devices}, {summary['num_meshes']} meshes, {summary['num_candidates']} candidates; the best "
+            f"{devices}, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
             f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
         ),
         data={**summary, "memory_limit_bytes": space.limit_bytes},

@@ -140,7 +140,9 @@ class RequestFields(Frozen):
     )
     context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
-        None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
+        None,
+        description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "
+        "the RAM.",
     )
     headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
         0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."
