@@ -1,8 +1,13 @@
 # One image for the API (`bexp serve`, the default) and for workers (`bexp worker --device cuda:0`).
 #
 #   docker build --tag bexp .
-#   docker run --rm --publish 8642:8642 bexp
-#   docker run --rm --gpus all --env BEXP_DATABASE_URL=... bexp worker --device cuda:0
+#   docker run --detach --name bexp-api --publish 127.0.0.1:8642:8642 --env BEXP_DATABASE_URL=... bexp
+#   docker exec bexp-api bexp token create me
+#   docker run --detach --gpus all --no-healthcheck --env BEXP_DATABASE_URL=... bexp worker --device cuda:0
+#
+# In a container the API listens on all addresses, so each request needs a token, also one from the host itself. The third
+# command prints one; clients send it as BEXP_API_TOKEN. A worker needs no token: it works on the database, and both need
+# the same one (postgresql://...). deploy/compose.yaml starts all of them with a PostgreSQL.
 #
 # The image has transformers, which measures a config.json of Hugging Face. For the nodes and the coordinator of a Ray
 # cluster: docker build --build-arg EXTRAS=transformers,ray --tag bexp:ray .

@@ -266,8 +266,8 @@ def _alternative(best: Recommendation, other: Alternative) -> str:
 
 def _runner_up(rival: RunnerUpCheck) -> str:
     name, check = rival.candidate.describe(), rival.whole_model
-    if rival.mesh is not None:
-        name = f"{rival.mesh.describe()} {name}"
+    if rival.mesh is not None:  # which names the sharding
+        name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
     gain = f"; the recommended one is {rival.gain:.3f}x as fast" if rival.gain is not None else ""

@@ -67,7 +67,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         description=DESCRIPTION,
         version=version("bexp"),
         lifespan=lifespan,
-        docs_url=None,  # the stock pages load their scripts from another host; `web` has a page of its own
+        docs_url=None,  # FastAPI's own pages load their scripts from another host; `web` has a page of its own
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,  # what a generated client calls its functions

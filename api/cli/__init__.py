@@ -18,7 +18,8 @@ app = typer.Typer(
     cls=CommandGroup,
     epilog=(
         "Exit codes: 0 there is an answer, 1 there is none (nothing fits, or cancelled), 2 wrong usage, "
-        "3 the service failed. Environment: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN."
+        "3 the service failed. Environment: BEXP_DATABASE_URL (where explorations are stored; default: a file), "
+        "BEXP_API_URL (the service that commands talk to; default: on this machine), BEXP_API_TOKEN (its token)."
     ),
     no_args_is_help=True,
     context_settings={"help_option_names": ["-h", "--help"]},

@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from api.cli.arguments import AsJson
+from api.cli.arguments import AsJson, JobId
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
+from api.cli.job_ids import find_stored_id
 from api.cli.results import print_json
 
 if TYPE_CHECKING:
@@ -32,17 +33,15 @@ def upgrade() -> None:
         say("the database is up to date")
 
 
-def study(
-    job_id: Annotated[str, typer.Argument(metavar="ID", help="The exploration.")], as_json: AsJson = False
-) -> None:
+def study(job_id: JobId, as_json: AsJson = False) -> None:
     """Write the Optuna study of an exploration into the database, for optuna-dashboard and other Optuna tools.
 
-    Example: bexp study 0123456789abcdef
+    Example: bexp study latest
     """
     from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
-        found = write_studies(database, job_id)
+        found = write_studies(database, find_stored_id(database, job_id))
     if not found.names:
         raise CommandError(ExitCode.USAGE, f"there is no study of an exploration {job_id!r}")
     if as_json:
@@ -71,7 +70,10 @@ def prune(
     audit_older_than_days: Annotated[
         float | None,
         typer.Option(
-            min=0, max=36_500, metavar="DAYS", help="Delete older records of `bexp audit`; each run deletes after 365."
+            min=0,
+            max=36_500,
+            metavar="DAYS",
+            help="Delete records of `bexp audit` that are older. Without this option: than 365 days.",
         ),
     ] = None,
     components: Annotated[

@@ -10,7 +10,8 @@ from api.cli.errors import CommandError, ExitCode
 from explorer.spec.labels import parse_label
 
 JobId = Annotated[
-    str, typer.Argument(metavar="ID", help="The id of the exploration, its first characters, or `latest`.")
+    str,
+    typer.Argument(metavar="ID", help="The id of the exploration, its first characters (four or more), or `latest`."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 

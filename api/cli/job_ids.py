@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from http import HTTPStatus
+from typing import TYPE_CHECKING
 
 from api.cli.errors import CommandError, ExitCode
 from api.client import Client, Job, ProblemError
+
+if TYPE_CHECKING:
+    from storage.database import Database
 
 LATEST = "latest"
 MOST_SEARCHED = 2000
@@ -21,23 +26,45 @@ def find_job(client: Client, given: str) -> Job:
     """
     if given == LATEST:
         newest = client.list(limit=1).jobs
-        if not newest:
-            raise CommandError(ExitCode.USAGE, "there is no exploration yet")
-        return client.get(newest[0].id)
+        return client.get(_latest([job.id for job in newest]))
     try:
         return client.get(given)
     except ProblemError as error:
         if error.status != HTTPStatus.NOT_FOUND or len(given) < FEWEST_CHARACTERS:
             raise
-        found = _beginning_with(client, given)
-        if not found:
-            raise CommandError(
-                ExitCode.USAGE, f"no exploration begins with {given!r}; `bexp list` shows them"
-            ) from None
+    return client.get(_only(given, _beginning_with(client, given)))
+
+
+def find_stored_id(database: Database, given: str) -> str:
+    """Return the id of the exploration in the database that `given` means, as `find_job` does with a service.
+
+    Raises CommandError if there is none, or if several begin alike. An unknown id of fewer than FEWEST_CHARACTERS
+    characters is returned as it is.
+    """
+    from storage.listing import ids_beginning_with, list_jobs  # noqa: PLC0415 - for one command alone
+
+    if given == LATEST:
+        page, _ = list_jobs(database, limit=1)
+        return _latest([job.id for job in page])
+    if len(given) < FEWEST_CHARACTERS:
+        return given
+    found = ids_beginning_with(database, given, limit=MOST_NAMED + 1)
+    return given if given in found else _only(given, found)
+
+
+def _latest(newest: Sequence[str]) -> str:
+    if not newest:
+        raise CommandError(ExitCode.USAGE, "there is no exploration yet")
+    return newest[0]
+
+
+def _only(given: str, found: Sequence[str]) -> str:
+    if not found:
+        raise CommandError(ExitCode.USAGE, f"no exploration begins with {given!r}; `bexp list` shows them")
     if len(found) > 1:
         named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
         raise CommandError(ExitCode.USAGE, f"several explorations begin with {given!r}: {named}")
-    return client.get(found[0])
+    return found[0]
 
 
 def _beginning_with(client: Client, given: str) -> list[str]:

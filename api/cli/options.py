@@ -83,7 +83,7 @@ MemoryLimitGiB = Annotated[
     float | None,
     typer.Option(
         "--memory-limit-gib",
-        help="Plan for a device with less memory than this one.",
+        help="Explore as if the device had only so many GiB of memory.",
         show_default=_default("memory_limit_gib", "all of it"),
     ),
 ]

@@ -121,14 +121,14 @@ def of_explorations(results: Row) -> Iterator[Goal]:
     trials = [trial for run in results["runs"] for trial in run["trials"] if trial["kind"] == "whole_model"]
     if trials:
         failed = sum(trial["measurement"]["outcome"] == "out_of_memory" for trial in trials)
-        what = "recommended configurations that run out of memory as whole models"
+        what = "recommended candidates that run out of memory as whole models"
         yield what, "none", not failed, f"{failed} of {len(trials)} whole-model runs"
 
 
 def of_fidelity(results: Row) -> Iterator[Goal]:
     """Step time and peak memory, composed against whole."""
     rows = [row for row in results["rows"] if row["check"]]
-    over = f"{len(rows)} configurations of {len({row['name'] for row in rows})} tables"
+    over = f"{len(rows)} candidates of {len({row['name'] for row in rows})} tables"
     for key, what in (("step_error", "step time"), ("peak_error", "peak memory")):
         errors = [abs(row["check"][key]) for row in rows]
         if not errors:

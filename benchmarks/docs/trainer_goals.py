@@ -14,7 +14,7 @@ NUM_MODELS, NUM_WITHIN, WITHIN = 14, 13, 0.98
 MEDIAN_ERROR, MAX_ERROR = 0.02, 0.08
 ANSWER_SECONDS = 120.0
 APPLIED = {"olmoe": 1.5, "qwen3-30b": 1.4, "llama-3.2": 1.08}
-"""Least throughput over the stock Trainer, each at its best setting."""
+"""Least throughput over the unchanged Trainer, each at its best setting."""
 CHECK = re.compile(r"composed\s+step ([+-][\d.]+)%,\s+composed\s+peak ([+-][\d.]+)%")
 
 
@@ -24,11 +24,11 @@ def goals(result: Row) -> str:
 
 
 def _recommended(result: Row) -> Iterator[Goal]:
-    """The recommended configurations of default explorations in the Trainer, plain and padded."""
+    """The recommended candidates of default explorations in the Trainer, plain and padded."""
     rows = [row for row in _explored(result) if set(row["fields"]) <= {"padding=right", "padding=left"}]
     runs = [run for row in rows for run in row["recommended"]]
     failed = sum("tokens_per_second" not in run for run in runs)
-    yield "recommended configurations that fail in the Trainer", "none", not failed, f"{failed} of {len(runs)} runs"
+    yield "recommended candidates that fail in the Trainer", "none", not failed, f"{failed} of {len(runs)} runs"
     for padded, what in ((False, "texts of one length"), (True, "padded texts")):
         found = {row["model"]: ratio(row) for row in rows if row["padded"] is padded}
         within = [name for name, share in found.items() if share is not None and share >= WITHIN]
@@ -69,7 +69,7 @@ def _answers(result: Row) -> Iterator[Goal]:
 
 
 def _applied(result: Row) -> Iterator[Goal]:
-    """The best of a model's rows over the stock Trainer, and over the Trainer's own compilation where it ran."""
+    """The best of a model's rows over the unchanged Trainer, and over the Trainer's own compilation where it ran."""
     for name, goal in APPLIED.items():
         rows = [row for row in _explored(result) if row["model"].startswith(name) and not row["padded"]]
         best = max(rows, key=lambda row: ratio(row) or 0.0, default=None)
@@ -81,7 +81,7 @@ def _applied(result: Row) -> Iterator[Goal]:
         if ours is not None and compiled is not None:
             over = ours["tokens_per_second"] / compiled["tokens_per_second"]
             text += f"; {over:.2f}x of the Trainer's own `torch_compile`"
-        yield f"{best['model']} after `bexp.apply` over the stock Trainer", f">= {goal}x", share >= goal, text
+        yield f"{best['model']} after `bexp.apply` over the unchanged Trainer", f">= {goal}x", share >= goal, text
 
 
 def _explored(result: Row) -> list[Row]:

@@ -26,16 +26,16 @@ def compositions(result: Row) -> str:
 
 
 def trainers(result: Row) -> str:
-    """What the Trainer reached: stock at its best, and as recommended by default explorations."""
+    """What the Trainer reached: unchanged at its best, and as recommended by default explorations."""
     return table(
         [row for row in result["models"] if "exploration" in row and not row["fields"]],
         {
             "model": lambda row: row["model"],
             "sequence": lambda row: row["seq_length"],
             "batch": _batch,
-            "stock, its best": lambda row: _run(best_of(row.get("sweep", []))),
+            "unchanged, its best": lambda row: _run(best_of(row.get("sweep", []))),
             "as recommended": lambda row: _run(best_of(row.get("recommended", []))),
-            "over stock": lambda row: _over(row, "recommended", "sweep"),
+            "over unchanged": lambda row: _over(row, "recommended", "sweep"),
             "the answer's best with stock kernels": lambda row: _run(best_of(row.get("stock", []))),
             "composed time, peak": _composed,
             "confidence": lambda row: _answer(row).get("confidence"),
@@ -52,11 +52,11 @@ def chosen_fields(result: Row) -> str:
             "model": lambda row: row["model"],
             "fields": lambda row: " ".join(f"`{field}`" for field in row["fields"]),
             "batch": _batch,
-            "stock, its best": lambda row: _run(best_of(row.get("sweep", []))),
-            "stock with `torch_compile`": lambda row: _run(best_of(row.get("compiled_sweep", []))),
+            "unchanged, its best": lambda row: _run(best_of(row.get("sweep", []))),
+            "unchanged with `torch_compile`": lambda row: _run(best_of(row.get("compiled_sweep", []))),
             "as recommended": lambda row: _run(best_of(row.get("recommended", []))),
-            "over stock": lambda row: _over(row, "recommended", "sweep"),
-            "over compiled stock": lambda row: _over(row, "recommended", "compiled_sweep"),
+            "over unchanged": lambda row: _over(row, "recommended", "sweep"),
+            "over unchanged with `torch_compile`": lambda row: _over(row, "recommended", "compiled_sweep"),
             "submit to answer": lambda row: _seconds(row["exploration"]["wall_seconds"]),
         },
     )

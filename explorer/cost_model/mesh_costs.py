@@ -162,17 +162,18 @@ class DeviceShare:
         It is measured with norm and residual sum over all tokens, and sequence parallelism leaves a device a part of
         them. What they read and write at the device's bandwidth is taken off, which is the least that they can take.
         Experts that devices share are measured with copies in place of exchanges, which are taken off in the same way,
-        and so is the norm of shared experts, which use that of the others.
+        and so is the norm of shared experts, which use that of the others. Whatever runs again in backward is taken off
+        there once more.
         """
         if block.overlap is not None:
-            copied = block.overlap.local_bytes / self.bandwidth
-            return copied, copied
-        if block.component.kind not in NORMED:
-            return 0.0, 0.0
-        once = self.hidden_bytes / self.bandwidth
-        elsewhere, norm = 1.0 - 1.0 / tensor, 1.0 / tensor if block.repeated_outputs else 0.0
-        first = (FORWARD_TENSORS * elsewhere + NORM_FORWARD_TENSORS * norm) * once
-        rest = (BACKWARD_TENSORS * elsewhere + NORM_BACKWARD_TENSORS * norm) * once
+            first = rest = block.overlap.local_bytes / self.bandwidth
+        elif block.component.kind in NORMED:
+            once = self.hidden_bytes / self.bandwidth
+            elsewhere, norm = 1.0 - 1.0 / tensor, 1.0 / tensor if block.repeated_outputs else 0.0
+            first = (FORWARD_TENSORS * elsewhere + NORM_FORWARD_TENSORS * norm) * once
+            rest = (BACKWARD_TENSORS * elsewhere + NORM_BACKWARD_TENSORS * norm) * once
+        else:
+            first = rest = 0.0
         return first, rest + (first if block.component.recompute is BlockRecompute.FULL else 0.0)
 
 

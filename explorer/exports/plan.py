@@ -165,7 +165,7 @@ def _header(
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
     else:
-        lines.append(f"expect about {choice.tokens_per_second:.0f} tokens/s of each device")
+        lines.append(f"expect about {choice.tokens_per_second:,.0f} tokens/s of each device")
     if request.target_name == TRANSFORMERS and request.target_name in framework.targets:
         lines.append(_weights_line(request, report))
     lines.append(_allocator_line(request))

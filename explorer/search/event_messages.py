@@ -35,7 +35,7 @@ def space_event(
     """
     model, limit = space.model, f"{limit_bytes / GIB:.2f} GiB"
     memory = (
-        f"{num_predicted_out} more left out: predicted not to fit in {limit}"
+        f"{num_predicted_out:,} more left out: predicted not to fit in {limit}"
         if num_predicted_out
         else f"all predicted to fit in {limit}"
     )
@@ -44,8 +44,8 @@ def space_event(
     return EventDraft(
         code=EventCode.SPACE,
         message=(
-            f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates)} candidates to consider, "
-            f"{memory}"
+            f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates):,} candidates "
+            f"to consider, {memory}"
         ),
         data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
     )
@@ -108,7 +108,7 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         noun = "component" if number == 1 else "components"
         what = f"{number} {noun} again" if suggestion.again else f"{number} new {noun}"
         message = (
-            f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:.0f} tokens/s, "
+            f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:,.0f} tokens/s, "
             f"peak {size_text(peak)} ({what} in {seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
@@ -160,7 +160,7 @@ def whole_model_event(
     return EventDraft(
         code=EventCode.WHOLE_MODEL,
         message=(
-            f"{what}: {check.tokens_per_second:.0f} tokens/s, "
+            f"{what}: {check.tokens_per_second:,.0f} tokens/s, "
             f"peak {size_text(check.measurement.peak_bytes)}; composed step {100 * check.step_error:+.1f}%, "
             f"composed peak {100 * check.peak_error:+.1f}%"
         ),
@@ -193,7 +193,7 @@ def end_event(answer: Answer) -> EventDraft:
 
 def _with_rate(found: Recommendation) -> str:
     """Return the candidate and its rate. That of a mesh begins with the mesh, which names the sharding."""
-    rate = f"{found.expected_tokens_per_second:.0f} tokens/s"
+    rate = f"{found.expected_tokens_per_second:,.0f} tokens/s"
     if found.plan is None:
         return f"{found.candidate.describe()}: {rate}"
     settings = found.candidate.model_copy(update={"sharding": None}).describe()

@@ -22,7 +22,7 @@ def opening(space: PlanSpace, number: int, base: MeshCandidate | None) -> Progre
         code=EventCode.SPACE,
         message=(
             f"{request.model.name}: {count_parameters(request.model):,} parameters on {request.num_devices:,} "
-            f"{devices}, {summary['num_meshes']} meshes, {summary['num_candidates']} candidates; the best "
+            f"{devices}, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
             f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
         ),
         data={**summary, "memory_limit_bytes": space.limit_bytes},
@@ -75,7 +75,7 @@ def blocks_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
     if measurement.outcome is Outcome.OK:
         peak = size_text(trial.measured_peak_bytes or 0)
         message = (
-            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:.0f} tokens/s of each device, "
+            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:,.0f} tokens/s of each device, "
             f"peak {peak} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)

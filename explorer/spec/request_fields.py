@@ -140,7 +140,9 @@ class RequestFields(Frozen):
     )
     context_parallel: ContextParallelSpec = ContextParallelSpec()
     memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
-        None, description="Plan for a smaller device; default: the device's own memory, on CPU a share of the RAM."
+        None,
+        description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "
+        "the RAM.",
     )
     headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
         0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."
@@ -162,8 +164,8 @@ class RequestFields(Frozen):
     seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
     sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
         "bexp",
-        description="The Optuna sampler that suggests trials: our own, or a stock one to compare with. Recommendation "
-        "and confidence are computed alike for all.",
+        description="The Optuna sampler that suggests trials: our own, or one of Optuna's to compare with. "
+        "Recommendation and confidence are computed alike for all.",
     )
     labels: Labels = Field(
         default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."

@@ -42,7 +42,7 @@ def test_one_model_in_fourteen_may_be_slower_than_the_sweep() -> None:
 
 
 def test_a_configuration_that_fails_is_counted() -> None:
-    assert said([row("good", 10.0), row("bad", None)], "recommended configurations") == ("no", "1 of 2 runs")
+    assert said([row("good", 10.0), row("bad", None)], "recommended candidates") == ("no", "1 of 2 runs")
 
 
 def test_padded_rows_have_a_line_of_their_own() -> None:

@@ -21,6 +21,7 @@ from explorer.records.recommendation import (
 )
 from explorer.spec.mesh import Mesh, Schedule
 from explorer.spec.request import ExplorationRequest
+from explorer.spec.training import Sharding
 from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
 
 
@@ -219,6 +220,18 @@ def test_a_runner_up_that_did_not_run_says_why() -> None:
     best = RECOMMENDATION.model_copy(update={"runner_up": rival})
     text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
     assert "experts=loop: out_of_memory as a whole model: too much" in text
+
+
+def test_the_runner_up_of_a_mesh_names_its_sharding_once() -> None:
+    failed = {"composed_tokens_per_second": 1.0, "outcome": Outcome.CRASHED, "reason": "too much"}
+    sharded = BASE.model_copy(update={"sharding": Sharding.ZERO1})
+    rival = RunnerUpCheck.model_validate(
+        {"candidate": sharded, "mesh": Mesh(data=2, sharding=Sharding.ZERO1), **failed}
+    )
+    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
+    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    assert "data=2 sharding=zero1 micro_batch_size=1" in text
+    assert text.count("sharding=zero1") == 1
 
 
 @pytest.mark.parametrize(

@@ -15,6 +15,7 @@ from api.cli.errors import ExitCode
 from explorer.records.event import Progress
 from storage.database import Database
 from storage.queue import Queue
+from storage.tables import jobs
 from tests.cli.samples import REQUEST
 from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial
 
@@ -91,11 +92,36 @@ def test_as_json_there_is_the_storage_and_the_names(study: Callable[..., tuple[i
     assert found["studies"] == [job_id, f"{job_id}/num_query_groups=1"]
 
 
-def test_an_unknown_exploration_has_no_study(study: Callable[..., tuple[int, str, str]], job_id: str) -> None:
-    for unknown in ("nothing", job_id[:-1], ""):
-        code, stdout, stderr = study(unknown)
-        assert (code, stdout) == (ExitCode.USAGE, "")
-        assert f"there is no study of an exploration {unknown!r}" in " ".join(stderr.split())
+def test_an_exploration_is_found_by_the_beginning_of_its_id_and_as_the_latest(
+    study: Callable[..., tuple[int, str, str]], job_id: str, database: Database
+) -> None:
+    for given in (job_id, job_id[:-1], job_id[:4], "latest"):
+        code, stdout, _ = study(given)
+        assert (code, stdout.splitlines()[1]) == (0, f"study    {job_id}")
+    alike = ["madeup1", "madeup2"]  # drawn ids are hexadecimal: none begins so
+    with database.begin() as connection:
+        row = dict(connection.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()._mapping)
+        connection.execute(sa.insert(jobs), [row | {"id": each} for each in alike])
+    code, stdout, stderr = study("made")
+    assert (code, stdout) == (ExitCode.USAGE, "")
+    assert "several explorations begin with 'made': madeup2, madeup1" in " ".join(stderr.split())
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ("nothing", "no exploration begins with 'nothing'; `bexp list` shows them"),
+        ("%%%%", "no exploration begins with '%%%%'"),
+        ("", "there is no study of an exploration ''"),
+        ("latest", "there is no exploration yet"),
+    ],
+)
+def test_an_unknown_exploration_has_no_study(
+    study: Callable[..., tuple[int, str, str]], given: str, reason: str
+) -> None:
+    code, stdout, stderr = study(given)
+    assert (code, stdout) == (ExitCode.USAGE, "")
+    assert reason in " ".join(stderr.split())
 
 
 def test_an_exploration_that_no_worker_has_begun_has_no_study(

@@ -11,6 +11,9 @@ from workers.process.protocol import RankLost
 OTHERS_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Exit statuses of a process that somebody else has ended. A fault of its own ends it by other signals."""
 
+KILLED_HINT = "if nobody ended it on purpose, the worker's host may have run out of memory: dmesg there says so"
+"""What to do about a process that was killed for no known reason."""
+
 OUT_OF_MEMORY_WORDS = ("bad_alloc", "cannot allocate memory", "can't allocate memory", "out of memory")
 
 

@@ -22,6 +22,7 @@ from workers.devices.lock import DeviceLocks, lock_folder
 from workers.process.child import ProcessEndedError, ProfilerProcess
 from workers.process.device_process import DeviceProcess
 from workers.process.environment import profiler_environment
+from workers.process.exit_status import KILLED_HINT
 from workers.process.interface import ProfilerError, ProfilerStartError
 from workers.process.kernel_cache import kernel_cache
 from workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
@@ -165,8 +166,9 @@ class Profiler:
     def measure(self, plan: TrialPlan) -> Measurement:
         """Run a trial. A candidate's crash, hang or lack of memory is the outcome.
 
-        A process that is killed for no known reason may have been killed by somebody else. Its trial runs once more on
-        the next process, whose end is the outcome, however it comes.
+        A process that is killed for no known reason, or a custom target's, may have been killed by somebody else. Its
+        trial runs once more on the next process with a deadline of its own. That run's end is the outcome, however it
+        comes, and the reason names the kill.
 
         Raises:
             ProfilerError: no process can be started on the device any more.
@@ -184,7 +186,9 @@ class Profiler:
         if second.outcome is Outcome.OK:
             changes["reason"] = f"{first.reason}; the trial ran once more"
         elif was_killed_again:
-            changes["reason"] = f"twice: {second.reason}"
+            changes["reason"] = f"twice: {second.reason}; {KILLED_HINT}"
+        else:
+            changes["reason"] = f"{second.reason}; before, {first.reason}, and the trial ran once more"
         return second.model_copy(update=changes)
 
     def _run(self, plan: TrialPlan) -> tuple[Measurement, bool]:

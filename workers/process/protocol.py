@@ -93,12 +93,16 @@ class ComponentMeasured(Frozen):
 
 
 class TrialFinished(Frozen):
-    """The trial's result. `seconds` is the process's own time. A `poisoned` process must be replaced."""
+    """The trial's result. `seconds` is the process's own time. A `poisoned` process must be replaced.
+
+    `target_killed` says that a custom target's own process was killed, and that nothing says why.
+    """
 
     type: Literal["trial_finished"] = "trial_finished"
     measurement: Measurement
     seconds: Annotated[float, Field(ge=0)]
     poisoned: bool = False
+    target_killed: bool = False
 
 
 class RankLost(Frozen):

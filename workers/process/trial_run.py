@@ -50,7 +50,7 @@ class TrialRun:
         replace: ends the process, which gets this many seconds to end by itself; returns its exit status.
         check_interrupted: raises if the profiler was interrupted.
 
-    `was_killed` says, after the end, that the process was killed and that nothing says why.
+    `was_killed` says, after the end, that the process or that of a custom target was killed, and that nothing says why.
     """
 
     def __init__(
@@ -90,6 +90,7 @@ class TrialRun:
                 if isinstance(reply, TrialFinished):
                     if reply.poisoned:
                         self._replace(0.0)
+                    self.was_killed = reply.target_killed
                     return reply.measurement, reply.seconds
                 if reply is not None:
                     self._note(reply)

@@ -23,6 +23,10 @@ class TrialFailedError(Exception):
         self.outcome = outcome
 
 
+class TargetKilledError(TrialFailedError):
+    """A target's process was ended by a signal, and nothing says why: it may have been somebody else's doing."""
+
+
 def classify(error: Exception) -> tuple[Outcome, str]:
     """Return the outcome and the reason, in one line."""
     text = " ".join(str(error).split()) or type(error).__name__

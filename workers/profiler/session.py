@@ -27,7 +27,7 @@ from workers.process.protocol import (
     TrialFinished,
 )
 from workers.profiler.compilation import missing_compiler
-from workers.profiler.failures import UnsupportedTrialError, classify, is_poisoned
+from workers.profiler.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
 from workers.profiler.hardware import measure_hardware
 from workers.profiler.instruments import Instruments, freeze_imports
 from workers.profiler.phases import PhaseClock
@@ -110,7 +110,7 @@ class Session:
         clock = PhaseClock()
         if self._was_disturbed:
             self._instruments.monitor.wait_until_calm(CALM_SECONDS)
-        measurement = self._attempt(plan, self._request, clock)
+        measurement, target_killed = self._attempt(plan, self._request, clock)
         poisoned = self._is_lost(measurement)
         if not poisoned:
             kept = 0 if self._target is None or isinstance(self._target, WholeTarget) else self._target.rest()
@@ -118,17 +118,23 @@ class Session:
             poisoned = self._instruments.settle(release=release, kept_bytes=kept) > 0
         measurement = measurement.model_copy(update={"phases": clock.seconds()})
         self._was_disturbed = measurement.contamination is not None
-        self._send(TrialFinished(measurement=measurement, seconds=clock.elapsed_seconds, poisoned=poisoned))
+        seconds = clock.elapsed_seconds
+        self._send(
+            TrialFinished(measurement=measurement, seconds=seconds, poisoned=poisoned, target_killed=target_killed)
+        )
         return not poisoned
 
-    def _attempt(self, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock) -> Measurement:
-        """Measure what the plan asks for. An exception becomes the outcome, and keeps what came before it."""
+    def _attempt(self, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock) -> tuple[Measurement, bool]:
+        """Measure what the plan asks for. An exception becomes the outcome, and keeps what came before it.
+
+        Also returns whether the target's own process was killed for no known reason.
+        """
         target = self._target
         assert target is not None, "a job whose target refused has no trials"
         measured: list[ComponentMeasurement] = []
         whole_model: WholeModelMeasurement | None = None
         current: Component | None = None
-        outcome, reason = Outcome.OK, None
+        outcome, reason, target_killed = Outcome.OK, None, False
         try:
             self._instruments.join(self._select_ranks(plan))
             self._check_execution(plan.candidate, request)
@@ -142,7 +148,8 @@ class Session:
                 current = None
         except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome
             outcome, reason = classify(error)
-        return Measurement(
+            target_killed = isinstance(error, TargetKilledError)
+        measurement = Measurement(
             candidate=plan.candidate,
             outcome=outcome,
             reason=reason,
@@ -150,6 +157,7 @@ class Session:
             failed_component=current,
             whole_model=whole_model,
         )
+        return measurement, target_killed
 
     def _run_whole_model(
         self, target: Target | WholeTarget, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock

@@ -43,11 +43,11 @@ def test_time_to_confidence_is_held_to_the_limit_of_the_model() -> None:
     assert goal(goals.of_explorations({"runs": [run, late]}), "recommended") == (False, "1 of 2 whole-model runs")
 
 
-def test_fidelity_needs_enough_configurations() -> None:
+def test_fidelity_needs_enough_candidates() -> None:
     rows: list[dict[str, Any]] = [{"name": "a", "check": {"step_error": -0.02, "peak_error": 0.0}} for _ in range(8)]
     assert goal(goals.of_fidelity({"rows": rows}), "step") == (
         True,
-        "median 2.0%, max 2.0% over 8 configurations of 1 tables",
+        "median 2.0%, max 2.0% over 8 candidates of 1 tables",
     )
     rows[0]["check"]["step_error"], rows[0]["host_bound"] = 0.081, True
     met, text = goal(goals.of_fidelity({"rows": rows}), "step")

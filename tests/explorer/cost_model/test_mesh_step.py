@@ -205,6 +205,31 @@ def test_experts_that_devices_have_run_together_need_no_exchange_besides(recompu
     assert slow.host_bound
 
 
+@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("rate", [0.001, 100.0])
+def test_of_experts_that_devices_have_run_together_only_what_computation_does_not_hide_counts_as_exchange(
+    rate: float, recompute: str
+) -> None:
+    """Their own computation is what it is alone, less the copies that were made there in place of exchanges."""
+    fabric = {"intra_node": {"devices": 8, "gigabytes_per_second": rate, "microseconds": 5}}
+    asked: dict[str, Any] = {"num_devices": 2, "fabric": fabric, "recompute": [recompute]}
+    found = space({"expert": 2, "sharding": "none"}, experts=True, **asked)
+    step = learned(found, together_forward_seconds=6e-3, together_backward_seconds=9e-3, waiting_forward_seconds=0.0)
+    blocks = found.composer._decompose(only(found))
+    spread = next(block for sort in blocks.blocks.values() for block in sort if block.overlap is not None)
+    assert spread.overlap is not None
+    copied = spread.overlap.local_bytes / found.hardware.memory_bandwidth_bytes_per_second
+    assert copied > 0
+    again = recompute == "full"  # forward runs again in backward, with its copies
+    computed = max(0.5e-3, 1e-3 - copied) + max(1e-3, 2e-3 - (2 if again else 1) * copied)
+    layers = 8 * step.num_micro_batches
+    assert step.makeup[spread.component] == pytest.approx(layers * computed / step.seconds)
+    exposed = layers * (6e-3 + 9e-3 - computed) + step.communication_seconds
+    assert step.makeup[Link.INTRA_NODE] == pytest.approx(exposed / step.seconds)
+    assert step.exchange_share == pytest.approx(exposed / step.seconds)
+    assert sum(step.makeup.values()) == pytest.approx(1.0)
+
+
 def test_a_device_that_shares_experts_places_its_own_tokens() -> None:
     moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
     found = space({"tensor": 2, "expert": 4}, num_devices=4, experts=True, model={**MOE, "moe": moe})

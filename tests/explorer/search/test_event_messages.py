@@ -97,7 +97,7 @@ def test_a_trial_tells_throughput_peak_and_what_was_measured(number: int, again:
     found = trial(7, tokens=1234.4).model_copy(update={"measured_peak_bytes": 3 * GIB, "predicted_peak_bytes": 2 * GIB})
     event = trial_event(found, Suggestion(0, SUGGESTION.components[:number], again=again), 1.26)
     assert event.code is EventCode.TRIAL
-    assert event.message == f"Trial 7: {NAME}: 1234 tokens/s, peak 3.00 GiB ({words} in 1.3 s)"
+    assert event.message == f"Trial 7: {NAME}: 1,234 tokens/s, peak 3.00 GiB ({words} in 1.3 s)"
     assert event.data == {
         "trial": 7,
         "candidate": candidate().model_dump(mode="json"),
@@ -162,7 +162,7 @@ def test_a_whole_model_is_told_against_its_composition() -> None:
     event = whole_model_event(RUN, CHECK)
     assert event.code is EventCode.WHOLE_MODEL
     assert event.message == (
-        f"Whole model with {NAME}: 1001 tokens/s, peak 3.00 GiB; composed step -1.2%, composed peak +4.5%"
+        f"Whole model with {NAME}: 1,001 tokens/s, peak 3.00 GiB; composed step -1.2%, composed peak +4.5%"
     )
     assert event.data["role"] == "recommended"
     assert event.data["check"] == CHECK.model_dump(mode="json")
@@ -213,7 +213,7 @@ def test_the_end_is_the_main_variants_recommendation() -> None:
     event = end_event(answer)
     assert event.code is EventCode.SUCCEEDED
     name = candidate(4).describe()
-    assert event.message == f"Recommended: {name}: 1234 tokens/s, 1.25x base, confidence 87"
+    assert event.message == f"Recommended: {name}: 1,234 tokens/s, 1.25x base, confidence 87"
     assert event.data == {"answer": answer.model_dump(mode="json")}
 
 
@@ -235,7 +235,7 @@ def test_the_end_of_a_plan_names_the_mesh_and_says_whose_rate_it_is() -> None:
     event = end_event(Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=found),)))
     assert event.message.startswith("Recommended: tensor=2 pipeline=1 data=4 sharding=zero1 micro_batch_size=4 ")
     assert event.message.count("sharding=") == 1
-    assert "1234 tokens/s of each device, 1.25x base" in event.message
+    assert "1,234 tokens/s of each device, 1.25x base" in event.message
 
 
 @pytest.mark.parametrize(("reason", "words"), [(None, "no candidate fits"), ("the device burns", "the device burns")])

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from explorer.cost_model.components import ComponentKind
-from explorer.records.measurement import Outcome
+from explorer.records.measurement import Measurement, Outcome
 from explorer.spec.base import Frozen
 from explorer.spec.candidate import Recompute
 from explorer.spec.request import ExplorationRequest
@@ -31,6 +31,7 @@ from tests.workers.process.profilers import (
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.devices.lock import DeviceBusyError
 from workers.process.child import ProfilerProcess
+from workers.process.exit_status import KILLED_HINT
 from workers.process.interface import ProfilerInterruptedError
 from workers.process.profiler import Profiler
 from workers.process.protocol import Begin, Reply, ReportReply, RunTrial
@@ -194,6 +195,25 @@ def test_a_trial_whose_process_somebody_kills_runs_once_more_and_is_a_crash_if_t
     assert result.outcome is Outcome.CRASHED
     assert "twice: the profiler process was killed by SIGKILL" in (result.reason or "")
     assert (profiler.restarts, left) == (restarts + 3, [])
+
+
+@pytest.mark.parametrize(
+    ("second", "killed_again", "reason"),
+    [
+        ("no result within 40 s", False, "no result within 40 s; before, killed late, and the trial ran once more"),
+        ("killed again", True, f"twice: killed again; {KILLED_HINT}"),
+    ],
+)
+def test_the_reason_of_a_trial_that_ran_once_more_names_the_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, second: str, killed_again: bool, reason: str
+) -> None:
+    def failed(why: str) -> Measurement:
+        return Measurement(candidate=candidate(1), outcome=Outcome.CRASHED, reason=why)
+
+    runs = iter([(failed("killed late"), True), (failed(second), killed_again)])
+    monkeypatch.setattr(Profiler, "_run", lambda *_: next(runs))
+    found = Profiler("cpu", lock_directory=tmp_path).measure(plan(candidate(1), components_of(candidate(1))[:1]))
+    assert found.reason == reason
 
 
 def kill_as_trials_begin(monkeypatch: pytest.MonkeyPatch, times: int) -> list[signal.Signals]:

@@ -22,6 +22,7 @@ from explorer.spec.training import Sharding
 from tests.workers.profiler.fakes import FakeGpu
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
 from workers.process.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
+from workers.profiler.failures import TargetKilledError, TrialFailedError
 from workers.profiler.instruments import Instruments
 from workers.profiler.session import Session
 from workers.targets.reference import target as reference_target
@@ -107,6 +108,24 @@ def test_whatever_a_block_raises_is_an_outcome(
     assert str(error) in (finished.measurement.reason or "")
     assert finished.measurement.failed_component == components_of(chosen)[1]
     assert not finished.poisoned
+
+
+@pytest.mark.parametrize(("error", "killed"), [(TargetKilledError, True), (TrialFailedError, False)])
+def test_it_is_said_whether_the_process_of_a_custom_target_was_killed(
+    session: Session,
+    sent: list[Frozen],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[TrialFailedError],
+    killed: bool,
+) -> None:
+    def fail(*_: object) -> None:
+        raise error(Outcome.CRASHED, "the target's process was killed by SIGKILL")
+
+    monkeypatch.setattr(Session, "_measure", fail)
+    assert session.answer(RunTrial(plan=plan(candidate(), components_of(candidate())[:1])))
+    finished = sent[-1]
+    assert isinstance(finished, TrialFinished)
+    assert (finished.target_killed, finished.measurement.outcome) == (killed, Outcome.CRASHED)
 
 
 def test_memory_that_runs_out_while_a_back_end_is_tried_is_no_reason_against_it(

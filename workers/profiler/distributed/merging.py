@@ -88,7 +88,7 @@ def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
         }
     )
     poisoned = any(finished.poisoned for finished in found)
-    return TrialFinished(measurement=merged, seconds=slowest.seconds, poisoned=poisoned)
+    return slowest.model_copy(update={"measurement": merged, "poisoned": poisoned})
 
 
 def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:

@@ -18,16 +18,12 @@ import psutil
 from bexp.child_process import module_command, safe_environment
 from explorer.records.measurement import Outcome
 from workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
-from workers.profiler.failures import TrialFailedError
+from workers.profiler.failures import TargetKilledError, TrialFailedError
 
 TAIL_LINES = 20
 LAST_LINES = 3
 """How many lines of a process's last output are told with its end."""
 END_SECONDS = 10.0
-
-
-class TargetKilledError(TrialFailedError):
-    """The target's process was ended by a signal, and nothing says why: it may have been somebody else's doing."""
 
 
 class TargetProcess:
@@ -75,7 +71,7 @@ class TargetProcess:
             line = self._replies.get(timeout=timeout_seconds)
         except queue.Empty:
             self.end()
-            told = f"the target did not answer within {timeout_seconds:g} s{self._last_lines()}"
+            told = f"the target did not answer within {timeout_seconds:.3g} s{self._last_lines()}"
             raise TrialFailedError(Outcome.TIMED_OUT, told) from None
         if line is None:
             status = self._ended_status()

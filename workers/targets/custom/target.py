@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,14 +21,15 @@ from explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.target import OWN_ATTENTION
 from explorer.spec.training import Sharding
-from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
+from workers.process.exit_status import KILLED_HINT
+from workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from workers.profiler.phases import PhaseClock
-from workers.targets.custom.process import TargetKilledError, TargetProcess
+from workers.targets.custom.process import TargetProcess
 
 _log = logging.getLogger(__name__)
 
 OPEN_SECONDS = 150.0
-"""The longest that importing and building may take; the profiler's own start has a deadline of 180 s."""
+"""The longest that importing, building and describing may take; a profiler that reports has a deadline of 180 s."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,7 +49,8 @@ class TargetSource:
 class CustomTarget:
     """One job's target on one device. Each exploration has a fresh process, and so has what follows a failure.
 
-    If a process is killed for no known reason, another one does what it was doing once more.
+    If a process is killed for no known reason before it has described the model, another one is started once. In a
+    trial that is the trial's outcome, and the parent of the profiler runs it once more.
     """
 
     def __init__(self, source: TargetSource, request: ExplorationRequest, device: str) -> None:
@@ -82,9 +85,7 @@ class CustomTarget:
         """
         self._hardware = hardware
         try:
-            opened = self._open(None)
-            self._choices = _choices(opened["dimensions"])
-            found = self._ask("describe")
+            found = self._introduce_alive()
         except TrialFailedError as error:
             how = "" if error.outcome is Outcome.UNSUPPORTED else f"{error.outcome}: "
             raise UnsupportedTrialError(f"target '{self._source.name}': {how}{error}") from error
@@ -145,39 +146,56 @@ class CustomTarget:
         if self._last is not None and self._last[0] == candidate:
             return self._last[1]
         self._last = None
+        until = time.monotonic() + self._deadline
         with clock.phase("build"):
             if self._process is None or not self._process.alive or candidate.settings != self._open_choice:
-                self._open(candidate.settings)
+                self._open(candidate.settings, min(until, time.monotonic() + OPEN_SECONDS))
         with clock.phase("timed"):
-            found = self._ask("measure", micro_batch_size=candidate.micro_batch_size)
+            found = self._ask("measure", until, micro_batch_size=candidate.micro_batch_size)
         self._last = (candidate, found)
         return found
 
-    def _ask(self, command: str, **arguments: Any) -> dict[str, Any]:
-        """Ask the process that is open. If it is killed for no known reason, another one is asked once more."""
+    def _introduce_alive(self) -> dict[str, Any]:
+        """Return what a process says of the model. If it is killed for no known reason, another one is asked.
+
+        Both have OPEN_SECONDS together. After more than half of them another one would not be ready in time.
+        """
+        begun = time.monotonic()
+        try:
+            return self._introduce(begun + OPEN_SECONDS)
+        except TargetKilledError as error:
+            killed = error
+        passed = time.monotonic() - begun
+        if passed > OPEN_SECONDS / 2:
+            late = f"after {passed:.0f} of the {OPEN_SECONDS:g} s for importing and building, too late for another try"
+            raise TrialFailedError(killed.outcome, f"{killed}, {late}; {KILLED_HINT}") from killed
+        _log.warning("the target is started once more: %s", killed)
+        try:
+            return self._introduce(begun + OPEN_SECONDS)
+        except TargetKilledError as error:
+            raise TrialFailedError(error.outcome, f"twice: {error}; {KILLED_HINT}") from error
+        except TrialFailedError as error:
+            raise TrialFailedError(error.outcome, f"{error}; before, {killed}, and it was started once more") from error
+
+    def _introduce(self, until: float) -> dict[str, Any]:
+        """Start a process, which builds the model of the first choice, and return what it says of it."""
+        self._choices = _choices(self._open(None, until)["dimensions"])
+        return self._ask("describe", until)
+
+    def _ask(self, command: str, until: float, **arguments: Any) -> dict[str, Any]:
+        """Return the reply of the process that is open, which has to come by then, and within a trial's deadline."""
         assert self._process is not None, "it was opened"
-        try:
-            return self._process.ask(command, self._deadline, **arguments)
-        except TargetKilledError as error:
-            _log.warning("the target is asked once more: %s", error)
-            self._start(self._open_choice)
-            return self._process.ask(command, self._deadline, **arguments)
+        left = max(0.0, until - time.monotonic())
+        return self._process.ask(command, min(self._deadline, left), **arguments)
 
-    def _open(self, choice: str | None) -> dict[str, Any]:
-        try:
-            return self._start(choice)
-        except TargetKilledError as error:
-            _log.warning("the target is started once more: %s", error)
-            return self._start(choice)
-
-    def _start(self, choice: str | None) -> dict[str, Any]:
+    def _open(self, choice: str | None, until: float) -> dict[str, Any]:
         assert self._hardware is not None, "report() comes first"
         self.close()
         self._process = TargetProcess()
         self._open_choice = choice
-        return self._process.ask(
+        return self._ask(
             "open",
-            min(self._deadline, OPEN_SECONDS),
+            until,
             reference=self._source.reference,
             config=config_of(self._request),
             choice=None if choice is None else self._choices[choice],

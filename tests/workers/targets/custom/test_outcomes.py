@@ -5,13 +5,13 @@ from __future__ import annotations
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from explorer.records.measurement import Outcome
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, ProcessStandIn, measure, open_custom, write
-from workers.profiler.failures import TrialFailedError, UnsupportedTrialError
-from workers.targets.custom.process import TargetKilledError
+from workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from workers.targets.custom.target import CustomTarget
 
 FAULTY = """
@@ -78,31 +78,65 @@ def test_a_failed_step_is_an_outcome_and_the_next_trial_has_a_fresh_model(
     assert measure(target, 2).backward_peak_bytes > 0
 
 
-@pytest.mark.usefixtures("in_process")
-@pytest.mark.parametrize("command", ["open", "describe", "measure"])
-@pytest.mark.parametrize("times", [1, 2])
-def test_what_somebody_kills_is_asked_once_more(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, times: int
-) -> None:
-    left, ask = [command] * times, ProcessStandIn.ask
+def kill_when_asked(
+    monkeypatch: pytest.MonkeyPatch, left: list[str], clock: list[float], seconds: float = 0.0
+) -> list[float]:
+    """Kill processes at the commands in `left`, each after `seconds`. Returns the deadlines of all commands."""
+    ask, deadlines = ProcessStandIn.ask, list[float]()
 
     def kill(process: ProcessStandIn, asked: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
-        if asked in left:
-            left.remove(asked)
-            process.end()
-            raise TargetKilledError(Outcome.CRASHED, "the target's process was killed by SIGTERM")
-        return ask(process, asked, timeout_seconds, **arguments)
+        deadlines.append(timeout_seconds)
+        if asked not in left:
+            return ask(process, asked, timeout_seconds, **arguments)
+        left.remove(asked)
+        process.end()
+        clock[0] += seconds
+        raise TargetKilledError(Outcome.CRASHED, "the target's process was killed by SIGTERM")
 
     monkeypatch.setattr(ProcessStandIn, "ask", kill)
-    target = open_custom(write(tmp_path, PLAIN))
-    if times == 1:
+    monkeypatch.setattr("workers.targets.custom.target.time", Mock(monotonic=lambda: clock[0]))
+    return deadlines
+
+
+@pytest.mark.usefixtures("in_process")
+@pytest.mark.parametrize("command", ["open", "describe"])
+def test_what_somebody_kills_before_the_first_trial_is_started_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
+    left, clock = [command], [0.0]
+    deadlines = kill_when_asked(monkeypatch, left, clock, seconds=60.0)
+    target = open_custom(write(tmp_path, PLAIN), seconds=100.0)
+    target.report(HARDWARE)
+    assert (left, deadlines[-2:]) == ([], [90.0, 90.0]), "what is left of the time for all"
+    left += [command] * 2
+    with pytest.raises(UnsupportedTrialError, match=r"twice: .*killed by SIGTERM; .*memory: dmesg there says so"):
         target.report(HARDWARE)
-        assert measure(target, 2).backward_peak_bytes > 0
-    else:
-        with pytest.raises((TrialFailedError, UnsupportedTrialError), match="killed by SIGTERM"):
-            target.report(HARDWARE)
-            measure(target, 2)
-    assert left == []
+
+
+@pytest.mark.usefixtures("in_process")
+def test_what_is_killed_late_is_not_started_again_before_its_profiler_counts_as_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left = ["describe"]
+    deadlines = kill_when_asked(monkeypatch, left, [0.0], seconds=80.0)
+    reason = "killed by SIGTERM, after 80 of the 150 s for importing and building, too late .*; .*dmesg"
+    with pytest.raises(UnsupportedTrialError, match=reason):
+        open_custom(write(tmp_path, PLAIN)).report(HARDWARE)
+    assert len(deadlines) == 2
+
+
+@pytest.mark.usefixtures("in_process")
+def test_a_kill_in_a_trial_is_its_outcome_and_the_next_one_has_a_deadline_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    clock = [0.0]
+    target = open_custom(write(tmp_path, PLAIN), seconds=100.0)
+    deadlines = kill_when_asked(monkeypatch, ["measure"], clock, seconds=90.0)
+    target.report(HARDWARE)
+    with pytest.raises(TargetKilledError):
+        measure(target, 2)
+    assert measure(target, 2).backward_peak_bytes > 0
+    assert deadlines[-2:] == [100.0, 100.0]
 
 
 def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
@@ -123,7 +157,8 @@ def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
                 measure(target, micro_batch_size)
             assert caught.value.outcome is outcome
         kill.touch()
-        assert measure(target, 11).backward_peak_bytes > 0
+        with pytest.raises(TargetKilledError, match="was killed by SIGKILL"):
+            measure(target, 11)
         assert not kill.exists()
         found = measure(target, 2)
         assert found.device_seconds > 0
