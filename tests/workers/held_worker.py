@@ -25,11 +25,11 @@ def hold(file: Path) -> None:
     """Stop the profiler in the trial that `file` names."""
     send = ProfilerProcess.send
 
-    def send_and_stop(process: ProfilerProcess, command: Frozen) -> None:
+    def send_and_stop(self: ProfilerProcess, command: Frozen) -> None:
         if isinstance(command, RunTrial) and file.exists() and _is_named(command.plan, file.read_text()):
-            os.kill(process._ranks[-1].pid if process._ranks else process.pid, signal.SIGSTOP)
+            os.kill(self._ranks[-1].pid if self._ranks else self.pid, signal.SIGSTOP)
             file.unlink()
-        send(process, command)
+        send(self, command)
 
     ProfilerProcess.send = send_and_stop  # type: ignore[method-assign]  # as itself, to a process that stands still
 

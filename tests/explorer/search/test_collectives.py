@@ -7,33 +7,13 @@ from typing import Any
 import pytest
 
 from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import ComponentKind
 from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
-from explorer.records.recommendation import Recommendation
 from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.explore import explore
 from explorer.search.pruned_space import prune_space
 from explorer.search.search_state import SearchState
 from explorer.search.whole_model_check import whole_model_tokens_per_second
-from explorer.spec.request import ExplorationRequest
-from tests.explorer.exchanges import candidate, request
-from tests.explorer.explorations import pruned
+from tests.explorer.exchanges import candidate, exchanges_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
-
-
-def run(
-    req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4, history: tuple[Trial, ...] = ()
-) -> tuple[Recommendation | None, str | None, list[Trial]]:
-    rep = report(experts=False, num_devices=num_devices)
-    device.hardware = rep.hardware
-    steps = list(explore(req, rep, device, history=history, prune=pruned))
-    assert steps[-1].answer is not None
-    variant = steps[-1].answer.variants[0]
-    return variant.recommendation, variant.reason, [step.trial for step in steps if step.trial is not None]
-
-
-def exchanges_in(plan: TrialPlan) -> bool:
-    return any(component.kind is ComponentKind.COMMUNICATION for component in plan.components)
 
 
 def test_what_the_host_does_decides_where_the_device_waits_for_it() -> None:
