@@ -125,7 +125,15 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 def profilers_of(process: psutil.Process) -> list[psutil.Process]:
     """The profiler processes below `process`."""
-    return [child for child in process.children(recursive=True) if "workers.profiler" in child.cmdline()]
+    return [child for child in process.children(recursive=True) if "workers.profiler" in command_of(child)]
+
+
+def command_of(process: psutil.Process) -> list[str]:
+    """The command line of `process`; of one that has just ended, nothing."""
+    try:
+        return process.cmdline()
+    except psutil.NoSuchProcess:
+        return []
 
 
 def await_gone(processes: list[psutil.Process], seconds: float) -> None:

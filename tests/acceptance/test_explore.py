@@ -19,7 +19,7 @@ from storage.jobs import JobState
 from storage.listing import list_jobs
 from storage.queue import Queue
 from storage.schema import upgrade
-from tests.acceptance.conftest import TINY, Machine, await_gone, profilers_of, wait_for
+from tests.acceptance.conftest import TINY, Machine, await_gone, command_of, profilers_of, wait_for
 from tests.bexp.test_child_process import write_hostile_packages
 
 pytestmark = pytest.mark.slow
@@ -118,7 +118,7 @@ def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
     command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
-    (worker,) = (child for child in children if child.cmdline()[-1] == "cpu" and "workers" in child.cmdline())
+    (worker,) = (child for child in children if {"workers", "cpu"} <= set(command_of(child)))
     worker.kill()
     assert command.wait(300) == 3
     assert "bexp: the embedded worker was ended by SIGKILL" in machine.err(command)

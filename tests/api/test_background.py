@@ -117,8 +117,9 @@ def test_ready_reports_a_background_task_that_failed(client: TestClient, monkeyp
 
 @pytest.fixture
 def impatient(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
-    """An application that does not wait long for its database."""
-    monkeypatch.setattr("api.service.open_database", lambda url, _: open_database(url, SHORT))
+    """An application that does not wait long for a lock."""
+    limits = DatabaseLimits(lock=SHORT.lock)
+    monkeypatch.setattr("api.service.open_database", lambda url, _: open_database(url, limits))
     settings = ServiceSettings(sqlite_url, waiting_check_seconds=60.0)
     with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client

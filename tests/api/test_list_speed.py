@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
+from storage.jobs import get_job
 from storage.leases import Lease
 from storage.queue import Queue
 from storage.tables import jobs
 from tests.contracts.samples import make_progress
 
-LIMIT_SECONDS = 0.03
+
+def fewest_seconds(function: Callable[[], object]) -> float:
+    """CPU seconds of the fastest of several runs. Other programs on the core slow some of them down."""
+    seconds = []
+    for _ in range(12):
+        start = time.process_time()
+        function()
+        seconds.append(time.process_time() - start)
+    return min(seconds)
 
 
-def test_a_list_of_200_takes_at_most_30_ms_of_cpu_time(client: TestClient, queue: Queue, lease: Lease) -> None:
+def test_a_list_of_200_takes_no_longer_than_20_whole_explorations(
+    client: TestClient, queue: Queue, lease: Lease
+) -> None:
+    """That is about 30 ms of a core. A comparison is the same on slow and fast ones."""
     queue.record(lease, make_progress(0))
     with queue.database.begin() as connection:
         row = dict(connection.execute(sa.select(jobs)).one()._mapping)
         connection.execute(sa.insert(jobs), [row | {"id": f"{number:016x}"} for number in range(210)])
-    seconds = []
-    for _ in range(12):
-        start = time.process_time()
-        response = client.get("/v1/explorations?limit=200")
-        seconds.append(time.process_time() - start)
-    assert len(response.json()["items"]) == 200
-    assert min(seconds) <= LIMIT_SECONDS
+    assert len(client.get("/v1/explorations?limit=200").json()["items"]) == 200
+    whole = fewest_seconds(lambda: [get_job(queue.database, f"{number:016x}") for number in range(20)])
+    assert fewest_seconds(lambda: client.get("/v1/explorations?limit=200")) <= whole

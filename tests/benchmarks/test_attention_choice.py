@@ -207,7 +207,7 @@ def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     out = tmp_path / "table.json"
     sizes = ["--tokens", "128", "--num-heads", "2", "--head-sizes", "16", "--seq-lengths", "64"]
     with forked_profilers():
-        assert main(["--device", "cpu", *sizes, "--seconds", "120", "--out", str(out)]) == 0
+        assert main(["--device", "cpu", *sizes, "--seconds", "590", "--out", str(out)]) == 0
     found = json.loads(out.read_text())
     assert not found["left_out"]
     assert found["hardware"]["device_kind"] == "cpu"

@@ -99,6 +99,7 @@ def test_the_gate_names_each_figure_that_is_worse_than_its_limit() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
     found = summarize(run_searches(SEEDS, processes=1))
     assert found["calibration"]["num_confident_lines"] >= 100, "too few lines to judge"

@@ -90,9 +90,10 @@ def test_ours_and_bmm_meet_every_case_before_anything_else() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_the_table_is_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "table.json"
-    arguments = ["--device", "cpu", "--shrink", "4096", "--quick", "--seconds", "250", "--out", str(out)]
+    arguments = ["--device", "cpu", "--shrink", "65536", "--quick", "--seconds", "1800", "--out", str(out)]
     assert main(arguments) == 0
     found = json.loads(out.read_text())
     assert not found["left_out"]

@@ -16,6 +16,8 @@ from api.live_chart import RateChart
 from explorer.records.event import Event, EventCode
 from tests.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
 
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
 
 def render(view: LiveView, width: int = 80) -> str:
     file = io.StringIO()
@@ -24,7 +26,7 @@ def render(view: LiveView, width: int = 80) -> str:
 
 
 def view_of(*events: Event) -> LiveView:
-    view = LiveView("job1", REQUEST)
+    view = LiveView("job1", REQUEST, clock=lambda: NOW)
     for one in events:
         view.show(one)
     return view
@@ -85,7 +87,7 @@ def test_memory_far_below_the_limit_is_drawn_against_itself() -> None:
 
 
 def started_ago(seconds: float) -> Event:
-    return Event(seq=1, at=datetime.now(UTC) - timedelta(seconds=seconds), code=EventCode.STARTED, message="started")
+    return Event(seq=1, at=NOW - timedelta(seconds=seconds), code=EventCode.STARTED, message="started")
 
 
 def confident(confidence: int) -> Event:

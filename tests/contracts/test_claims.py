@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +18,7 @@ from storage.jobs import JobState, get_job
 from storage.leases import Claim, HardwareMismatchError
 from storage.listing import list_jobs
 from storage.queue import Queue
+from storage.queue_settings import QueueSettings
 from storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
 from tests.contracts.samples import make_progress, make_report, make_request
@@ -67,8 +69,12 @@ def test_a_claim_can_be_limited_to_some_jobs(database: Database) -> None:
     assert claim_one(queue).job.id == oldest
 
 
+LONG = QueueSettings(lease=timedelta(hours=1))
+"""A busy host may take longer than a lease lasts, after which others rightly claim its job."""
+
+
 def test_threads_claim_each_job_once(database: Database) -> None:
-    queue = Queue(database)
+    queue = Queue(database, LONG)
     ids = {queue.enqueue(make_request())[0].id for _ in range(12)}
 
     def drain(owner: str) -> list[str]:
@@ -86,10 +92,12 @@ def test_threads_claim_each_job_once(database: Database) -> None:
 
 DRAIN = """
 import sys
+from datetime import timedelta
 from storage.database import open_database
 from storage.queue import Queue
+from storage.queue_settings import QueueSettings
 database = open_database(sys.argv[1])
-queue = Queue(database)
+queue = Queue(database, QueueSettings(lease=timedelta(hours=1)))
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(60):
@@ -118,7 +126,7 @@ def test_processes_claim_each_job_once(database: Database) -> None:
         process.stdin.write("\n")
         process.stdin.flush()
     for process in processes:
-        claimed += process.communicate(timeout=60)[0].split()
+        claimed += process.communicate(timeout=500)[0].split()
         assert process.returncode == 0
     assert sorted(claimed) == ids
 

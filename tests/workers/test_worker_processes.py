@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
 
@@ -28,9 +29,11 @@ from storage.queue import Queue
 from storage.tables import jobs
 from storage.trials import read_trials
 from storage.workers import list_workers
+from tests.workers import held_worker
 
 pytestmark = pytest.mark.slow
 
+ROOT = Path(__file__).parents[2]
 MODEL = ModelSpec(
     name="tiny",
     num_layers=2,
@@ -55,19 +58,33 @@ REQUEST = ExplorationRequest(
 
 
 class Workers:
-    """Starts `python -m workers` and ends what is left of it."""
+    """Starts `python -m workers` and ends what is left of it. What `hold` names stands still once it has begun."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         # The device's lock lies in the temporary directory: with one of its own, a test waits for nobody.
         self._environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder)}
+        self._held = folder / "hold"
+        self._environment[held_worker.VARIABLE] = str(self._held)
         self._environment["OMP_NUM_THREADS"] = "1"  # spinning threads of two tests at once slow each other down
         self._started: list[subprocess.Popen[bytes]] = []
 
-    def start(self, *options: str) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "workers", "--device", "cpu", *options]
-        process = subprocess.Popen(command, env=self._environment, stdin=subprocess.PIPE)
+    def start(self, *options: str, module: str = "workers") -> subprocess.Popen[bytes]:
+        command = [sys.executable, "-m", module, "--device", "cpu", *options]
+        process = subprocess.Popen(command, env=self._environment, stdin=subprocess.PIPE, cwd=ROOT)
         self._started.append(process)
         return process
+
+    def start_held(self, *options: str) -> subprocess.Popen[bytes]:
+        """Start one that stands still in what `hold` names."""
+        return self.start(*options, module=held_worker.__name__)
+
+    def hold(self, trial: str) -> None:
+        """Name the trial in which to stand still, before its job is there."""
+        self._held.write_text(trial)
+
+    def await_hold(self) -> None:
+        """Wait until that trial has begun, which does not end by itself."""
+        wait_until(lambda: not self._held.exists())
 
     def end(self) -> None:
         for process in self._started:
@@ -91,10 +108,6 @@ def wait_until(condition: Callable[[], bool], seconds: float = 300.0) -> None:
         time.sleep(0.02)
 
 
-def has_trials(database: Database, job_id: str, count: int) -> Callable[[], bool]:
-    return lambda: len(read_trials(database, job_id)) >= count
-
-
 def profilers(worker: subprocess.Popen[bytes]) -> list[psutil.Process]:
     return psutil.Process(worker.pid).children(recursive=True)
 
@@ -105,14 +118,19 @@ def components(trials: list[Trial]) -> list[str]:
 
 def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Database, workers: Workers) -> None:
     job, _ = Queue(sqlite_database).enqueue(REQUEST)
-    first = workers.start()
-    wait_until(has_trials(sqlite_database, job.id, 2))
+    workers.hold("2")
+    first = workers.start_held()
+    workers.await_hold()
     orphans = profilers(first)
     assert orphans
     first.send_signal(signal.SIGKILL)
     first.wait(300)
+    for orphan in orphans:
+        with suppress(psutil.NoSuchProcess):
+            orphan.resume()
     assert psutil.wait_procs(orphans, timeout=300)[1] == [], "a profiler outlives its worker"
     before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
+    assert len(before) == 2
     told = read_events(sqlite_database, job.id)
     assert get_job(sqlite_database, job.id).state is JobState.RUNNING
     with sqlite_database.begin() as connection:  # rather than wait for the lease to run out
@@ -149,15 +167,18 @@ def test_a_cancelled_job_frees_the_device_and_a_told_worker_puts_back_the_next(
 ) -> None:
     queue = Queue(sqlite_database)
     cancelled, _ = queue.enqueue(REQUEST)
-    worker = workers.start()
-    wait_until(has_trials(sqlite_database, cancelled.id, 1))
+    workers.hold("1")
+    worker = workers.start_held()
+    workers.await_hold()
     busy = profilers(worker)
     queue.request_cancel(cancelled.id)
     wait_until(lambda: get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED)
     assert psutil.wait_procs(busy, timeout=300)[1] == [], "the device is not free"
 
-    job, _ = queue.enqueue(REQUEST)
-    wait_until(has_trials(sqlite_database, job.id, 1))
+    workers.hold("1")
+    other = MODEL.model_copy(update={"seq_length": 32})  # for which nothing that was measured is reused
+    job, _ = queue.enqueue(REQUEST.model_copy(update={"model": other}))
+    workers.await_hold()
     busy = profilers(worker)
     worker.send_signal(signal.SIGTERM)
     assert worker.wait(300) == 0
@@ -172,31 +193,19 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     sqlite_database: Database, workers: Workers
 ) -> None:
     queue = Queue(sqlite_database)
-    long = MODEL.model_copy(update={"hidden_size": 256, "ffn_hidden_size": 1024, "seq_length": 256})
-    mesh = {"model": long, "num_devices": 2, "batch_size": 8, "micro_batch_size": (2,), "verify": True}
+    mesh = {"num_devices": 2, "batch_size": 8, "micro_batch_size": (2,), "verify": True}
     asked = REQUEST.model_dump(exclude_unset=True) | mesh | {"parallelism": {"tensor": 2}, "bta": {"enable": False}}
     job, _ = queue.enqueue(ExplorationRequest.model_validate(asked))
-
-    def trains(worker: subprocess.Popen[bytes]) -> Callable[[], bool]:
-        used: dict[int, float] = {}
-
-        def check() -> bool:
-            if len(read_trials(sqlite_database, job.id)) < 2:
-                return False
-            now = {each.pid: sum(each.cpu_times()[:2]) for each in profilers(worker)}
-            used.update({pid: seconds for pid, seconds in now.items() if pid not in used})
-            return sum(seconds - used[pid] > 0.3 for pid, seconds in now.items()) >= 2
-
-        return check
-
-    first = workers.start("--group", "--device", "cpu,cpu")
-    wait_until(trains(first))
+    workers.hold("whole")
+    first = workers.start_held("--group", "--device", "cpu,cpu")
+    workers.await_hold()
     ranks = profilers(first)
     queue.request_cancel(job.id)
     wait_until(lambda: get_job(sqlite_database, job.id).state is JobState.CANCELLED)
     assert psutil.wait_procs(ranks, timeout=300)[1] == [], "a rank waits for another"
     before = [stored.trial for stored in read_trials(sqlite_database, job.id)]
-    assert [trial.mesh_run for trial in before] == [None, None], "exchanges and blocks; no whole model was stored"
+    assert len(before) >= 2, "exchanges and blocks"
+    assert {trial.mesh_run for trial in before} == {None}, "no whole model was stored"
     composed = get_job(sqlite_database, job.id).recommendation
     assert composed is not None
     queue.resume(job.id)
@@ -204,8 +213,8 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
     trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]
-    assert trials[:2] == before, "nothing stored is measured again"
-    assert all(trial.mesh_run is not None for trial in trials[2:])
+    assert trials[: len(before)] == before, "nothing stored is measured again"
+    assert all(trial.mesh_run is not None for trial in trials[len(before) :])
     found = done.recommendation
     assert found is not None
     assert found.whole_model is not None

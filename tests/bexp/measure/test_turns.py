@@ -1,27 +1,32 @@
 from __future__ import annotations
 
-import time
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from bexp.measure import turns
 from bexp.measure.turns import MOST_LINKS, TurnsBudget, chained, time_in_turns
 
 CPU = torch.device("cpu")
 
 
-def test_contenders_run_in_turns_and_the_hopeless_once_more() -> None:
+def test_contenders_run_in_turns_and_the_hopeless_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
+    now = 0.0
 
     def run(name: str, seconds: float) -> None:
+        nonlocal now
         order.append(name)
-        time.sleep(seconds)
+        now += seconds
 
+    monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=lambda: now))
     runs = {"a": lambda: run("a", 2e-3), "b": lambda: run("b", 3e-3), "slow": lambda: run("slow", 3e-2)}
     budget = TurnsBudget(rounds=4, chain_seconds=1e-3, hopeless=5.0)
     found = time_in_turns(runs, CPU, budget)
-    assert found["a"].clock_seconds == pytest.approx(2e-3, rel=0.5)
-    assert found["a"].clock_seconds < found["b"].clock_seconds < found["slow"].clock_seconds
+    assert {name: each.clock_seconds for name, each in found.items()} == pytest.approx(
+        {"a": 2e-3, "b": 3e-3, "slow": 3e-2}
+    )
     assert found["a"].device_seconds == found["a"].clock_seconds, "the CPU is the host"
     assert [found[name].in_turns for name in runs] == [True, True, False]
     assert [found[name].rounds for name in runs] == [4, 4, 1]

@@ -19,7 +19,7 @@ from explorer.search.relaxations import smallest_requirement
 from explorer.spec.candidate import Candidate
 from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import Sharding
-from tests.explorer.cost_model.test_collectives import MODEL, exchanges_in, request, run
+from tests.explorer.exchanges import MODEL, exchanges_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 
 LEVELS = tuple(Sharding)

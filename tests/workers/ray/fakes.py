@@ -15,6 +15,9 @@ from tests.contracts.samples import make_report
 
 SLOW, DEADLY, CRASHING, BROKEN = 64, 65, 66, 67
 SLOW_SECONDS = 1.5
+GATE = "BEXP_TEST_GATE"
+"""Names a folder in the environment of actors: there a slow trial says that it has begun, and waits for `OPEN`."""
+OPEN = "open"
 
 
 class FakeActorProfiler:
@@ -38,7 +41,7 @@ class FakeActorProfiler:
         size = plan.candidate.micro_batch_size
         outcome = Outcome.OK
         if size == SLOW:
-            time.sleep(SLOW_SECONDS)
+            _take_long(plan.number)
         elif size == DEADLY:
             os._exit(1)
         elif size == CRASHING:
@@ -56,6 +59,18 @@ class FakeActorProfiler:
 
     def close(self) -> None:
         pass
+
+
+def _take_long(number: int) -> None:
+    if GATE not in os.environ:
+        time.sleep(SLOW_SECONDS)
+        return
+    folder = Path(os.environ[GATE])
+    begun = folder / f"{number}.new"
+    begun.write_text(str(os.getpid()))
+    begun.rename(folder / f"{number}.begun")  # whole, for those who wait for it
+    while not (folder / OPEN).exists():
+        time.sleep(0.02)
 
 
 def open_fake(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> FakeActorProfiler:

@@ -57,7 +57,7 @@ def write(folder: Path, source: str, name: str = "train.py") -> str:
     return f"{path}:Target"
 
 
-def open_custom(reference: str, *, seconds: float = 60.0, **fields: Any) -> CustomTarget:
+def open_custom(reference: str, *, seconds: float = 600.0, **fields: Any) -> CustomTarget:
     """The target, with a deadline for each trial."""
     request = ExplorationRequest.model_validate(
         {"target": LOCAL, "budget": Budget(trial_timeout_seconds=seconds), **fields}

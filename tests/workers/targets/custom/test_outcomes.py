@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import queue
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -139,6 +142,20 @@ def test_a_kill_in_a_trial_is_its_outcome_and_the_next_one_has_a_deadline_of_its
     assert deadlines[-2:] == [100.0, 100.0]
 
 
+class SilentQueue(queue.SimpleQueue[bytes | None]):
+    """Replies of which none comes in time. The time is over as soon as `is_hanging`."""
+
+    def __init__(self, is_hanging: Callable[[], bool]) -> None:
+        self._is_hanging = is_hanging
+
+    def get(self, block: bool = True, timeout: float | None = None) -> bytes | None:
+        assert timeout is not None
+        end = time.monotonic() + timeout
+        while not self._is_hanging() and time.monotonic() < end:
+            time.sleep(0.01)
+        raise queue.Empty
+
+
 def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -163,8 +180,10 @@ def test_a_process_that_ends_or_hangs_is_an_outcome_and_the_next_trial_is_clean(
         found = measure(target, 2)
         assert found.device_seconds > 0
         assert found.backward_peak_bytes > 0
-        monkeypatch.setattr(CustomTarget, "_deadline", 5.0)
-        with pytest.raises(TrialFailedError, match=r"within 5 s; its last output: .*waiting for a lock") as caught:
+        process = target._process
+        assert process is not None
+        monkeypatch.setattr(process, "_replies", SilentQueue(lambda: "waiting for a lock" in process._last_lines()))
+        with pytest.raises(TrialFailedError, match=r"within 600 s; its last output: .*waiting for a lock") as caught:
             measure(target, 10)
         assert caught.value.outcome is Outcome.TIMED_OUT
     finally:

@@ -1,0 +1,163 @@
+"""Explorations whose devices exchange gradients: what is measured of that, and what it decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from explorer.cost_model.candidate_table import SpaceTable
+from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
+from explorer.records.trial import Trial, TrialKind, TrialPlan
+from explorer.search.pruned_space import prune_space
+from explorer.search.search_state import SearchState
+from explorer.search.whole_model_check import whole_model_tokens_per_second
+from tests.explorer.exchanges import candidate, exchanges_in, request, run
+from tests.explorer.simulator import SimulatedDevice, report
+
+
+def test_what_the_host_does_decides_where_the_device_waits_for_it() -> None:
+    req = request("zero3")
+    device = SimulatedDevice(req, noise=0.0)
+    device.host_overhead = (0.5, 0.0)
+    found, _, _ = run(req, device)
+    assert found is not None
+    assert found.candidate.micro_batch_size == 8
+    assert found.communication_seconds is not None
+    assert found.communication_seconds / found.step_seconds > 0.9
+    assert found.whole_model is not None
+    assert abs(found.whole_model.step_error) < 0.01
+
+
+@pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
+def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share(sharding: str) -> None:
+    req = request(sharding)
+    device = SimulatedDevice(req, noise=0.001)
+    found, reason, _ = run(req, device)
+    assert found is not None, reason
+    assert [exchanges_in(plan) for plan in device.plans] == [True] + [False] * (len(device.plans) - 1)
+    assert device.plans[0].num_processes == 4
+    assert len(device.plans[0].components) == 1, "what several devices time is not beside what one does"
+    assert found.communication_seconds is not None
+    assert 0 < found.communication_seconds < found.step_seconds
+    (note,) = (note for note in found.notes if "between 4 devices is included in the time" in note)
+    assert f"{found.communication_seconds / found.step_seconds:.1%}" in note
+    assert found.whole_model is not None
+    assert found.whole_model.measurement.communication_seconds is not None
+    assert abs(found.whole_model.step_error) < 0.01
+    table = SpaceTable([candidate(m) for m in (1, 2, 4, 8)], req.model, req, exchanges=True)
+    truth = device.true_tokens_per_second(table)
+    assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
+
+
+def test_slow_links_favour_large_micro_batches_where_each_one_exchanges() -> None:
+    chosen = {}
+    for factor in (0.01, 100.0):
+        req = request("zero3")
+        device = SimulatedDevice(req, noise=0.0)
+        device.traffic_factor = factor
+        found, _, _ = run(req, device)
+        assert found is not None
+        assert found.communication_seconds is not None
+        chosen[factor] = (found.candidate.micro_batch_size, found.communication_seconds / found.step_seconds)
+    assert chosen[100.0][0] == 8
+    assert chosen[0.01][1] < 0.01
+    assert chosen[100.0][1] > 0.5
+
+
+def test_too_few_devices_leave_it_out_and_say_so() -> None:
+    req = request("zero2")
+    device = SimulatedDevice(req)
+    found, reason, _ = run(req, device, num_devices=2)
+    assert found is not None, reason
+    assert found.communication_seconds is None
+    assert not any(exchanges_in(plan) for plan in device.plans)
+    assert any("communication between devices is not included in the time" in note for note in found.notes)
+    assert not any("is included in the time" in note for note in found.notes)
+
+
+def test_a_resumed_exploration_does_not_exchange_again() -> None:
+    req = request("zero1")
+    first = SimulatedDevice(req, noise=0.0)
+    found, _, trials = run(req, first)
+    again = SimulatedDevice(req, noise=0.0)
+    resumed, _, _ = run(req, again, history=tuple(trials[:2]))
+    assert not any(exchanges_in(plan) for plan in again.plans)
+    assert resumed is not None and found is not None
+    assert resumed.candidate == found.candidate
+    assert resumed.step_seconds == pytest.approx(found.step_seconds)
+
+
+def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
+    req = request("zero1")
+    first = SimulatedDevice(req, noise=0.0)
+    first.host_overhead = (0.0, 0.3)
+    found, _, trials = run(req, first)
+
+    def without_host(trial: Trial) -> Trial:
+        parts = [c.model_copy(update={"host_once_seconds": None}) for c in trial.measurement.components]
+        return trial.model_copy(
+            update={"measurement": trial.measurement.model_copy(update={"components": tuple(parts)})}
+        )
+
+    again = SimulatedDevice(req, noise=0.0)
+    again.host_overhead = first.host_overhead
+    resumed, _, _ = run(req, again, history=tuple(map(without_host, trials[:3])))
+    assert [exchanges_in(plan) for plan in again.plans].count(True) == 1
+    assert resumed is not None and found is not None
+    assert resumed.step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
+
+
+def test_an_exploration_of_before_the_exchange_was_timed_goes_on() -> None:
+    req = request()
+    _, _, trials = run(req, SimulatedDevice(req, noise=0.0), num_devices=1)
+    old = tuple(t.model_copy(update={"number": i}) for i, t in enumerate(trials) if t.kind is TrialKind.COMPONENTS)
+    device = SimulatedDevice(req, noise=0.0)
+    found, reason, _ = run(req, device, history=old)
+    assert found is not None, reason
+    assert found.communication_seconds is not None
+    assert sum(exchanges_in(plan) for plan in device.plans) == 1
+
+
+def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
+    req = request()
+
+    class Broken(SimulatedDevice):
+        def __call__(self, plan: TrialPlan) -> Measurement:
+            if not exchanges_in(plan):
+                return super().__call__(plan)
+            return Measurement(
+                candidate=plan.candidate,
+                outcome=Outcome.CRASHED,
+                reason="no link",
+                failed_component=plan.components[0],
+            )
+
+    found, reason, trials = run(req, Broken(req))
+    assert found is None
+    assert reason is not None and "no link" in reason
+    assert len(trials) == 1
+
+
+def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() -> None:
+    req, rep = request(), report(experts=False, num_devices=4)
+    table = prune_space(req.model, req, rep).table
+    assert table is not None
+    state = SearchState(table, table.candidates, req, rep.hardware)
+    chosen = table.candidates[0]
+    composed = state.seconds(0)
+    assert composed.communication > 0
+    figures: dict[str, Any] = {
+        "micro_step_seconds": composed.micro_step,
+        "standard_error_seconds": 0.0,
+        "peak_bytes": 1,
+        "reserved_bytes": 1,
+        "repeats": 3,
+    }
+    old = WholeModelMeasurement(optimizer_seconds=composed.optimizer + 1.0, **figures)
+    new = WholeModelMeasurement(
+        optimizer_seconds=composed.optimizer, communication_seconds=composed.communication, **figures
+    )
+    for whole in (old, new):
+        found = whole_model_tokens_per_second(state, chosen, whole)
+        assert found == pytest.approx(composed.tokens_per_second)
