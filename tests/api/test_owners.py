@@ -212,6 +212,9 @@ def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests
     job = httpx.post(f"{served.url}{HERE}", json=REQUEST, headers=many).json()
     url = f"{served.url}{HERE}/{job['id']}/{path}"
 
+    def has_watchers(number: int) -> bool:
+        return served.num_watchers == number
+
     def refusal(headers: dict[str, str]) -> httpx.Response | None:
         with httpx.stream("GET", url, headers=headers, timeout=60) as response:
             if response.status_code == 200:
@@ -222,7 +225,7 @@ def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests
     with ExitStack() as stack:
         for number, headers in enumerate((many, many, other), start=1):
             stack.enter_context(httpx.stream("GET", url, headers=headers, timeout=60))
-            wait_until(lambda number=number: served.num_watchers == number)
+            wait_until(partial(has_watchers, number))
         for headers, status in ((many, 429), (other, 503)):
             refused = refusal(headers)
             assert refused is not None
