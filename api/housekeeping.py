@@ -16,6 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from api.background import Beat
 from api.settings import ServiceSettings
+from storage.audit import prune_audit
 from storage.leaders import HOUSEKEEPER, give_up_role, hold_role
 from storage.pruning import find_prunable, prune
 from storage.queue import Queue
@@ -25,7 +26,7 @@ TERM = timedelta(seconds=10)
 
 PRUNE_SECONDS = 300.0
 MOST_PRUNED = 200
-"""Jobs that one round deletes, so that a round does not take long; the next one goes on."""
+"""Jobs, and records of the audit, that one round deletes, so that a round does not take long; the next one goes on."""
 
 logger = logging.getLogger(__name__)
 
@@ -65,15 +66,19 @@ class Housekeeper:
         if not self._is_elected:
             return False
         self._queue.note_waiting(max_wait=timedelta(seconds=self._settings.max_wait_seconds))
-        if self._settings.keeps_all or time.monotonic() < self._prunes_at:
-            return True
-        database = self._queue.database
-        days = self._settings.keep_days
+        if time.monotonic() >= self._prunes_at and not self._prune():
+            self._prunes_at = time.monotonic() + PRUNE_SECONDS
+        return True
+
+    def _prune(self) -> bool:
+        """Delete some of what is not kept; return whether there is more."""
+        database, days = self._queue.database, self._settings.keep_days
+        num_records = prune_audit(database, at_most=MOST_PRUNED)
+        if self._settings.keeps_all:
+            return num_records == MOST_PRUNED
         older_than = None if days is None else timedelta(days=days)
         found = find_prunable(database, older_than=older_than, keep=self._settings.keep_jobs)
         if found:
             prune(database, found[:MOST_PRUNED])
             logger.warning("retention deleted %d finished explorations", len(found[:MOST_PRUNED]))
-        if len(found) <= MOST_PRUNED:
-            self._prunes_at = time.monotonic() + PRUNE_SECONDS
-        return True
+        return len(found) > MOST_PRUNED or num_records == MOST_PRUNED

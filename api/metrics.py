@@ -73,6 +73,9 @@ class _StoredCounts(Collector):
             "bexp_jobs_without_worker", "Explorations that no live worker can run.", counts.num_without_worker
         )
         yield GaugeMetricFamily(
+            "bexp_jobs_held_back", "Explorations that wait because of their owner's quota.", counts.num_held_back
+        )
+        yield GaugeMetricFamily(
             "bexp_reused_jobs", "Explorations that were answered from what is stored.", counts.num_reused
         )
         yield _quantiles(
@@ -82,7 +85,7 @@ class _StoredCounts(Collector):
         )
         yield GaugeMetricFamily(
             "bexp_oldest_queued_seconds",
-            "Seconds that the oldest queued exploration has waited; 0 for an empty queue.",
+            "Seconds that the oldest of the queued explorations has waited that no quota holds back; 0 without one.",
             counts.oldest_queued_seconds,
         )
         workers = GaugeMetricFamily("bexp_workers", "Live workers by kind of device.", labels=["device_kind"])

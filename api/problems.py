@@ -11,13 +11,13 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, ConfigDict, Field
-from sqlalchemy.exc import InterfaceError, OperationalError, ProgrammingError
-from sqlalchemy.exc import TimeoutError as PoolTimeoutError
+from sqlalchemy.exc import ProgrammingError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 
 from explorer.formats.document import FormatError
 from explorer.spec.rules import rule_of
+from storage.database import DATABASE_TROUBLE
 from storage.jobs import JobNotFoundError
 from storage.quotas import QueuedQuotaError
 from storage.submission import IdempotencyConflictError
@@ -186,13 +186,12 @@ def install_problem_handlers(app: FastAPI) -> None:
             headers={"Retry-After": str(QUEUED_RETRY_SECONDS)},
         )
 
-    @app.exception_handler(OperationalError)
-    @app.exception_handler(InterfaceError)
-    @app.exception_handler(ProgrammingError)  # PostgreSQL without our tables
-    @app.exception_handler(PoolTimeoutError)
     async def no_database(request: Request, error: Exception) -> JSONResponse:
         logger.warning("the database failed: %s", getattr(error, "orig", error))
         return database_unavailable(request)
+
+    for trouble in (*DATABASE_TROUBLE, ProgrammingError):  # the last: PostgreSQL without our tables
+        app.add_exception_handler(trouble, no_database)
 
     @app.exception_handler(ClientDisconnect)
     async def client_left(request: Request, _error: ClientDisconnect) -> JSONResponse:

@@ -92,11 +92,12 @@ def serve_on(
     access_log: bool = False,
 ) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM; open streams are then ended."""
+    settings = replace(settings, max_connections=allow_connections(settings.max_connections))
     app = create_app(settings)
     config = uvicorn.Config(
         app,
         http=guarded_protocol(
-            ConnectionLimits(allow_connections(settings.max_connections), settings.header_seconds),
+            ConnectionLimits(settings.max_connections, settings.header_seconds),
         ),
         ws="none",
         backlog=BACKLOG,

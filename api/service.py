@@ -18,6 +18,7 @@ from api.memory import TRIM_SECONDS, keep_trimmed
 from api.metrics import Metrics
 from api.rate_limits import RateLimiter
 from api.settings import ServiceSettings
+from api.stream_limits import StreamLimits
 from api.streams import LISTENING_POLL_SECONDS, EventFeed
 from api.tokens import Tokens
 from storage.database import Database, DatabaseLimits, open_database
@@ -39,6 +40,7 @@ class Service:
     tokens: Tokens
     token_limiter: RateLimiter
     address_limiter: RateLimiter
+    stream_limits: StreamLimits
 
 
 class WriteProbe:
@@ -77,6 +79,7 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
         tokens,
         token_limiter=RateLimiter(settings.token_rate),
         address_limiter=RateLimiter(settings.address_rate),
+        stream_limits=StreamLimits(per_token=settings.token_streams, total=settings.max_streams),
     )
     supervisor.start("events", feed.run, interval_seconds=max(settings.poll_seconds, LISTENING_POLL_SECONDS))
     supervisor.start("tokens", tokens.run, interval_seconds=settings.token_check_seconds)

@@ -13,6 +13,7 @@ DEFAULT_PORT = 8642
 MAX_WAIT_HOURS = 7 * 24.0
 DEFAULT_TOKEN_RATE = 50.0
 DEFAULT_ADDRESS_RATE = 100.0
+DEFAULT_TOKEN_STREAMS = 500
 DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
@@ -38,7 +39,8 @@ class ServiceSettings:
     start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
     deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay. A token is looked up again after
     `token_check_seconds`, so a revoked one works no longer than that. `token_rate` and `address_rate` limit the
-    requests a second where tokens are required; 0 is no limit.
+    requests a second where tokens are required, `token_streams` the streams of events of a token that are open at once;
+    0 is no limit. All streams together leave a quarter of `max_connections` to other requests.
     """
 
     database_url: str
@@ -57,7 +59,13 @@ class ServiceSettings:
     token_check_seconds: float = 2.0
     token_rate: float = DEFAULT_TOKEN_RATE
     address_rate: float = DEFAULT_ADDRESS_RATE
+    token_streams: int = DEFAULT_TOKEN_STREAMS
     waiting_check_seconds: float = 2.0
+
+    @property
+    def max_streams(self) -> int:
+        """How many streams of events may be open at once, those of all tokens."""
+        return 3 * self.max_connections // 4
 
     @property
     def keeps_all(self) -> bool:

@@ -12,6 +12,9 @@ from storage.database import Database
 from storage.owners import Caller
 from storage.tables import audit
 
+KEEP_AUDIT = timedelta(days=365)
+"""How long records stay, unless somebody deletes them earlier."""
+
 
 class Action(StrEnum):
     """What was done to a job, a token, or the quota of an owner."""
@@ -70,8 +73,8 @@ def read_audit(
     ]
 
 
-def prune_audit(database: Database, older_than: timedelta) -> int:
-    """Delete the records that are older; return how many there were."""
+def prune_audit(database: Database, older_than: timedelta = KEEP_AUDIT, *, at_most: int | None = None) -> int:
+    """Delete the records that are older, the oldest `at_most` of them; return how many there were."""
+    old = sa.select(audit.c.id).where(audit.c.at < database.clock(-older_than)).order_by(audit.c.at).limit(at_most)
     with database.begin() as connection:
-        found = connection.execute(sa.delete(audit).where(audit.c.at < database.clock(-older_than)))
-    return found.rowcount
+        return connection.execute(sa.delete(audit).where(audit.c.id.in_(old))).rowcount

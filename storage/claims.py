@@ -18,6 +18,7 @@ from storage.jobs import Job, JobState, describe_unreadable, job_from_row
 from storage.leases import Claim, Lease
 from storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from storage.reuse import Offer, find_answer, software_of
+from storage.schema import refuse_later_version
 from storage.steps import claim_event
 from storage.tables import UTCDateTime, jobs
 from storage.trials import select_trial_documents
@@ -43,7 +44,11 @@ class Claimant:
 def claim_next(
     database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None = None
 ) -> Claim | None:
-    """Take the next job that a worker can run, as `Queue.claim` says."""
+    """Take the next job that a worker can run, as `Queue.claim` says.
+
+    Raises:
+        NewerSchemaError: a later version of this program has upgraded the database, and may have stored the job.
+    """
     end_abandoned(database, settings, jobs.c.cancel_requested | _is_exhausted(settings))
     conditions = _claimable(database, settings, by, among)
     while True:
@@ -57,6 +62,7 @@ def claim_next(
             row = connection.execute(take.returning(*jobs.c)).one_or_none()
             if row is None:
                 return None
+            refuse_later_version(connection)  # which rolls the claim back
             if not take_turn(database, connection, row.owned_by):
                 connection.rollback()
                 continue

@@ -30,7 +30,7 @@ DATABASE_TROUBLE = (
     sa.exc.InternalError,
     sa.exc.TimeoutError,
 )
-"""The database cannot be reached, is too busy, or has no room; the same step may be tried again."""
+"""The database cannot be reached, is too busy, has no room, or takes no writes; the same step may be tried again."""
 
 _READ_ONLY = "bexp_read_only"
 
@@ -185,7 +185,12 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         }
         arguments = {name: value for name, value in arguments.items() if name not in url.query}
     engine = sa.create_engine(
-        url, pool_pre_ping=True, json_serializer=dump_json, connect_args=arguments, **_pool_options(limits)
+        url,
+        pool_pre_ping=True,
+        json_serializer=dump_json,
+        hide_parameters=True,
+        connect_args=arguments,
+        **_pool_options(limits),
     )
     if limits is not None:
 
@@ -212,6 +217,7 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     engine = sa.create_engine(
         url.set(database=str(path)),
         json_serializer=dump_json,
+        hide_parameters=True,
         connect_args={"timeout": busy_timeout.total_seconds()},
         **_pool_options(limits),
     )

@@ -100,6 +100,9 @@ class Queue:
         of the hardware goes into the event. If another version stored the job and this one cannot read it, the job is
         ended and the next one is taken. A job that a stored answer serves is ended with that, which needs the memory
         that a job may use there by default (`memory_limit_bytes`).
+
+        Raises:
+            NewerSchemaError: a later version of this program has upgraded the database, and may have stored the job.
         """
         claimant = Claimant(
             worker, device_kind, num_devices, fingerprint, targets, software, description, memory_limit_bytes

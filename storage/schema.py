@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
@@ -26,7 +26,7 @@ class NewerSchemaError(sa.exc.SQLAlchemyError):
     """A later version of this program has upgraded the database."""
 
     def __init__(self) -> None:
-        super().__init__("a later version of bexp has upgraded it; use that version")
+        super().__init__("a later version of bexp has upgraded the database; use that version")
 
 
 def include_name(name: str | None, kind: str, parents: object) -> bool:
@@ -69,14 +69,27 @@ def is_current(database: Database) -> bool:
     with database.read() as connection:
         if not sa.inspect(connection).has_table(VERSION_TABLE):
             return False
-        version = sa.table(VERSION_TABLE, sa.column("version_num"))
-        return connection.scalars(sa.select(version.c.version_num)).all() == [latest_revision()]
+        return _read_revisions(connection) == [latest_revision()]
+
+
+def refuse_later_version(connection: sa.Connection) -> None:
+    """Raise NewerSchemaError if a later version of this program has upgraded the database.
+
+    What that version stores may be more than this one can read.
+    """
+    if any(revision > latest_revision() for revision in _read_revisions(connection)):
+        raise NewerSchemaError
 
 
 @cache
 def latest_revision() -> str:
     """Return the revision of the last migration. Its file's name begins with it, after a `v`."""
     return max(path.name[1:5] for path in (_MIGRATIONS / "versions").glob("v*.py"))
+
+
+def _read_revisions(connection: sa.Connection) -> Sequence[str]:
+    version = sa.table(VERSION_TABLE, sa.column("version_num"))
+    return connection.scalars(sa.select(version.c.version_num)).all()
 
 
 @contextmanager

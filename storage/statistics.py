@@ -12,10 +12,14 @@ from explorer.records.measurement import Outcome
 from storage.database import Database
 from storage.jobs import JobState
 from storage.tables import jobs, trials, workers
+from storage.turns import HELD_BACK
 from storage.workers import KEEP, LIVE_WITHIN, select_workers
 
 RECENT = timedelta(hours=1)
 MOST_RECENT = 1000
+
+_ACTIVE = jobs.c.state.in_([JobState.QUEUED.value, JobState.RUNNING.value])
+_HELD_BACK = jobs.c.waiting_reason.startswith(HELD_BACK)
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,12 +28,14 @@ class Statistics:
     one while a worker that has it lives.
 
     `recent_answer_seconds` are those from submission to answer, ascending, of the explorations of the last day that
-    measured their answer and finished within `RECENT`; of `MOST_RECENT` at most. A lost worker is one that went silent
-    within a day and did not shut down.
+    measured their answer and finished within `RECENT`; of `MOST_RECENT` at most. What a quota holds back lacks no
+    worker, so only `num_held_back` counts it, and the oldest queued exploration is one of the others. A lost worker is
+    one that went silent within a day and did not shut down.
     """
 
     jobs_by_state: dict[JobState, int]
     num_without_worker: int
+    num_held_back: int
     num_reused: int
     oldest_queued_seconds: float
     recent_answer_seconds: list[float]
@@ -45,10 +51,13 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
         states = _count(connection, jobs.c.state)
         outcomes = _count(connection, trials.c.outcome)
         oldest = connection.scalar(
-            sa.select(sa.func.min(jobs.c.queued_at)).where(jobs.c.state == JobState.QUEUED.value)
+            sa.select(sa.func.min(jobs.c.queued_at)).where(
+                jobs.c.state == JobState.QUEUED.value,
+                sa.or_(jobs.c.waiting_reason.is_(None), sa.not_(_HELD_BACK)),
+            )
         )
-        waits = jobs.c.waiting_reason.is_not(None)
-        without_worker = _number(connection, jobs, waits, jobs.c.state.in_(["queued", "running"]))
+        held_back = _number(connection, jobs, _HELD_BACK, _ACTIVE)
+        without_worker = _number(connection, jobs, jobs.c.waiting_reason.is_not(None), sa.not_(_HELD_BACK), _ACTIVE)
         reused = _number(connection, jobs, jobs.c.reused_from.is_not(None))
         recent = _recent_answer_seconds(database, connection)
         age = 0.0 if oldest is None else max(0.0, (database.now(connection) - oldest).total_seconds())
@@ -61,6 +70,7 @@ def read_statistics(database: Database, *, live_within: timedelta = LIVE_WITHIN)
     return Statistics(
         jobs_by_state={state: states.get(state.value, 0) for state in JobState},
         num_without_worker=without_worker,
+        num_held_back=held_back,
         num_reused=reused,
         oldest_queued_seconds=age,
         recent_answer_seconds=recent,

@@ -23,7 +23,7 @@ from explorer.spec.target import LOCAL, name_local_target
 from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
 from storage.notifications import QUEUED_JOBS, Listener
 from storage.queue import Queue
-from storage.schema import upgrade
+from storage.schema import NewerSchemaError, upgrade
 from workers.devices.discovery import visible_devices
 from workers.devices.lock import DeviceBusyError
 from workers.devices.selection import default_devices, parse_counts, parse_devices
@@ -194,7 +194,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
     def run(worker: Worker) -> None:
         try:
             worker.run(max_jobs=max_jobs)
-        except (ProfilerError, DeviceBusyError, *DATABASE_TROUBLE) as error:
+        except (ProfilerError, DeviceBusyError, NewerSchemaError, *DATABASE_TROUBLE) as error:
             _log.error("worker %s ends: %s", worker.id, error)
             failed.set()
         except Exception:  # noqa: BLE001 - the exit status must say so, or nobody starts the worker again

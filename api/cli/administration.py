@@ -18,7 +18,6 @@ from api.cli.results import print_json
 if TYPE_CHECKING:
     from storage.database import Database
 
-AUDIT_DAYS = 365.0
 
 database_commands = typer.Typer(no_args_is_help=True)
 
@@ -86,7 +85,7 @@ def prune(
 
     Example: bexp prune --older-than-days 90 --keep 10000 --dry-run
     """
-    from storage.audit import prune_audit  # noqa: PLC0415 - for this command alone
+    from storage.audit import KEEP_AUDIT, prune_audit  # noqa: PLC0415 - for this command alone
     from storage.components import prune_components  # noqa: PLC0415 - for this command alone
     from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
     from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
@@ -94,7 +93,7 @@ def prune(
     if older_than_days is None and keep is None and audit_older_than_days is None and not (studies or components):
         what = "--older-than-days DAYS, --keep NEWEST, --studies, --components, or --audit-older-than-days DAYS"
         raise CommandError(ExitCode.USAGE, f"say what to delete: {what}")
-    kept = timedelta(days=AUDIT_DAYS if audit_older_than_days is None else audit_older_than_days)
+    kept = KEEP_AUDIT if audit_older_than_days is None else timedelta(days=audit_older_than_days)
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
         found = find_prunable(database, older_than=older_than, keep=keep)

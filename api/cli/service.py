@@ -14,7 +14,13 @@ from api.cli.arguments import AsJson
 from api.cli.connection import environment
 from api.cli.errors import CommandError, ExitCode, say
 from api.embedded import child_environment
-from api.settings import DEFAULT_ADDRESS_RATE, DEFAULT_TOKEN_RATE, MAX_WAIT_HOURS, ServiceSettings
+from api.settings import (
+    DEFAULT_ADDRESS_RATE,
+    DEFAULT_TOKEN_RATE,
+    DEFAULT_TOKEN_STREAMS,
+    MAX_WAIT_HOURS,
+    ServiceSettings,
+)
 from bexp.child_process import module_command
 
 
@@ -42,6 +48,9 @@ def serve(
     address_rate: Annotated[
         float, typer.Option(min=0, help="The same of an address, with and without a valid token.")
     ] = DEFAULT_ADDRESS_RATE,
+    token_streams: Annotated[
+        int, typer.Option(min=0, help="Streams of events of a token that are open at once; 0: no limit.")
+    ] = DEFAULT_TOKEN_STREAMS,
     keep_days: Annotated[
         float | None, typer.Option(min=0.0, help="Delete finished explorations that are older. Default: never.")
     ] = None,
@@ -69,6 +78,7 @@ def serve(
                     max_wait_seconds=3600 * max_wait_hours,
                     token_rate=token_rate,
                     address_rate=address_rate,
+                    token_streams=token_streams,
                     keep_days=keep_days,
                     keep_jobs=keep_jobs,
                 ),

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from http import HTTPStatus
 from typing import Annotated
@@ -80,7 +81,8 @@ async def follow_events(
         return Response(page.model_dump_json(), media_type=JSON, headers={"Vary": "Accept"})
     if job.state.is_final and after >= job.last_seq:
         return Response(status_code=HTTPStatus.NO_CONTENT, headers={"Vary": "Accept"})
-    stream = _server_sent(service, request.state.secret, job_id, after)
+    service.stream_limits.check(caller.token)
+    stream = _server_sent(service, request, job_id, after)
     return EventSourceResponse(stream, headers={**_LIVE, "Vary": "Accept"})
 
 
@@ -104,7 +106,9 @@ async def read_log(
     """The log for people: `curl -N '.../log?follow=true'` shows it live."""
     choose_media_type(request, (PLAIN_TEXT,))
     await run_sync(partial(get_summary, service.database, job_id, owner=caller.sees))
-    lines = _follow_lines(service, request.state.secret, job_id, after) if follow else _lines(service, job_id, after)
+    if follow:
+        service.stream_limits.check(caller.token)
+    lines = _follow_lines(service, request, job_id, after) if follow else _lines(service, job_id, after)
     return StreamingResponse(lines, media_type=PLAIN_TEXT, headers=_LIVE)
 
 
@@ -114,9 +118,17 @@ def _read_page(service: Service, job_id: str, after: int, limit: int) -> EventPa
     return EventPage(items=page, next_cursor=str(page[-1].seq) if len(events) > limit else None)
 
 
-async def _server_sent(service: Service, secret: str | None, job_id: str, after: int) -> AsyncIterator[bytes]:
-    yield format_sse_event(retry=RETRY_MILLISECONDS)
-    with service.tokens.stream(secret, job_id) as may_continue:
+@contextmanager
+def _open_stream(service: Service, request: Request, job_id: str) -> Iterator[Callable[[], bool]]:
+    """Count a stream while it is open; what it yields says whether the stream may go on."""
+    token = request.state.caller.token
+    with service.stream_limits.count(token), service.tokens.stream(request.state.secret, job_id) as may_continue:
+        yield may_continue
+
+
+async def _server_sent(service: Service, request: Request, job_id: str, after: int) -> AsyncIterator[bytes]:
+    with _open_stream(service, request, job_id) as may_continue:
+        yield format_sse_event(retry=RETRY_MILLISECONDS)
         async for events in service.feed.follow(job_id, after, may_continue):
             yield b"".join(map(_frame, events)) or KEEPALIVE_COMMENT
 
@@ -125,8 +137,8 @@ def _frame(event: Event) -> bytes:
     return format_sse_event(id=str(event.seq), event=event.code.name.lower(), data_str=event.model_dump_json())
 
 
-async def _follow_lines(service: Service, secret: str | None, job_id: str, after: int) -> AsyncIterator[str]:
-    with service.tokens.stream(secret, job_id) as may_continue:
+async def _follow_lines(service: Service, request: Request, job_id: str, after: int) -> AsyncIterator[str]:
+    with _open_stream(service, request, job_id) as may_continue:
         async for events in service.feed.follow(job_id, after, may_continue):
             if events:
                 yield _text(events)

@@ -14,13 +14,14 @@ from api.app import create_app
 from api.housekeeping import Housekeeper
 from api.settings import ServiceSettings
 from explorer.records.event import EventCode
+from storage.audit import KEEP_AUDIT, read_audit
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState
 from storage.leaders import HOUSEKEEPER, hold_role
 from storage.listing import JobFilter, list_jobs
 from storage.queue import Queue
-from storage.tables import jobs, leaders
+from storage.tables import audit, jobs, leaders
 from tests.contracts.samples import make_request
 
 
@@ -62,3 +63,23 @@ def test_retention_deletes_in_small_rounds_what_is_old_or_too_much(
         counts.append(len(list_jobs(queue.database)[0]))
     assert counts == [4, 3, 3]
     assert len(list_jobs(queue.database, JobFilter(state=JobState.QUEUED))[0]) == 1
+
+
+def test_old_records_of_the_audit_are_deleted_without_being_asked(
+    settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(housekeeping, "MOST_PRUNED", 2)
+    for _ in range(4):
+        queue.enqueue(make_request())
+    first, *_, last = reversed(read_audit(queue.database))
+    with queue.database.begin() as connection:
+        old = queue.database.clock(-KEEP_AUDIT - timedelta(days=1))
+        connection.execute(sa.update(audit).where(audit.c.id != last.id).values(at=old))
+    keeper = Housekeeper(queue, settings)
+    counts = []
+    for _ in range(3):
+        keeper.work()
+        counts.append([record.id for record in read_audit(queue.database)])
+    assert first.id not in counts[0]
+    assert [len(ids) for ids in counts] == [2, 1, 1]
+    assert counts[-1] == [last.id]

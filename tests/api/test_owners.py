@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -200,6 +201,40 @@ def test_a_stream_ends_with_its_token_and_others_go_on(
     queue.request_cancel(job["id"])
     threads[1].join(60)
     assert len(ended) == 2
+
+
+@pytest.mark.parametrize("path", ["events", "log?follow=true"])
+def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, sqlite_database: Database, path: str
+) -> None:
+    served = serve(replace(settings, require_token=True, token_streams=2, max_connections=4))
+    many, other = header(sqlite_database, "many"), header(sqlite_database, "other")
+    job = httpx.post(f"{served.url}{HERE}", json=REQUEST, headers=many).json()
+    url = f"{served.url}{HERE}/{job['id']}/{path}"
+
+    def has_watchers(number: int) -> bool:
+        return served.num_watchers == number
+
+    def refusal(headers: dict[str, str]) -> httpx.Response | None:
+        with httpx.stream("GET", url, headers=headers, timeout=60) as response:
+            if response.status_code == 200:
+                return None
+            response.read()
+            return response
+
+    with ExitStack() as stack:
+        for number, headers in enumerate((many, many, other), start=1):
+            stack.enter_context(httpx.stream("GET", url, headers=headers, timeout=60))
+            wait_until(partial(has_watchers, number))
+        for headers, status in ((many, 429), (other, 503)):
+            refused = refusal(headers)
+            assert refused is not None
+            assert_problem(refused, status)
+            assert refused.json()["type"] == "urn:bexp:problem:too-many-streams"
+            assert int(refused.headers["Retry-After"]) > 0
+        assert httpx.get(f"{served.url}/healthz").status_code == 200
+    wait_until(lambda: served.num_watchers == 0)
+    wait_until(lambda: refusal(many) is None)
 
 
 def test_requests_above_the_rate_get_429(

@@ -15,6 +15,7 @@ from fastapi.testclient import TestClient
 
 from api import streams
 from api.app import create_app
+from api.examples import REQUEST
 from api.routes import explorations
 from api.settings import ServiceSettings
 from storage.database import Database, DatabaseLimits, open_database
@@ -103,3 +104,17 @@ def test_the_api_opens_no_more_connections_than_its_budget(
         statuses = set(pool.map(lambda _: client.get("/v1/explorations").status_code, range(80)))
     assert statuses == {200}
     assert max(counts) == most == 10
+
+
+def test_a_submission_to_a_standby_that_takes_no_writes_is_told_to_come_back(
+    postgresql_url: str, open_url: Callable[[str], Database]
+) -> None:
+    database = open_url(postgresql_url)
+    with database.begin() as connection:
+        name = connection.engine.url.database
+        connection.exec_driver_sql(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
+    with TestClient(create_app(ServiceSettings(postgresql_url)), base_url="http://localhost") as client:
+        refused = client.post("/v1/explorations", json=REQUEST)
+        assert refused.status_code == 503
+        assert int(refused.headers["Retry-After"]) > 0
+        assert client.get("/v1/explorations").json()["items"] == []

@@ -26,6 +26,13 @@ def test_ping_answers(database: Database) -> None:
     database.ping()
 
 
+def test_an_error_does_not_repeat_what_was_to_be_stored(database: Database) -> None:
+    """Errors go to logs; what is stored may be the digest of a token, or what somebody explores."""
+    with pytest.raises(sa.exc.DBAPIError) as caught, database.begin() as connection:
+        connection.execute(sa.text("INSERT INTO no_such_table VALUES (:value)"), {"value": "a private matter"})
+    assert "private" not in str(caught.value)
+
+
 def test_a_transaction_that_fails_leaves_nothing(database: Database) -> None:
     with pytest.raises(ZeroDivisionError), database.begin() as connection:
         connection.exec_driver_sql("DELETE FROM bexp_schema_version")

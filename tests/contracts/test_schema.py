@@ -19,12 +19,12 @@ from explorer.formats.request import parse_request
 from explorer.records.event import EventCode, EventDraft, Progress
 from storage.database import Database
 from storage.events import read_events
-from storage.jobs import get_job
+from storage.jobs import JobState, get_job
 from storage.listing import JobFilter, list_jobs
 from storage.owners import ALL_SCOPES, LOCAL_OWNER
 from storage.queue import Queue
 from storage.schema import VERSION_TABLE, NewerSchemaError, include_name, is_current, latest_revision, upgrade
-from storage.tables import metadata
+from storage.tables import jobs, metadata
 from storage.tokens import digest_of, verify_token
 from storage.trials import StoredTrial, read_trials
 from tests.contracts.samples import make_progress, make_request, make_trial
@@ -207,7 +207,7 @@ def test_autogenerate_would_see_a_missing_column(database: Database) -> None:
 def test_a_schema_of_a_later_version_is_refused(database: Database) -> None:
     with database.begin() as connection:
         connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
-    with pytest.raises(NewerSchemaError, match="a later version of bexp has upgraded it"):
+    with pytest.raises(NewerSchemaError, match="a later version of bexp has upgraded the database"):
         upgrade(database)
 
 
@@ -215,3 +215,16 @@ def test_an_older_schema_is_not_current(database: Database) -> None:
     with database.begin() as connection:
         connection.execute(sa.text(f"DELETE FROM {VERSION_TABLE}"))
     assert not is_current(database)
+
+
+def test_a_worker_takes_no_job_from_a_later_version(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request())
+    with database.begin() as connection:
+        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+        later = make_request().model_dump(mode="json") | {"field_of_a_later_version": 1}
+        connection.execute(sa.update(jobs).values(request=later))
+    with pytest.raises(NewerSchemaError):
+        queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    assert [event.code for event in read_events(database, job.id)] == [EventCode.QUEUED]
+    assert get_job(database, job.id).state is JobState.QUEUED

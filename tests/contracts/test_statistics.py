@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+from datetime import timedelta
+
 from explorer.records.event import Progress
 from explorer.records.measurement import Outcome
 from storage.database import Database
 from storage.jobs import JobState
 from storage.queue import Queue
+from storage.quotas import EVERYBODY, Quota, set_quota
 from storage.statistics import read_statistics
 from storage.workers import WorkerInfo, register_worker
 from tests.contracts.samples import make_request, make_trial
@@ -38,3 +41,17 @@ def test_counts(database: Database) -> None:
     assert statistics.trials_by_outcome[Outcome.OK] == 2
     assert statistics.trials_by_outcome[Outcome.OUT_OF_MEMORY] == 1
     assert statistics.trials_by_outcome[Outcome.CRASHED] == 0
+
+
+def test_what_a_quota_holds_back_is_no_lack_of_workers(database: Database) -> None:
+    queue = Queue(database)
+    for _ in range(2):
+        queue.enqueue(make_request())
+    set_quota(database, EVERYBODY, Quota(max_running=1))
+    assert queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f") is not None
+    register_worker(database, WorkerInfo("a", "host", 1, "cpu", "A device", 1, "f", {"bexp": ""}))
+    queue.note_waiting(grace=timedelta(0))
+    statistics = read_statistics(database)
+    assert statistics.jobs_by_state[JobState.QUEUED] == statistics.num_held_back == 1
+    assert statistics.num_without_worker == 0
+    assert statistics.oldest_queued_seconds == 0

@@ -194,6 +194,22 @@ def test_the_api_answers_its_probes(client: TestClient) -> None:
     assert client.get("/v1/explorations").status_code == 401
 
 
+def test_probes_of_the_api_wait_for_its_slowest_answer_and_for_long_upgrades() -> None:
+    (container,) = [container for container in kubernetes_containers() if container.owner == "bexp-api/api"]
+    asked = probes(container)
+    for probe in asked.values():
+        assert probe["timeoutSeconds"] > ServiceSettings("").answer_seconds
+    start = asked["startupProbe"]
+    assert start["periodSeconds"] * start["failureThreshold"] >= 600  # an upgrade that is killed begins again
+
+
+def test_versions_of_the_service_do_not_run_side_by_side() -> None:
+    """The next one upgrades the schema, which the one before it does not know."""
+    deployments = [document for document in read_objects() if document["kind"] == "Deployment"]
+    assert {document["metadata"]["name"] for document in deployments} == {"bexp-api", "bexp-worker", "bexp-coordinator"}
+    assert {document["spec"].get("strategy", {}).get("type") for document in deployments} == {"Recreate"}
+
+
 @of_pods
 def test_probes_ask_ports_that_are_open(container: Container) -> None:
     told = [*container.ports().values()]

@@ -16,6 +16,7 @@ from storage.database import Database, open_database
 from storage.jobs import JobState, get_job
 from storage.listing import list_jobs
 from storage.queue import Queue
+from storage.schema import VERSION_TABLE
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 from workers.__main__ import SERVICE_FAILED, database_limits, listen, main, serve_workers
@@ -67,6 +68,18 @@ def test_a_broken_device_leaves_the_others_at_work(sqlite_database: Database, er
     workers = [make_worker(sqlite_database, BrokenProfiler(error)), make_worker(sqlite_database, FakeProfiler())]
     assert serve_workers(workers, max_jobs=1) == SERVICE_FAILED
     assert [job.state for job in list_jobs(sqlite_database)[0]] == [JobState.SUCCEEDED]
+
+
+def test_a_worker_ends_in_one_line_when_a_later_version_has_upgraded_the_database(
+    sqlite_database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
+    job, _ = Queue(sqlite_database).enqueue(make_request())
+    with sqlite_database.begin() as connection:
+        connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+    assert serve_workers([make_worker(sqlite_database, FakeProfiler())], max_jobs=1) == SERVICE_FAILED
+    assert caplog.messages[-1].endswith("ends: a later version of bexp has upgraded the database; use that version")
+    assert caplog.records[-1].exc_info is None
+    assert get_job(sqlite_database, job.id).state is JobState.QUEUED
 
 
 def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
