@@ -80,12 +80,17 @@ def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_part
     config |= {"num_key_value_heads": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
     config |= {"num_experts": 5, "num_experts_per_tok": 3, "vocab_size": 163, "output_router_logits": True}
     target = open_target(config)
-    parts = target.report(HARDWARE).parts
-    assert parts is not None
     losses: list[Any] = []
     modeling = sys.modules[target._resolved.config.model_class.__module__]
     measured = modeling.load_balancing_loss_func
-    monkeypatch.setattr(modeling, "load_balancing_loss_func", lambda *of: losses.append(of[0]) or measured(*of))
+
+    def noted(logits: Any, *others: Any) -> Any:
+        losses.append(logits)
+        return measured(logits, *others)
+
+    monkeypatch.setattr(modeling, "load_balancing_loss_func", noted)
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
     assert not losses
     candidate = Candidate(micro_batch_size=2, attention_backend="sdpa", expert_backend="eager", num_query_groups=1)
     with target.training_run(candidate, parts, request_for(config)) as whole:
