@@ -169,6 +169,8 @@ def _differences(told: Recommendation, seq_length: int | None, model: nn.Module)
         found.append(f"it was measured with sequences of {told.seq_length} tokens, not {seq_length}")
     if getattr(model, "is_quantized", False) and not told.own_code:
         found.append("it was measured with plain weights, and those of this model are quantised")
+    elif told.library_code:
+        found += _other_weights(told, model)
     here = versions()
     found += [
         f"it was measured with {name} {version}, and this is {here[name]}"
@@ -176,3 +178,11 @@ def _differences(told: Recommendation, seq_length: int | None, model: nn.Module)
         if name in here and here[name] != version
     ]
     return found
+
+
+def _other_weights(told: Recommendation, model: nn.Module) -> list[str]:
+    largest = max(model.parameters(), key=lambda parameter: parameter.numel(), default=None)
+    dtype = None if largest is None else str(largest.dtype).removeprefix("torch.")
+    if told.dtype is None or dtype in (None, told.dtype):
+        return []
+    return [f"it was measured with weights in {told.dtype}, and those of this model are in {dtype}"]

@@ -53,7 +53,9 @@ class Recommendation:
 
     `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
     a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null. `own_code`
-    says that the step of a target of the person's own was measured, which has settings of its own.
+    says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
+    format of the weights, and `autocast` that of the computation under autocast; null: without autocast.
+    `library_code` says that the library's own classes were measured.
     """
 
     settings: Settings
@@ -62,6 +64,7 @@ class Recommendation:
     num_devices: int = 1
     seq_length: int | None = None
     dtype: str | None = None
+    autocast: str | None = None
     confidence: int | None = None
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
@@ -70,6 +73,7 @@ class Recommendation:
     versions: Mapping[str, str] = field(default_factory=dict)
     architecture: Mapping[str, Any] = field(default_factory=dict)
     own_code: bool = False
+    library_code: bool = False
 
     @classmethod
     def read(cls, source: Source | Recommendation) -> Recommendation:
@@ -105,6 +109,7 @@ class Recommendation:
             settings=settings,
             micro_batch_size=candidate["micro_batch_size"],
             own_code=candidate.get("attention_backend") == _OWN_ATTENTION and request.get("hf_config") is None,
+            library_code=request.get("hf_config") is not None,
             architecture=_sizes(
                 found.get("model") or document.get("model") or request.get("model") or request.get("hf_config") or {}
             ),
@@ -214,6 +219,16 @@ def execution_settings(execution: str) -> tuple[bool, bool]:
     return "compile" in names, "graph" in names
 
 
+def _number_formats(found: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the formats of weights and of autocast. Target `transformers` has bfloat16 in one of them, or in both."""
+    training = request.get("training") or {}
+    if request.get("hf_config") is not None:
+        mixed = training.get("precision") == "autocast"
+        return "float32" if mixed else "bfloat16", "bfloat16" if mixed or training.get("lora") else None
+    dtype = found.get("dtype") or (request.get("model") or {}).get("dtype")
+    return dtype, dtype
+
+
 def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
     """Return where the recommendation comes from and what it promises."""
     job = document.get("job")
@@ -222,11 +237,13 @@ def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Map
     model = request.get("model") or {}
     whole = found.get("whole_model") or {}
     measured = whole.get("measurement") or {}
+    dtype, autocast = _number_formats(found, request)
     return {
         "effective_batch_size": found.get("batch_size") or request.get("batch_size") or None,
         "num_devices": request.get("num_devices") or 1,
         "seq_length": found.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
-        "dtype": found.get("dtype") or model.get("dtype"),
+        "dtype": dtype,
+        "autocast": autocast,
         "confidence": found.get("confidence"),
         "tokens_per_second": whole.get("tokens_per_second") or found.get("tokens_per_second"),
         "peak_bytes": measured.get("peak_bytes") or found.get("measured_peak_bytes") or found.get("peak_bytes"),

@@ -19,6 +19,7 @@ def training_arguments(recommendation: Source | Recommendation, *, world_size: i
     stays as requested, because the accumulation steps follow from the number of devices.
     `world_size` defaults to the environment's WORLD_SIZE. The Trainer recomputes layers only if all of them are
     recomputed. `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off.
+    Autocast (`bf16`) is on if it was measured.
 
     Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
     """
@@ -32,8 +33,8 @@ def training_arguments(recommendation: Source | Recommendation, *, world_size: i
     if told.settings.recompute == "full":
         name = _checkpointing_field()
         fields |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    if told.dtype in _PRECISION:
-        fields[_PRECISION[told.dtype]] = True
+    if told.autocast in _PRECISION:
+        fields[_PRECISION[told.autocast]] = True
     return fields
 
 

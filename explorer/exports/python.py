@@ -71,7 +71,7 @@ def render(plan: Plan) -> Export:
 def _recommendation(plan: Plan) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
     request = plan.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
-    request["training"] = plan.request.training.model_dump(mode="json", include={"loss"})
+    request["training"] = plan.request.training.model_dump(mode="json", include={"loss", "precision", "lora"})
     if plan.request.model is not None:
         request["model"] = plan.request.model.model_dump(mode="json", exclude_none=True)
     elif plan.request.hf_config is not None:

@@ -45,6 +45,9 @@ REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice", "MaskedLM")
 """What the classes of transformers are for whose head and loss are not those of a causal language model."""
 
+OTHER_DTYPES = ("float32", "float16")
+"""What a config.json may name as its `dtype`, and target `transformers` measures in bfloat16."""
+
 
 def name_local_target(reference: str) -> str:
     """Return the name of a target that a person names by its file: `local.train` for `/home/me/train.py:Target`."""
@@ -99,6 +102,19 @@ def unlike_the_config(config: Mapping[str, Any]) -> list[str]:
         if isinstance(name, str) and name.endswith(tuple(f"For{head}" for head in OTHER_HEADS)):
             found.append(f"{name:.80} has another head and loss than what is measured: the causal language model")
             break
+    text = config.get("text_config")
+    said = {**config, **text} if isinstance(text, Mapping) else config
+    dtype = said.get("dtype", said.get("torch_dtype"))
+    if dtype in OTHER_DTYPES:
+        found.append(
+            f"dtype {dtype} of config.json is not used: weights are measured in bfloat16, or in float32 under bf16 "
+            "autocast with training.precision=autocast"
+        )
+    if said.get("output_router_logits") is True:
+        found.append(
+            "output_router_logits: the balancing loss of the routers is left out of the composed blocks; whole models "
+            "are run with it"
+        )
     return found
 
 

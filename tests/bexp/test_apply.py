@@ -156,6 +156,33 @@ def test_quantised_weights_are_a_warning() -> None:
     assert any("plain weights" in warning for warning in bexp.apply(model, document()).warnings)
 
 
+def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
+    told = document()
+    request = told["job"]["request"]
+    sizes = {key: value for key, value in request.pop("model").items() if key in ("hidden_size", "vocab_size")}
+    request |= {"hf_config": {"model_type": "olmoe", **sizes}, "hf_seq_length": 12, "training": training}
+    return told
+
+
+@pytest.mark.parametrize(
+    ("training", "weights", "trainer"),
+    [
+        ({"precision": "pure"}, "bfloat16", None),
+        ({"precision": "autocast"}, "float32", True),
+        ({"precision": "pure", "lora": {"r": 8, "target_modules": "all-linear"}}, "bfloat16", True),
+    ],
+)
+def test_the_trainer_gets_the_number_formats_that_were_measured(
+    training: dict[str, Any], weights: str, trainer: bool | None
+) -> None:
+    told = bexp.Recommendation.read(told_of_a_config(training))
+    assert told.dtype == weights
+    assert bexp.training_arguments(told).get("bf16") is trainer
+    for dtype in (torch.bfloat16, torch.float32):
+        found = bexp.apply(models.tiny("olmoe").to(dtype), told).warnings
+        assert any("measured with weights in" in warning for warning in found) == (str(dtype) != f"torch.{weights}")
+
+
 def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
     settings = bexp.Recommendation.read(document(kernels="liger", loss="liger")).settings
     assert (settings.kernels, settings.loss) == ("liger", "liger")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -64,6 +65,40 @@ def test_a_gpt_in_plain_pytorch_is_explored_end_to_end(tmp_path: Path) -> None:
 def test_a_lightning_module_is_explored_with_its_own_optimizer(tmp_path: Path) -> None:
     found = explore(tmp_path, f"{TARGETS / 'lightning_module.py'}:Target", TINY)
     assert found["target_class"] == "LanguageModel"
+
+
+FOLDER_CODE = """
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+class OwnConfig(LlamaConfig):
+    model_type = "own"
+
+class OwnModel(LlamaForCausalLM):
+    config_class = OwnConfig
+"""
+
+
+def test_a_folder_with_code_of_its_own_is_built_and_trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("transformers")
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "modeling_own.py").write_text(FOLDER_CODE)
+    names = {"AutoConfig": "modeling_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnModel"}
+    sizes = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2}
+    (folder / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": names, **sizes}))
+    target = runpy.run_path(str(TARGETS / "hugging_face.py"))["Target"]()
+    config = {"folder": str(folder), "seq_length": 16, "overrides": {"vocab_size": 61}, "gradient_checkpointing": True}
+    model = target.build(config, torch.device("cpu"))
+    assert model.training
+    assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
+    batch = target.batch(3, torch.device("cpu"))
+    assert batch.shape == (3, 16)
+    assert bool(torch.isfinite(target.step(model, batch)))
+    gradients = [parameter.grad for parameter in model.parameters()]
+    assert all(gradient is not None and gradient.dtype is torch.bfloat16 for gradient in gradients)
 
 
 @pytest.mark.slow

@@ -90,6 +90,8 @@ def test_the_code_that_a_published_config_names_is_left_out_and_noted(place: Cal
     [
         ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config (bitsandbytes) is left out"),
         ({"architectures": ["Gemma2ForSequenceClassification"]}, "has another head and loss"),
+        ({"torch_dtype": "float32"}, "dtype float32 of config.json is not used"),
+        ({"text_config": {"output_router_logits": True}}, "whole models are run with it"),
     ],
 )
 def test_what_a_config_says_and_is_not_measured_is_noted_once(said: dict[str, Any], part: str) -> None:

@@ -11,6 +11,6 @@
 
 A model is the **shell** (the real model with its layers stubbed: embedding, norm, head and loss as the library computes
 them) and one **layer of each kind**, replayed with the arguments that the model gives it. `self_check.py` compares both
-with the whole model on a tiny configuration of the same type. If `describe()["by_parts"]` is false, measure the whole.
+with the whole model on a tiny configuration of the same type. If `describe()["by_parts"]` is false, it is refused.
 `settings.prepare` is called with every model that is built, before its first use.
 """

@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from bexp.transformers.layers import config_depth
@@ -16,7 +16,10 @@ from explorer.spec.spelling import did_you_mean
 MINIMUM_VERSION = (5, 0)
 MAX_LAYERS = 512
 _REMOTE_CODE = ("auto_map", "trust_remote_code")
-_OWN_CLASS = "; bexp explore --target FILE.py:NAME measures a class of your own, see docs/targets.md"
+OWN_CLASS = (
+    "; bexp explore --target FILE.py:NAME measures any model whole: examples/targets/hugging_face.py reads a folder "
+    "with a config.json and its code, see docs/targets.md"
+)
 _NO_PART_OF_TRAINING = ("quantization_config", "architectures", "transformers_version", "_name_or_path")
 
 
@@ -48,6 +51,17 @@ class ResolvedConfig:
     def text_config(self) -> Any:
         """The part of the configuration that describes the language model: `config` itself, or a nested one."""
         return self.config.get_text_config(decoder=True)
+
+    def without_balancing_loss(self) -> ResolvedConfig:
+        """The configuration of the parts: the routers' balancing loss reads the routers of all layers of a whole model.
+
+        The loss is small beside the layers: it reads one number for each token and expert.
+        """
+        if not getattr(self.text_config, "output_router_logits", False):
+            return self
+        plain = replace(self, config=copy.deepcopy(self.config))
+        plain.text_config.output_router_logits = False
+        return plain
 
 
 def library_version() -> str | None:
@@ -134,7 +148,7 @@ def _build_config(model_type: str, raw: Mapping[str, Any], architectures: Any) -
 
     if model_type not in CONFIG_MAPPING:
         meant = _same_class(architectures) or did_you_mean(model_type, CONFIG_MAPPING.keys())
-        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant or _OWN_CLASS}")
+        raise UnsupportedModelError(f"model_type {model_type!r} is unknown to the library{meant or OWN_CLASS}")
     arguments = copy.deepcopy({name: value for name, value in raw.items() if name != "model_type"})
     with quiet_library():
         try:
@@ -165,7 +179,7 @@ def _model_class(config: Any, model_type: str) -> type:
     try:
         found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
-        raise UnsupportedModelError(f"{model_type!r} has no causal language model{_OWN_CLASS}") from error
+        raise UnsupportedModelError(f"{model_type!r} has no causal language model{OWN_CLASS}") from error
     except Exception as error:  # a module may need packages that fail in ways of their own
         raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
     return cast(type, found[0] if isinstance(found, tuple) else found)

@@ -127,7 +127,7 @@ class ResolvedModel:
     ) -> PartsBuilder:
         """Makes this model's parts on `device`; settings other than the resolved ones may change how they compute."""
         return PartsBuilder(
-            self.config,
+            self.config.without_balancing_loss(),
             self.kinds,
             device,
             settings or self.settings,
@@ -159,7 +159,7 @@ class ResolvedModel:
     @cached_property
     def tiny(self) -> ResolvedConfig:
         """The configuration of the self-check."""
-        return tiny_config(self.config, self.kinds)
+        return tiny_config(self.config.without_balancing_loss(), self.kinds)
 
     @cached_property
     def _tiny_layers(self) -> list[nn.Module]:

@@ -8,13 +8,14 @@ from typing import Any
 
 _HEADINGS = {
     "parts": "Measured by parts",
-    "whole": "Measured whole",
+    "whole": "Not measured by parts",
     "not": "Not measured",
 }
 _ABOUT = {
     "parts": "One layer of each kind, and the shell around the layers, compute what the whole model computes: outputs "
     "and every gradient are equal in float32, at micro-batches of 1 and 2.",
-    "whole": "The model trains, but its parts do not add up to it. Every candidate is measured on the whole model.",
+    "whole": "The model trains, but its parts do not add up to it, so an exploration ends with `unsupported`. Measure "
+    "it whole with `examples/targets/hugging_face.py`: see [Targets](targets.md#a-folder-with-code-of-its-own).",
     "not": "The model does not train at a tiny size on the CPU.",
 }
 _COLUMNS = {
@@ -35,8 +36,9 @@ def render(document: Mapping[str, Any]) -> str:
         "",
         f"Generated from `models.json` ({versions}) by `python -m workers.targets.transformers.survey`. Do not edit.",
         "",
-        f"The library knows {len(rows)} types. {counts['parts']} are measured by parts, {counts['whole']} are measured "
-        f"whole, {counts['not']} are not measured. Each was built from its class's defaults at a tiny size.",
+        f"The library knows {len(rows)} types. {counts['parts']} are measured by parts, {counts['whole']} train but "
+        f"have no such parts, {counts['not']} do not train at all. Each was built from its class's defaults at a "
+        "tiny size.",
         "",
     ]
     for status, heading in _HEADINGS.items():

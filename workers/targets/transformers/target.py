@@ -34,7 +34,7 @@ from workers.targets.transformers.candidate_settings import (
     settings_of,
     settings_of_component,
 )
-from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
+from workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
 from workers.targets.transformers.describe import describe_parts
 from workers.targets.transformers.materialize import build_by_layers
 from workers.targets.transformers.model import BuildSettings, build_model
@@ -186,7 +186,7 @@ class TransformersTarget:
         reason = "; ".join(f"{name}: {why}" for name, why in check.failures.items())
         raise UnsupportedTrialError(
             f"{self._resolved.config.model_type} cannot be measured by its parts with transformers "
-            f"{self.version}: {reason}"
+            f"{self.version}: {reason}{OWN_CLASS if check.runs else ''}"
         )
 
     # -- building ------------------------------------------------------------------------------------------------

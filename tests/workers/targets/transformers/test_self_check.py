@@ -30,7 +30,7 @@ def test_parts_compute_what_the_whole_model_computes(model_type: str) -> None:
     assert all(check.saved_bytes_per_token[kind] > 0 for kind in check.kinds)
 
 
-def test_layers_that_a_model_calls_repeatedly_are_measured_whole() -> None:
+def test_layers_that_a_model_calls_repeatedly_are_no_parts() -> None:
     resolved = resolve_config({"model_type": "hrm_text"}, TINY_SEQ_LENGTH)
 
     check = self_check(tiny_config(resolved))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import weakref
 from typing import Any
 
@@ -15,6 +16,7 @@ from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidat
 from explorer.spec.candidate import Candidate
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 from workers.profiler.failures import UnsupportedTrialError
+from workers.targets.transformers.self_check import SelfCheck
 
 pytest.importorskip("transformers")
 
@@ -69,6 +71,40 @@ def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() ->
     assert report.parts is not None
     with pytest.raises(EmptySpaceError, match="has 3 layers; the nearest policy is 'full'"):
         enumerate_candidates(request_for(recompute=["layers_4"]), report, report.parts)
+
+
+def test_the_balancing_loss_of_routers_is_in_the_whole_model_and_not_in_its_parts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    config = {"model_type": "qwen2_moe", "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config |= {"num_key_value_heads": 2, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32}
+    config |= {"num_experts": 5, "num_experts_per_tok": 3, "vocab_size": 163, "output_router_logits": True}
+    target = open_target(config)
+    losses: list[Any] = []
+    modeling = sys.modules[target._resolved.config.model_class.__module__]
+    measured = modeling.load_balancing_loss_func
+
+    def noted(logits: Any, *others: Any) -> Any:
+        losses.append(logits)
+        return measured(logits, *others)
+
+    monkeypatch.setattr(modeling, "load_balancing_loss_func", noted)
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
+    assert not losses
+    candidate = Candidate(micro_batch_size=2, attention_backend="sdpa", expert_backend="eager", num_query_groups=1)
+    with target.training_run(candidate, parts, request_for(config)) as whole:
+        whole.begin()
+        whole.step()
+    assert {len(logits) for logits in losses} == {2}, "the routers of both layers"
+
+
+def test_a_type_without_parts_is_refused_with_the_way_to_measure_it_whole() -> None:
+    target = open_target()
+    target._resolved.__dict__["check"] = SelfCheck(failures={"layers": "layer 0 is called 6 times"})
+    with pytest.raises(UnsupportedTrialError, match=r"is called 6 times.*hugging_face\.py"):
+        target.report(HARDWARE)
+    target._resolved.__dict__.pop("check")  # later jobs share the resolved model
 
 
 @pytest.mark.parametrize("routing", [{"kind": "zipf"}, {"kind": "shares", "shares": [3, 1]}])
