@@ -55,9 +55,10 @@ class Block:
 
     `exchanges` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
     instead, whose exchanges run beside the component. `expert_parameters` are those that fewer devices hold than the
-    other `parameters`, of which each tensor-parallel device has `repeated_parameters` whole. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves whole
-    when it is measured by itself, and of which sequence parallelism leaves a device a part. `repeated_outputs` counts
-    those that another block of the layer saves as well: shared experts are measured with a norm, and have none.
+    other `parameters`, of which each tensor-parallel device has `repeated_parameters` whole. `sharded_outputs` counts
+    the tensors of the size of the hidden states that the block saves whole when it is measured by itself, and of which
+    sequence parallelism leaves a device a part. `repeated_outputs` counts those that another block of the layer saves
+    as well: shared experts are measured with a norm, and have none.
     """
 
     component: Component
@@ -201,9 +202,7 @@ class MeshDecomposer:
         def policy(of: ComponentKind) -> BlockRecompute:
             return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
 
-        def spread(
-            whole: Component, parameters: int, repeated: int, *inside: Transfer, outputs: float = 0.0
-        ) -> Block:
+        def spread(whole: Component, parameters: int, repeated: int, *inside: Transfer, outputs: float = 0.0) -> Block:
             return Block(
                 whole,
                 (*around, *inside),

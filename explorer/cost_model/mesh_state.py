@@ -21,8 +21,8 @@ class HeldParameters:
     """The parameters of a stage, or of all stages of a rank.
 
     `experts` are those that expert parallelism spreads, `dense` all others. Tensor-parallel devices have `repeated` of
-    these whole, each of them: norms, routers, and biases of sums. `largest` are those of the largest unit
-    that sharding gathers at a time, `layer` those of the largest layer, and `head` those of the unit with the head.
+    these whole, each of them: norms, routers, and biases of sums. `largest` are those of the largest unit that sharding
+    gathers at a time, `layer` those of the largest layer, and `head` those of the unit with the head.
     """
 
     dense: int

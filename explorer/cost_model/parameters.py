@@ -24,7 +24,7 @@ def count_attention(model: ModelSpec) -> int:
 def repeated_in_attention(model: ModelSpec) -> int:
     """Return the parameters of one attention block that every tensor-parallel device has whole.
 
-    They are its norm, the bias of its output, and norms of single heads. Norms over all heads are shared like the heads.
+    They are its norm, the bias of its output, and norms of single heads. Norms over all heads are split like the heads.
     """
     bias = model.hidden_size if model.attention_output_bias else 0
     return count_norm(model) + bias + (2 * model.head_size if model.qk_norm == "head" else 0)
