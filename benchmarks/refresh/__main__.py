@@ -62,8 +62,12 @@ def main(arguments: list[str] | None = None, known: Sequence[Recorded] | None = 
     return 130 if stopped else int(any(note != "ended" for note in run.notes.values()))
 
 
-if __name__ == "__main__":
-    # Children have sessions of their own: this process must end them, whatever ends it.
+def end_as_if_interrupted() -> None:
+    """Have this process end its children, which have sessions of their own, when it is told to end or hung up on."""
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)
+
+
+if __name__ == "__main__":
+    end_as_if_interrupted()
     sys.exit(main())
