@@ -180,9 +180,10 @@ def test_what_is_exchanged_more_often_than_measured_is_said(name: str) -> None:
 
 
 def test_megatron_says_that_it_keeps_gradients_in_float32() -> None:
-    asked = {"num_devices": 8, "training": {"optimizer": {"grad_dtype": "float32"}}}
+    asked: dict[str, Any] = {"num_devices": 8, "training": {"optimizer": {"grad_dtype": "float32"}}}
     lines = [
-        [line for line in export("megatron", exploration(**each)).header if "float32" in line] for each in ({}, asked)
+        [line for line in export("megatron", exploration(**each)).header if "float32" in line]
+        for each in (dict[str, Any](), asked)
     ]
     assert len(lines[0]) == 1 and "measured in bfloat16" in lines[0][0]
     assert lines[1] == []
