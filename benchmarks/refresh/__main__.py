@@ -13,6 +13,7 @@ benchmarks.docs`.
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import time
 from collections.abc import Sequence
@@ -27,7 +28,7 @@ RESULTS = ROOT / "benchmarks" / "results"
 
 
 def main(arguments: list[str] | None = None, known: Sequence[Recorded] | None = None) -> int:
-    """Refresh what there is time for; return 1 if a command failed or ran out of time."""
+    """Refresh what there is time for; return 1 if a command failed or ran out of time, and 130 if interrupted."""
     known = catalogue() if known is None else known
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.refresh", description=(__doc__ or "").partition("\n")[0]
@@ -49,13 +50,24 @@ def main(arguments: list[str] | None = None, known: Sequence[Recorded] | None = 
     if options.dry_run:
         return 0
     run = Refresh(options.results, drafts, end, options.devices.split(","))
-    run.run(asked)
+    stopped = False
+    try:
+        run.run(asked)
+    except KeyboardInterrupt:
+        stopped = True
     print("\nafter this run:")
     for result in asked:
         note = run.notes.get(result.name)
         print(result.state(options.results, drafts), *(["--", note] if note else []))
-    return int(any(note != "ended" for note in run.notes.values()))
+    return 130 if stopped else int(any(note != "ended" for note in run.notes.values()))
+
+
+def end_as_if_interrupted() -> None:
+    """Have this process end its children, which have sessions of their own, when it is told to end or hung up on."""
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)
 
 
 if __name__ == "__main__":
+    end_as_if_interrupted()
     sys.exit(main())

@@ -68,6 +68,13 @@ class Recorded:
             return None
         return found
 
+    def rows_in(self, results: Results | None) -> set[str]:
+        """Return the names of the rows that results have; a file of another form has none."""
+        try:
+            return set() if results is None else set(self.found(results))
+        except (KeyError, TypeError, AttributeError):
+            return set()
+
     def state(self, folder: Path, drafts: Path) -> State:
         """Return what is recorded, and what a draft has of it."""
         return State(self, self.read(folder), self.read(drafts))
@@ -91,7 +98,7 @@ class State:
     def is_replaced(self) -> bool:
         """Whether the draft has every row of the file and more, or the same of later kernels."""
         rows, draft = set(self.result.rows), set(self._current(self.draft))
-        before = rows & set(self.result.found(self.recorded)) if self.recorded is not None else set()
+        before = rows & self.result.rows_in(self.recorded)
         return bool(draft) and draft >= before and (draft != before or not self.is_current)
 
     @property
@@ -106,6 +113,10 @@ class State:
 
     def __str__(self) -> str:
         total = len(self.result.rows)
+        if not self.missing and self.is_replaced:
+            return (
+                f"{self.result.name}: all {total} rows are of today's kernels, in a draft that takes the file's place"
+            )
         if not self.missing:
             return f"{self.result.name}: all {total} rows are of today's kernels"
         age = " of earlier kernels" if self.recorded is not None and not self.is_current else ""
@@ -117,7 +128,7 @@ class State:
         return not self.result.of_kernels or (is_of_these_kernels(results) and is_of_these_versions(results))
 
     def _current(self, results: Results | None) -> Iterable[str]:
-        return self.result.found(results) if results is not None and self._is_current(results) else ()
+        return self.result.rows_in(results) if results is not None and self._is_current(results) else ()
 
 
 def is_of_these_versions(results: Results) -> bool:

@@ -6,6 +6,7 @@ import gc
 import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -45,7 +46,8 @@ def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
     """Call `run`; return why it failed, or null if it did not.
 
     If it returns a tensor or a float, that must be finite. The deadline works only in the main thread, and only if the
-    step returns to Python now and then.
+    step returns to Python now and then. A timer that the caller has set (`signal.setitimer`, `signal.alarm`) goes on
+    afterwards with what is left of it; if that is nothing, it goes off at once.
     """
     try:
         with _deadline(deadline_seconds):
@@ -79,6 +81,8 @@ def _deadline(seconds: float) -> Iterator[None]:
     def expired(_signal: int, _frame: FrameType | None) -> None:
         raise _DeadlineError
 
+    begun = time.monotonic()
+    left, interval = signal.setitimer(signal.ITIMER_REAL, 0)
     before = signal.signal(signal.SIGALRM, expired)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
@@ -86,6 +90,8 @@ def _deadline(seconds: float) -> Iterator[None]:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
+        if left > 0:  # zero would switch the caller's timer off
+            signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-6), interval)
 
 
 def _last_line(error: BaseException) -> str:

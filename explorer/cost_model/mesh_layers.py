@@ -16,6 +16,8 @@ from explorer.cost_model.parameters import (
     count_head,
     count_moe_ffn,
     count_norm,
+    repeated_beside_experts,
+    repeated_in_attention,
 )
 from explorer.cost_model.shards import SHARED_EXPERTS, SPREAD_EXPERTS, expert_rows, shared_expert_model, tensor_shard
 from explorer.spec.candidate import Candidate, recomputed_layers
@@ -53,14 +55,16 @@ class Block:
 
     `exchanges` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
     instead, whose exchanges run beside the component. `expert_parameters` are those that fewer devices hold than the
-    other `parameters`. `sharded_outputs` counts the tensors of the size of the hidden states that the block saves whole
-    when it is measured by itself, and of which sequence parallelism leaves a device a part. `repeated_outputs` counts
-    those that another block of the layer saves as well: shared experts are measured with a norm, and have none.
+    other `parameters`, of which each tensor-parallel device has `repeated_parameters` whole. `sharded_outputs` counts
+    the tensors of the size of the hidden states that the block saves whole when it is measured by itself, and of which
+    sequence parallelism leaves a device a part. `repeated_outputs` counts those that another block of the layer saves
+    as well: shared experts are measured with a norm, and have none.
     """
 
     component: Component
     exchanges: tuple[Transfer, ...] = ()
     parameters: int = 0
+    repeated_parameters: int = 0
     expert_parameters: int = 0
     sharded_outputs: int = 0
     repeated_outputs: float = 0.0
@@ -147,9 +151,18 @@ class MeshDecomposer:
         none = BlockRecompute.NONE
         return MeshBlocks(
             embedding=Block(
-                component(ComponentKind.EMBEDDING, none, None), (gathered,), count_embedding(shard), sharded_outputs=1
+                component(ComponentKind.EMBEDDING, none, None),
+                (gathered,),
+                count_embedding(shard),
+                count_embedding(shard) - shard.vocab_size * shard.hidden_size,
+                sharded_outputs=1,
             ),
-            head=Block(component(ComponentKind.HEAD, none, None), (gathered, *self._lost(m, size)), count_head(shard)),
+            head=Block(
+                component(ComponentKind.HEAD, none, None),
+                (gathered, *self._lost(m, size)),
+                count_head(shard),
+                count_norm(shard),
+            ),
             layers=sorts,
             blocks={
                 sort: tuple(self._blocks(sort, mesh, candidate, (gathered, gathered), component))
@@ -189,35 +202,39 @@ class MeshDecomposer:
         def policy(of: ComponentKind) -> BlockRecompute:
             return BlockRecompute.FULL if recomputed else block_recompute(candidate.recompute, of, None)
 
-        def spread(whole: Component, parameters: int, *inside: Transfer, repeated: float = 0.0) -> Block:
+        def spread(whole: Component, parameters: int, repeated: int, *inside: Transfer, outputs: float = 0.0) -> Block:
             return Block(
                 whole,
                 (*around, *inside),
                 parameters,
+                repeated,
                 sharded_outputs=self._sharded_outputs,
-                repeated_outputs=repeated,
+                repeated_outputs=outputs,
             )
 
         attention, dense, experts = ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN
         attending = component(attention, policy(attention), candidate.attention_backend)
-        yield spread(attending, count_attention(shard), *self._normed(candidate.micro_batch_size, mesh.tensor))
+        normed = self._normed(candidate.micro_batch_size, mesh.tensor)
+        yield spread(attending, count_attention(shard), repeated_in_attention(shard), *normed)
+        bias = shard.hidden_size if shard.mlp_bias else 0
         if kind is LayerKind.DENSE:
-            yield spread(component(dense, policy(dense), None), count_dense_ffn(shard))
+            yield spread(component(dense, policy(dense), None), count_dense_ffn(shard), count_norm(shard) + bias)
             return
         moe = self._model.moe
         assert moe is not None, "a layer with experts"
         factor = moe.capacity_factor
         routed = component(experts, policy(experts), candidate.expert_backend, capacity_factor=factor)
+        has_shared = moe.shared_expert_ffn_hidden_size > 0
         if mesh.expert == 1:
-            yield spread(routed, count_moe_ffn(shard))
+            yield spread(routed, count_moe_ffn(shard), repeated_beside_experts(shard) + bias * has_shared)
             return
         yield self.expert_block(mesh, routed)
-        if moe.shared_expert_ffn_hidden_size:
+        if has_shared:
             shared = component(dense, policy(dense), None, part=SHARED_EXPERTS)
             parameters = count_dense_ffn(shared_expert_model(shard)) - count_norm(shard)
             # The norm's input, and its output unless ranks gather that for the shared experts alone.
             repeated = 2 if mesh.tensor == 1 else self._sharded_outputs
-            yield spread(shared, parameters, repeated=repeated / mesh.tensor)
+            yield spread(shared, parameters, bias, outputs=repeated / mesh.tensor)
 
     def expert_block(self, mesh: Mesh, block: Component) -> Block:
         """Return the experts of one of the devices that share them, given the component of a device that has all."""
@@ -227,9 +244,7 @@ class MeshDecomposer:
         component = block.model_copy(update={"part": SPREAD_EXPERTS, **mesh.expert_sizes})
         rows, group, item = expert_rows(component, model, self._request), Group(mesh.expert, 1), model.dtype.itemsize
         expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
-        beside = count_moe_ffn(
-            model.model_copy(update={"moe": moe.model_copy(update={"shared_expert_ffn_hidden_size": 0})})
-        )
+        beside = repeated_beside_experts(model)
         row_bytes = model.hidden_size * item
         copied = shadowed * expert * item
         num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
@@ -245,7 +260,8 @@ class MeshDecomposer:
         return Block(
             component,
             overlap=overlap,
-            parameters=beside - moe.num_experts * expert,
+            parameters=beside,
+            repeated_parameters=beside,
             expert_parameters=moe.num_experts // mesh.expert * expert,
         )
 

@@ -20,12 +20,14 @@ FLOAT32_BYTES = 4
 class HeldParameters:
     """The parameters of a stage, or of all stages of a rank.
 
-    `experts` are those that expert parallelism spreads, `dense` all others. `largest` are those of the largest unit
-    that sharding gathers at a time, `layer` those of the largest layer, and `head` those of the unit with the head.
+    `experts` are those that expert parallelism spreads, `dense` all others. Tensor-parallel devices have `repeated` of
+    these whole, each of them: norms, routers, and biases of sums. `largest` are those of the largest unit that sharding
+    gathers at a time, `layer` those of the largest layer, and `head` those of the unit with the head.
     """
 
     dense: int
     experts: int
+    repeated: int
     largest: int
     layer: int
     head: int
@@ -55,10 +57,10 @@ class HeldParameters:
         cls, sorts: Counter[Sort], blocks: MeshBlocks, mesh: Mesh, stage: int, model: ModelSpec
     ) -> HeldParameters:
         """Return those of a stage, whose layers are counted by sort; `model` is what a device has of the whole."""
-        first = blocks.embedding.parameters if stage == 0 else 0
+        first, repeated = (blocks.embedding.parameters, blocks.embedding.repeated_parameters) if stage == 0 else (0, 0)
         head = 0
         if stage == mesh.num_stages - 1:
-            head = blocks.head.parameters
+            head, repeated = blocks.head.parameters, repeated + blocks.head.repeated_parameters
             if model.tie_embeddings:  # one unit with the embedding, of which a pipeline's last rank has a copy
                 head += first if mesh.pipeline == 1 else model.vocab_size * model.hidden_size
         extra = head if model.tie_embeddings and mesh.pipeline == 1 else first + head
@@ -67,8 +69,9 @@ class HeldParameters:
             own = sum(block.parameters for block in blocks.blocks[sort])
             spread = sum(block.expert_parameters for block in blocks.blocks[sort])
             dense, experts = dense + count * own, experts + count * spread
+            repeated += count * sum(block.repeated_parameters for block in blocks.blocks[sort])
             layer = max(layer, own + (spread if mesh.expert_data > 1 else 0))
-        return cls(dense, experts, max(extra, layer), layer, head)
+        return cls(dense, experts, repeated, max(extra, layer), layer, head)
 
     @classmethod
     def of_rank(cls, stages: Sequence[HeldParameters]) -> HeldParameters:
@@ -76,6 +79,7 @@ class HeldParameters:
         return cls(
             sum(stage.dense for stage in stages),
             sum(stage.experts for stage in stages),
+            sum(stage.repeated for stage in stages),
             *(max(getattr(stage, name) for stage in stages) for name in ("largest", "layer", "head")),
         )
 

@@ -36,6 +36,10 @@ NONE_GATHERED = GatheredBytes(0, 0)
 class MeshStep:
     """A step of a candidate.
 
+    `micro_step_seconds` are those of the slowest rank, without `communication_seconds`, which are what data parallelism
+    adds to all micro-steps of a step, and sums of gradients once. Without a pipeline, `num_micro_batches` micro-steps,
+    the optimizer and the communication add up to `seconds`. Bubbles and what stages hand over come on top with one.
+
     `compute_share`, `exchange_share` and `bubble_share` are those of all devices' time; the optimizer counts as
     computation. `makeup` has the share of the step that hangs on each component and each link, bubbles included.
     `layers` has the number of layers of each stage, `memory` the parts of the fullest rank. `run` is the
@@ -121,11 +125,11 @@ class MeshComposer:
         held = [HeldParameters.of_rank(_each(each_stage, r, mesh)) for r in ranks]
         last = max(ranks, key=lambda r: held[r].number)
         always, once, link = self._data_parallel(mesh, held[last], _each(stages, last, mesh))
-        tied = self._sum_of_tied(mesh, shard)
+        sums = (self._sum_of_tied(mesh, shard), self._sum_of_repeated(mesh, each_stage))
         update = self._optimizer_seconds(mesh, held[last], costs)
         stages = [replace(each, backward=each.backward + always / mesh.virtual_stages) for each in stages]
         seconds, simulated = self._run(stages, mesh, number, simulate=simulate)
-        at_end = once + tied.seconds
+        at_end = once + sum(each.seconds for each in sums)
         step = seconds + at_end + update
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
@@ -136,7 +140,7 @@ class MeshComposer:
         return MeshStep(
             seconds=step,
             tokens_per_second=batch * self._model.seq_length / (mesh.num_devices * step),
-            micro_step_seconds=loads[slowest] / number,
+            micro_step_seconds=loads[slowest] / number - always,
             optimizer_seconds=update,
             communication_seconds=at_end + number * always,
             num_micro_batches=number,
@@ -146,7 +150,7 @@ class MeshComposer:
             memory=memory,
             fullest_rank=fullest,
             layers=counts,
-            makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), tied, update, seconds, step),
+            makeup=self._makeup(_each(parts, slowest, mesh), (always, once, link), sums, update, seconds, step),
             exact=simulate or mesh.pipeline == 1,
             run=simulated,
             host_bound=any(stage.host_bound for stage in stages),
@@ -241,6 +245,16 @@ class MeshComposer:
         size = shard.vocab_size * shard.hidden_size * item
         return self.exchanges.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
 
+    def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> Transfer:
+        """Return the sums of gradients that tensor-parallel devices have whole, each of its heads or its tokens.
+
+        A rank of a pipeline sums them stage by stage after backward; the slowest one counts.
+        """
+        item = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
+        found = [self.exchanges.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
+        seconds = max(sum(each.seconds for each in _each(found, r, mesh)) for r in range(mesh.pipeline))
+        return Transfer(2 * seconds, found[0].link)
+
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
         seconds = max(cost.device_seconds, cost.host_seconds)
@@ -286,7 +300,7 @@ class MeshComposer:
         self,
         parts: Sequence[Sequence[tuple[LayerCost, int]]],
         reduced: tuple[float, float, Link],
-        tied: Transfer,
+        sums: Sequence[Transfer],
         update: float,
         pipeline: float,
         step: float,
@@ -300,7 +314,7 @@ class MeshComposer:
         found[link] += always
         scale = pipeline / sum(found.values())
         shares = {key: scale * seconds / step for key, seconds in found.items() if seconds > 0}
-        for passed, spent in ((link, once), (tied.link, tied.seconds)):
+        for passed, spent in ((link, once), *((each.link, each.seconds) for each in sums)):
             shares[passed] = shares.get(passed, 0.0) + spent / step
         shares[self._optimizer] = update / step
         return shares

@@ -21,6 +21,15 @@ def count_attention(model: ModelSpec) -> int:
     return count_norm(model) + projections + biases + qk_norm
 
 
+def repeated_in_attention(model: ModelSpec) -> int:
+    """Return the parameters of one attention block that every tensor-parallel device has whole.
+
+    They are its norm, the bias of its output, and norms of single heads. Norms over all heads are split like the heads.
+    """
+    bias = model.hidden_size if model.attention_output_bias else 0
+    return count_norm(model) + bias + (2 * model.head_size if model.qk_norm == "head" else 0)
+
+
 def count_dense_ffn(model: ModelSpec) -> int:
     """Return the parameters of one dense FFN block with its norm."""
     return count_norm(model) + _mlp(model, model.ffn_hidden_size)
@@ -33,13 +42,19 @@ def count_moe_ffn(model: ModelSpec) -> int:
         return 0
     expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
     shared = moe.shared_expert_ffn_hidden_size
-    return (
-        count_norm(model)
-        + model.hidden_size * moe.num_experts
-        + moe.num_experts * expert
-        + (_mlp(model, shared) if shared else 0)
-        + (model.hidden_size if moe.shared_expert_gate else 0)
-    )
+    return repeated_beside_experts(model) + moe.num_experts * expert + (_mlp(model, shared) if shared else 0)
+
+
+def repeated_beside_experts(model: ModelSpec) -> int:
+    """Return the parameters of an expert FFN block beside its experts: norm, router, and the gate of shared experts.
+
+    Every tensor-parallel or expert-parallel device has them whole.
+    """
+    moe = model.moe
+    if moe is None:
+        return 0
+    gate = model.hidden_size if moe.shared_expert_gate else 0
+    return count_norm(model) + model.hidden_size * moe.num_experts + gate
 
 
 def count_layer(model: ModelSpec, kind: LayerKind) -> int:

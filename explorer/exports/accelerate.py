@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from explorer.exports.document import Export, yaml_export
+from explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from explorer.exports.plan import Plan
 from explorer.exports.transformers import PRECISION
@@ -36,7 +37,7 @@ def render(plan: Plan) -> Export:
         }
     if plan.compiled_layers:
         values["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    return yaml_export(plan, values, script_notes(plan, "Accelerator"))
+    return yaml_export(plan, values, [*script_notes(plan, "Accelerator"), *gathering_notes(plan)])
 
 
 def script_notes(plan: Plan, holder: str | None = None) -> list[str]:
@@ -44,7 +45,7 @@ def script_notes(plan: Plan, holder: str | None = None) -> list[str]:
     lines = []
     if holder is not None:
         lines.append(f"in the script: DataLoader(batch_size={plan.micro_batch_size})")
-        lines.append(f"in the script: {holder}(gradient_accumulation_steps={plan.grad_accum_steps})")
+        lines.append(f"in the script: {holder}({_accumulation(plan)})")
     chosen = {"attn_implementation": plan.attention, "experts_implementation": plan.experts}
     arguments = ", ".join(f'{name}="{value}"' for name, value in chosen.items() if value is not None)
     if arguments:
@@ -52,6 +53,13 @@ def script_notes(plan: Plan, holder: str | None = None) -> list[str]:
     if plan.recompute is Recompute.FULL and (holder is None or plan.sharding is Sharding.NONE):
         lines.append("in the script: recompute every layer, for example model.gradient_checkpointing_enable()")
     return lines
+
+
+def _accumulation(plan: Plan) -> str:
+    if reduces_each_batch(plan):
+        plugin = f"GradientAccumulationPlugin(num_steps={plan.grad_accum_steps}, sync_each_batch=True)"
+        return f"gradient_accumulation_plugin={plugin}"
+    return f"gradient_accumulation_steps={plan.grad_accum_steps}"
 
 
 def _distributed_type(plan: Plan) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from explorer.exports.document import Export, yaml_export
+from explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from explorer.exports.plan import Plan
 from explorer.exports.transformers import model_fields, precision_fields
@@ -38,4 +39,7 @@ def render(plan: Plan) -> Export:
                 "reshard_after_forward": plan.sharding is Sharding.ZERO3,
             },
         }
-    return yaml_export(plan, values, ["add base_model, datasets and what decides the learning"])
+    if reduces_each_batch(plan):
+        values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    notes = ["add base_model, datasets and what decides the learning", *gathering_notes(plan)]
+    return yaml_export(plan, values, notes)

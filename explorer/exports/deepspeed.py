@@ -2,6 +2,10 @@
 
 `train_batch_size` is left out: DeepSpeed derives it from the number of processes, and refuses a figure that differs.
 DeepSpeed ignores keys that it does not know, so the header stands under `_bexp`.
+
+By default stages 1 and 2 of ZeRO reduce gradients when backward has ended, and stage 3 while it goes on (the validator
+of `overlap_comm` in deepspeed/runtime/zero/config.py). The figures assume the latter, so `overlap_comm` is on. Stages 1
+and 2 then have two buckets, which take turns, and stage 3 has one.
 """
 
 from __future__ import annotations
@@ -21,17 +25,48 @@ FRAMEWORK = Framework(
 )
 
 
+BUCKET_GRADIENTS = 500_000_000
+"""Gradients of a bucket unless `reduce_bucket_size` says otherwise; their memory is allocated at once."""
+GIB = 2**30
+
+
 def render(plan: Plan) -> Export:
     """Return the JSON."""
-    header = (*plan.header, *script_notes(plan))
+    header = (*plan.header, *script_notes(plan), *_exchange_notes(plan))
+    stage: dict[str, Any] = {"stage": plan.sharding.level}
+    if plan.sharding is not Sharding.NONE:
+        stage["overlap_comm"] = True
     values: dict[str, Any] = {
         "_bexp": header,
         "train_micro_batch_size_per_gpu": plan.micro_batch_size,
         "gradient_accumulation_steps": plan.grad_accum_steps,
-        "zero_optimization": {"stage": plan.sharding.level},
+        "zero_optimization": stage,
     }
     if plan.dtype in PRECISION:
         values[PRECISION[plan.dtype]] = {"enabled": True}
     return Export(
         json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n", "application/json", header
     )
+
+
+def _exchange_notes(plan: Plan) -> list[str]:
+    """Return what DeepSpeed exchanges at other times than was measured, and what its buckets need."""
+    if plan.num_devices == 1:
+        return []
+    if plan.sharding is Sharding.NONE:
+        return [
+            "communication: without ZeRO, DeepSpeed reduces gradients when backward has ended, and nothing hides it; "
+            "the measured step reduces them while backward goes on"
+        ]
+    number = 1 if plan.sharding is Sharding.ZERO3 else 2
+    size = number * BUCKET_GRADIENTS * plan.dtype.itemsize / GIB
+    lines = [
+        f"memory: DeepSpeed's buckets of gradients ({number} x {BUCKET_GRADIENTS:,}) take {size:.1f} GiB besides what "
+        "was measured; a smaller reduce_bucket_size takes less"
+    ]
+    if plan.sharding is not Sharding.ZERO3:
+        lines.append(
+            "communication: DeepSpeed gathers parameters after the optimizer, where nothing hides it; the measured "
+            "step gathers them while forward goes on"
+        )
+    return lines

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from explorer.exports.document import Export, python_export
+from explorer.exports.exchanges import gathering_notes
 from explorer.exports.framework import TORCH_CHOICE, Framework
 from explorer.exports.plan import Plan
 from explorer.exports.transformers import PRECISION
@@ -100,7 +101,7 @@ def render(plan: Plan) -> Export:
         precision=precision,
         grad_accum_steps=plan.grad_accum_steps,
     )
-    return python_export(plan, code + "".join(functions))
+    return python_export(plan, code + "".join(functions), gathering_notes(plan))
 
 
 def _strategy(sharding: Sharding) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from explorer.exports.document import Export, yaml_export
+from explorer.exports.exchanges import gathering_notes
 from explorer.exports.framework import TORCH_CHOICE, Framework
 from explorer.exports.plan import Plan
 from explorer.exports.transformers import precision_fields, sharding_fields
@@ -26,4 +27,6 @@ def render(plan: Plan) -> Export:
     }
     if plan.attention is not None:
         values["flash_attn"] = ATTENTION[plan.attention]
-    return yaml_export(plan, values, ["add model_name_or_path, dataset and what decides the learning"])
+    return yaml_export(
+        plan, values, ["add model_name_or_path, dataset and what decides the learning", *gathering_notes(plan)]
+    )

@@ -9,6 +9,7 @@ from explorer.exports.transformers import PRECISION
 from explorer.records.plan import MeshPlan
 from explorer.spec.candidate import Recompute
 from explorer.spec.mesh import Mesh, Schedule
+from explorer.spec.model import DType
 from explorer.spec.training import Sharding
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
@@ -57,7 +58,8 @@ def render(plan: Plan) -> Export:
         flags.append(("--moe-token-dispatcher-type", "alltoall"))
     if plan.dtype in PRECISION:
         flags.append((f"--{PRECISION[plan.dtype]}",))
-    return shell_export(plan, VARIABLE, flags, [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...'])
+    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *_memory_notes(plan)]
+    return shell_export(plan, VARIABLE, flags, notes)
 
 
 def _mesh_flags(plan: MeshPlan | None) -> list[tuple[str, ...]]:
@@ -106,3 +108,14 @@ def _sharding_flags(plan: Plan) -> list[tuple[str, ...]]:
             ("--ckpt-format", "fsdp_dtensor"),
         ]
     return flags
+
+
+def _memory_notes(plan: Plan) -> list[str]:
+    """Return that gradients need more than was measured: in bfloat16, Megatron accumulates them in float32."""
+    measured = DType.FLOAT32 if plan.autocast else plan.request.training.optimizer.gradient_dtype(plan.dtype)
+    if plan.dtype is not DType.BFLOAT16 or measured is DType.FLOAT32:
+        return []
+    return [
+        f"memory: Megatron keeps gradients in float32, and they were measured in {measured}; --grad-reduce-in-bf16 "
+        "keeps them in bfloat16, which changes the sums"
+    ]

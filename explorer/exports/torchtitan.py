@@ -7,6 +7,7 @@ parser, so it stands last.
 from __future__ import annotations
 
 from explorer.exports.document import Export, shell_export
+from explorer.exports.exchanges import gathering_notes
 from explorer.exports.exploration import ExportError
 from explorer.exports.framework import Framework
 from explorer.exports.plan import Plan
@@ -74,7 +75,14 @@ def _render(plan: Plan, batch: Flags) -> Export:
         flags.append(("--compile.no-enable",))
     flags.append((f"activation_checkpoint:{'full' if plan.recompute is Recompute.FULL else 'none'}",))
     notes = [f'run: ... --module MODULE --config CONFIG "${{{VARIABLE}[@]}}", with a config of this model']
-    if plan.mesh is not None and plan.mesh.mesh.pipeline > 1:
+    piped = plan.mesh is not None and plan.mesh.mesh.pipeline > 1
+    if not piped:  # a pipeline runs all micro-batches of a step as one batch
+        notes += gathering_notes(plan)
+        if not sharded and plan.data_parallel_size > 1 and plan.grad_accum_steps > 1:
+            notes.append(
+                "communication: gradients are reduced in each accumulation step, and not once a step as measured"
+            )
+    if plan.mesh is not None and piped:
         stages = ", ".join(map(str, plan.mesh.layers_per_stage))
         notes.append(f"layers of each stage: {stages}; set parallelism.module_fqns_per_model_part in the config")
     if plan.chunked_loss:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from explorer.exports.document import Export, json_export
+from explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from explorer.exports.plan import Plan
 from explorer.spec.candidate import Recompute
@@ -42,7 +43,7 @@ def render(plan: Plan) -> Export:
     }
     if plan.device_kind == "cpu":
         values["use_cpu"] = True
-    return json_export(plan, values)
+    return json_export(plan, values, gathering_notes(plan))
 
 
 def model_fields(plan: Plan) -> dict[str, Any]:
@@ -63,7 +64,10 @@ def sharding_fields(plan: Plan) -> dict[str, Any]:
     config = {"version": 2, "reshard_after_forward": plan.sharding is Sharding.ZERO3}
     if plan.recompute is Recompute.FULL:
         config["activation_checkpointing"] = True
-    return {"fsdp": True, "fsdp_config": config}
+    fields: dict[str, Any] = {"fsdp": True, "fsdp_config": config}
+    if reduces_each_batch(plan):
+        fields["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+    return fields
 
 
 def _recompute_fields(plan: Plan) -> dict[str, Any]:

@@ -100,14 +100,16 @@ class Recommendation(Frozen):
     """The best candidate so far.
 
     `tokens_per_second` and the seconds are those of one device. They are composed of its components and corrected by
-    the whole models that were run and by reports of real runs. `composed_tokens_per_second` is not corrected, and
-    `whole_model` compares the uncorrected composition. `performance` is relative to the base candidate. `confidence`
-    is the probability, floored to 0..99, that the whole model's tokens/s with this candidate is within the request's
-    tolerance of the best in the legal space. `grad_accum_steps` is null if micro_batch_size x num_devices /
-    context_parallel_size does not divide the requested batch; `nearest_batch_sizes` then names the batch sizes below
-    and above that it divides. `dividing` is the best candidate that does divide the requested batch; it is null in
-    eval mode, and if none divides it, and `dividing_batch_sizes` then names the nearest batch sizes that any candidate
-    which fits divides.
+    the whole models that were run and by reports of real runs. A step is its micro-steps (batch_size x
+    context_parallel_size / num_devices / micro_batch_size, a real number), the optimizer and the communication. With a
+    pipeline, `micro_step_seconds` are those of its slowest rank, and a step also has bubbles.
+    `composed_tokens_per_second` is not corrected, and `whole_model` compares the uncorrected composition. `performance`
+    is relative to the base candidate. `confidence` is the probability, floored to 0..99, that the whole model's
+    tokens/s with this candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is
+    null if micro_batch_size x num_devices / context_parallel_size does not divide the requested batch;
+    `nearest_batch_sizes` then names the batch sizes below and above that it divides. `dividing` is the best candidate
+    that does divide the requested batch; it is null in eval mode, and if none divides it, and `dividing_batch_sizes`
+    then names the nearest batch sizes that any candidate which fits divides.
     `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
     measured activations. What a whole run allocated is in `whole_model`.
     """
@@ -122,7 +124,8 @@ class Recommendation(Frozen):
     optimizer_seconds: float
     communication_seconds: float | None = Field(
         None,
-        description="What the exchange of gradients and parameters adds to a step; null if it was not timed.",
+        description="What the exchange of gradients and parameters adds to a step, over all of its micro-steps, which "
+        "`micro_step_seconds` do not contain; null if it was not timed.",
     )
     grad_accum_steps: int | None
     nearest_batch_sizes: tuple[int, ...] = ()

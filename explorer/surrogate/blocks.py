@@ -1,4 +1,4 @@
-"""Computes samples of many candidates in blocks, so that what lies between the steps stays in the processor's cache."""
+"""Computes values of many candidates in blocks, so that what lies between the steps stays in the processor's cache."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ BLOCK_ROWS = 512
 
 
 def sample_in_blocks(sample: Callable[[Ints], npt.NDArray[Value]], rows: Ints) -> npt.NDArray[Value]:
-    """Return `sample(rows)`, shape (N, A), where each column depends on its own row alone."""
+    """Return `sample(rows)`, shape (N, A) or (A,), where each column depends on its own row alone."""
     if rows.size <= BLOCK_ROWS:
         return sample(rows)
     blocks = [sample(rows[start : start + BLOCK_ROWS]) for start in range(0, rows.size, BLOCK_ROWS)]
-    return np.concatenate(blocks, axis=1)
+    return np.concatenate(blocks, axis=-1)

@@ -9,12 +9,14 @@ scale.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import numpy as np
 from scipy.special import ndtr
 
 from explorer.cost_model.candidate_table import Floats, Ints
+from explorer.surrogate.blocks import sample_in_blocks
 
 SCALE_MEDIAN = 0.0018
 SCALE_LOG_STD = 1.4
@@ -34,7 +36,8 @@ class PeakErrors:
     """Samples of the error of every candidate's composed peak. Axes: N samples, C candidates, A some of them.
 
     The draws behind them are made once. `logs` are the errors of the whole models that were run. `exceeded` has bounds
-    for each one that ran out of memory, all equally likely to be what its error exceeds.
+    for each one that ran out of memory, all equally likely to be what its error exceeds. Some error of the prior must
+    exceed one of them: a candidate that ran out of memory for another reason is no observation of this error.
     """
 
     def __init__(self, num_candidates: int, num_samples: int, rng: np.random.Generator) -> None:
@@ -58,8 +61,13 @@ class PeakErrors:
 def probability_below(error_C: Floats, logs: Sequence[float], exceeded: Sequence[Floats] = ()) -> Floats:
     """Return the probability that the error of a candidate that was not run whole is at most `error_C`, shape (C,)."""
     if exceeded:
-        distance_CGS = error_C[:, None, None] - _shared_parts(logs)
-        return np.asarray((ndtr(distance_CGS / SCALE_GRID[:, None]) * _joint_weights(logs, exceeded)).sum(axis=(1, 2)))
+        shared_GS, weights_GS = _shared_parts(logs), _joint_weights(logs, exceeded)
+
+        def below(rows: Ints) -> Floats:
+            distance_AGS = error_C[rows, None, None] - shared_GS
+            return np.asarray((ndtr(distance_AGS / SCALE_GRID[:, None]) * weights_GS).sum(axis=(1, 2)))
+
+        return sample_in_blocks(below, np.arange(error_C.size))
     deviations = np.hypot(1.0, _shared_deviations(logs)) * SCALE_GRID
     return np.asarray(ndtr((error_C[:, None] - _shared_mean(logs)) / deviations) @ _scale_weights(logs))
 
@@ -82,12 +90,16 @@ def _shared_parts(logs: Sequence[float]) -> Floats:
 def _joint_weights(logs: Sequence[float], exceeded: Sequence[Floats]) -> Floats:
     """Return the posterior probability of each scale and shared part, shape (G, S).
 
-    Given both, the errors of the candidates that ran out of memory are independent.
+    Given both, the errors of the candidates that ran out of memory are independent. The weights are kept near 1, so
+    that the product over many of them does not underflow; powers of two change no digit.
     """
     weights_GS = _scale_weights(logs)[:, None] * np.exp(-0.5 * SHARED_GRID**2)
     for bound_Q in exceeded:
         distance_GSQ = (_shared_parts(logs)[..., None] - bound_Q) / SCALE_GRID[:, None, None]
         weights_GS = weights_GS * ndtr(distance_GSQ).mean(axis=-1)
+        most = float(weights_GS.max())
+        assert most > 0.0, f"no error exceeds {bound_Q.min():.3g}: something else took the memory"
+        weights_GS = np.ldexp(weights_GS, -math.frexp(most)[1])
     return np.asarray(weights_GS / weights_GS.sum())
 
 

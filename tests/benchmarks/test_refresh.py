@@ -6,6 +6,8 @@ import argparse
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -27,7 +29,7 @@ from bexp.kernels.experts.auto.table import kernels_digest
 from explorer.formats.request import parse_request
 
 WRITER = """
-import json, os, pathlib, sys, time
+import json, os, pathlib, signal, sys, time
 out, digest, rows, then = pathlib.Path(sys.argv[1]), sys.argv[2], sys.argv[3].split(","), sys.argv[4]
 found = json.loads(out.read_text()) if out.exists() else {"kernels": digest, "rows": []}
 for row in rows:
@@ -35,7 +37,9 @@ for row in rows:
     out.write_text(json.dumps(found))
 found["device"] = os.environ.get("CUDA_VISIBLE_DEVICES")
 out.write_text(json.dumps(found))
-if then == "hang":
+if then == "ignore":
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+if then in ("hang", "ignore"):
     time.sleep(60)
 sys.exit(3 if then == "fail" else 0)
 """
@@ -157,11 +161,12 @@ def test_a_draft_of_earlier_kernels_is_not_continued(tmp_path: Path, refresh: Ca
     assert _read(tmp_path, "x")["rows"] == [*ROWS] and _read(tmp_path, "x")["kernels"] == kernels_digest()
 
 
-def test_the_end_is_honoured(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+def test_the_end_is_honoured(tmp_path: Path, refresh: Callable[..., Refresh], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "STOP_SECONDS", 1.0)
     started = time.monotonic()
-    run = refresh(4.0)
-    run.run([fake(name, writes=1, then="hang", value=value) for name, value in (("first", 2), ("second", 1))])
-    assert time.monotonic() - started < 8.0
+    run = refresh(3.5)
+    run.run([fake(name, writes=1, then="ignore", value=value) for name, value in (("first", 2), ("second", 1))])
+    assert time.monotonic() - started < 4.2, "a child that ignores the interrupt is killed by the end"
     assert run.notes["first"] == "out of time"
     assert not (tmp_path / "second.json").exists()
 
@@ -264,3 +269,87 @@ def test_the_catalogue_has_the_recorded_rows_of_each_file() -> None:
         state = states[name]
         assert state.recorded is not None
         assert set(state.result.rows) & set(state.result.found(state.recorded)), name
+
+
+IGNORES = "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('up', flush=True); time.sleep(60)"
+
+
+def test_a_child_that_ignores_an_interrupt_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(runs, "STOP_SECONDS", 0.2)
+    started = time.monotonic()
+    assert run_child([sys.executable, "-S", "-c", IGNORES], 0.5, {}) == "out of time"
+    assert time.monotonic() - started < 5.0
+
+
+def test_being_told_to_end_ends_all_children_and_says_what_there_is(tmp_path: Path) -> None:
+    """The command runs in a process of its own, with two lanes, each of which has a second result to go on with."""
+    code = f"""
+import sys
+from benchmarks.refresh import run
+from benchmarks.refresh.__main__ import end_as_if_interrupted, main
+from tests.benchmarks.test_refresh import IGNORES, fake
+run.STOP_SECONDS = 0.3
+end_as_if_interrupted()
+folder = {str(tmp_path)!r}
+noted = f"import os; open({{folder + '/pids'!r}}, 'a').write(str(os.getpid()) + chr(10)); " + IGNORES
+known = [fake(name, command=lambda step: [sys.executable, "-S", "-c", noted], row_seconds=20) for name in "abcd"]
+sys.exit(main(["--results", folder + "/results", "--devices", "cpu,cpu", "--minutes", "2"], known))
+"""
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    try:
+        pids = tmp_path / "pids"
+        end = time.monotonic() + 60
+        while not (pids.exists() and len(pids.read_text().splitlines()) == 2) and time.monotonic() < end:
+            time.sleep(0.02)
+        child.send_signal(signal.SIGTERM)
+        said, _ = child.communicate(timeout=30)
+    finally:
+        child.kill()
+        child.wait()
+    assert child.returncode == 130
+    assert said.count(" -- stopped") == 2
+    started = pids.read_text().splitlines()
+    assert len(started) == 2, "nothing else begins"
+    assert not any(Path(f"/proc/{pid}").exists() for pid in started)
+
+
+def test_a_whole_draft_of_a_run_that_was_killed_takes_its_place(
+    tmp_path: Path, refresh: Callable[..., Refresh]
+) -> None:
+    _write(tmp_path, "x", "abc", "old")
+    _write(tmp_path / "drafts", "x", "abc")
+    assert "in a draft" in str(fake("x").state(tmp_path, tmp_path / "drafts"))
+    refresh().run([fake("x")])
+    assert _read(tmp_path, "x")["kernels"] == kernels_digest()
+
+
+def test_a_torn_line_of_a_draft_costs_that_line_alone(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+    drafts = tmp_path / "drafts"
+    drafts.mkdir()
+    (drafts / "x.jsonl").write_text('{"row": "a"}\n{"row": "b"}\n{"ro')
+    code = "import sys; open(sys.argv[1], 'a').write(chr(10).join(sys.argv[2:]) + chr(10))"
+
+    def command(step: Step) -> list[str]:
+        lines = [json.dumps({"row": row}) for row in step.missing]
+        return [sys.executable, "-S", "-c", code, str(step.out), *lines]
+
+    lines = fake("x", file="x.jsonl", found=lambda found: [each["row"] for each in found["lines"]], of_kernels=False)
+    refresh().run([replace(lines, command=command)])
+    assert [json.loads(line)["row"] for line in (tmp_path / "x.jsonl").read_text().splitlines()] == [*ROWS]
+
+
+def test_a_file_of_another_form_has_no_rows_and_ends_nothing(tmp_path: Path, refresh: Callable[..., Refresh]) -> None:
+    (tmp_path / "x.json").write_text(json.dumps({"kernels": kernels_digest(), "other": 1}))
+    run = refresh()
+    run.run([fake("y")])
+    assert fake("x").state(tmp_path, tmp_path / "drafts").missing == ROWS
+    assert run.notes == {"y": "ended"}
+
+
+def test_devices_count_among_those_that_the_process_sees(
+    tmp_path: Path, refresh: Callable[..., Refresh], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    run = Refresh(tmp_path / "new" / "results", tmp_path / "elsewhere", time.monotonic() + 30, ["cuda:1"])
+    run.run([fake("x")])
+    assert _read(tmp_path / "new" / "results", "x")["device"] == "6"

@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 from explorer.spec.candidate import Recompute
+from explorer.spec.mesh import Schedule
+from explorer.spec.training import Sharding
 from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
+from tests.explorer.exports.test_plans import planned
+
+FLAT = {"pipeline": 1, "virtual_stages": 1, "schedule": None}
 
 ANSWERS = {
     "plain": exploration(),
@@ -23,4 +28,11 @@ ANSWERS = {
         num_devices=8,
         context_parallel={"sizes": [2]},
     ),
+    "interleaved": planned(),
+    "piped": planned(virtual_stages=1, schedule=Schedule.ONE_F_ONE_B, sharding=Sharding.NONE),
+    "mesh_zero1": planned(**FLAT, data=16),
+    "mesh_zero2": planned(**FLAT, data=16, expert=1, sharding=Sharding.ZERO2),
+    "mesh_zero3": planned(**FLAT, data=16, expert=1, sharding=Sharding.ZERO3),
+    "alone": planned(**FLAT, tensor=8, data=1, expert=1, sharding=Sharding.NONE),
 }
+"""Meshes are exported to the frameworks that can be told one."""

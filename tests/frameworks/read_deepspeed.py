@@ -19,4 +19,5 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     assert found.train_batch_size == 512, path.name
     if path.suffix in {".zero1", ".zero2", ".zero3"}:
         assert found.zero_config.stage == int(path.suffix[-1])
+        assert found.zero_config.overlap_comm is True
     assert found.bfloat16_config.enabled

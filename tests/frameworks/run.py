@@ -16,7 +16,7 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from explorer.exports.registry import export
+from explorer.exports.registry import export, formats_for
 from tests.frameworks.answers import ANSWERS
 
 HERE = Path(__file__).parent
@@ -112,9 +112,13 @@ def check(name: str, package: Package, folder: Path) -> bool:
     """Write the exports, have the framework read them, and return whether it refused one."""
     written = folder / "exports"
     written.mkdir(exist_ok=True)
+    for path in written.iterdir():
+        path.unlink()
     for export_format in package.formats:
         for answer, exploration in ANSWERS.items():
-            (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
+            assert exploration.recommendation is not None, answer
+            if export_format in formats_for(exploration.recommendation):
+                (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
     sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library")])}
     script = HERE / f"read_{name}.py"

@@ -123,7 +123,9 @@ def test_accelerate_and_deepspeed() -> None:
             "fsdp_activation_checkpointing": True,
         },
     }
-    assert "# in the script: Accelerator(gradient_accumulation_steps=8)" in made.text
+    plugin = "gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=8, sync_each_batch=True)"
+    assert f"# in the script: Accelerator({plugin})" in made.text
+    assert "Accelerator(gradient_accumulation_steps=8)" in export("accelerate", exploration(num_devices=8)).text
     compiled = yaml.safe_load(export("accelerate", exploration(execution="compile")).text)
     assert compiled["dynamo_config"] == {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
 
@@ -133,9 +135,58 @@ def test_accelerate_and_deepspeed() -> None:
     assert values == {
         "train_micro_batch_size_per_gpu": 8,
         "gradient_accumulation_steps": 8,
-        "zero_optimization": {"stage": 3},
+        "zero_optimization": {"stage": 3, "overlap_comm": True},
         "bf16": {"enabled": True},
     }
+
+
+def test_deepspeed_overlaps_what_the_figures_overlap_and_says_what_it_cannot() -> None:
+    """By default it reduces while backward goes on with ZeRO-3 alone; a bucket has 5e8 gradients of two bytes."""
+    zero: dict[str, dict[str, Any]] = {}
+    notes: dict[str, str] = {}
+    for level in ("none", "zero1", "zero2", "zero3"):
+        made = export("deepspeed", exploration(num_devices=8, training={"sharding": level}))
+        zero[level], notes[level] = json.loads(made.text)["zero_optimization"], "\n".join(made.header)
+    assert zero["none"] == {"stage": 0} and "reduces gradients when backward has ended" in notes["none"]
+    assert zero["zero1"] == {"stage": 1, "overlap_comm": True}
+    assert zero["zero2"] == {"stage": 2, "overlap_comm": True}
+    assert "(2 x 500,000,000) take 1.9 GiB" in notes["zero2"] and "gathers parameters after" in notes["zero2"]
+    assert "(1 x 500,000,000) take 0.9 GiB" in notes["zero3"] and "gathers parameters after" not in notes["zero3"]
+    alone = export("deepspeed", exploration())
+    assert not any(line.startswith("communication") for line in alone.header)
+
+
+@pytest.mark.parametrize("name", ["transformers", "axolotl", "llamafactory"])
+def test_trainers_on_accelerate_reduce_gradients_in_each_accumulation_step_where_that_was_measured(name: str) -> None:
+    """Without it they hold whole gradients until the last step, which ZeRO-2 and ZeRO-3 have no memory for."""
+    for level, steps, expected in (("zero3", 8, True), ("zero2", 8, True), ("none", 8, False), ("zero3", 1, False)):
+        answer = exploration(num_devices=8, training={"sharding": level}, batch_size=64 * steps)
+        values = yaml.safe_load(export(name, answer).text)
+        told = values.get("accelerator_config") == {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
+        assert told is expected, (level, steps)
+
+
+@pytest.mark.parametrize("name", ["transformers", "accelerate", "axolotl", "llamafactory", "lightning", "torchtitan"])
+def test_what_is_exchanged_more_often_than_measured_is_said(name: str) -> None:
+    lines = {
+        level: [line for line in made.header if line.startswith("communication")]
+        for level in ("none", "zero2", "zero3")
+        if (made := export(name, exploration(num_devices=8, training={"sharding": level})))
+    }
+    assert [line.split(" in each")[0] for line in lines["zero2"]] == ["communication: parameters are gathered"]
+    assert lines["zero3"] == []
+    # torchtitan reduces replicas' gradients after every backward.
+    assert len(lines["none"]) == (name == "torchtitan")
+
+
+def test_megatron_says_that_it_keeps_gradients_in_float32() -> None:
+    asked: dict[str, Any] = {"num_devices": 8, "training": {"optimizer": {"grad_dtype": "float32"}}}
+    lines = [
+        [line for line in export("megatron", exploration(**each)).header if "float32" in line]
+        for each in (dict[str, Any](), asked)
+    ]
+    assert len(lines[0]) == 1 and "measured in bfloat16" in lines[0][0]
+    assert lines[1] == []
 
 
 def test_torchtitan_counts_sequences_in_a_release_and_tokens_on_the_main_line() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+
 import numpy as np
 import pytest
 
@@ -63,3 +65,27 @@ def test_one_whole_model_tells_how_far_off_the_others_are() -> None:
 def test_samples_do_not_depend_on_which_candidates_are_asked_for() -> None:
     assert np.array_equal(ERRORS.sample(ROWS[3:5], 100, (0.01,)), ERRORS.sample(ROWS, 2000, (0.01,))[:100, 3:5])
     assert np.all(np.diff(SCALE_GRID) > 0)
+
+
+def test_the_probability_of_many_candidates_is_computed_in_blocks() -> None:
+    errors = np.linspace(-0.1, 0.1, 5000)
+    tracemalloc.start()
+    try:
+        found = probability_below(errors, (0.001,), BOUNDS)
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert peak < 8 * 2**20, "a block has 512 candidates, so its arrays over both grids have 1 MiB"
+    assert found.shape == errors.shape and np.all(np.diff(found) >= 0)
+    assert found[[0, 4000]].tolist() == [probability_below(errors[[row]], (0.001,), BOUNDS)[0] for row in (0, 4000)]
+
+
+def test_many_that_ran_out_of_memory_are_as_telling_as_a_few() -> None:
+    room = np.array([0.005])
+    few, many = (probability_below(room, (), [BOUNDS[1]] * number)[0] for number in (8, 2000))
+    assert few > many > 0
+
+
+def test_a_bound_that_no_error_exceeds_is_refused() -> None:
+    with pytest.raises(AssertionError, match="no error exceeds 3: something else took the memory"):
+        probability_below(np.array([0.0]), (), [np.array([3.0])])

@@ -1,19 +1,23 @@
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
 from explorer.cost_model.components import Component
 from explorer.cost_model.fabric_exchange import Exchanges
 from explorer.cost_model.measured_exchange import MeasuredExchanges
 from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
-from explorer.cost_model.shards import shard_of
+from explorer.cost_model.mesh_state import HeldParameters
+from explorer.cost_model.shards import shard_of, spread_expert_model
 from explorer.spec.candidate import Candidate
 from explorer.spec.mesh import Mesh
 from explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
@@ -21,10 +25,11 @@ from explorer.spec.request import ExplorationRequest
 from explorer.spec.training import LossSpec
 from workers.targets.reference.factory import build_block, example_inputs
 from workers.targets.reference.head import Head
+from workers.targets.reference.moe_block import MoEFFN
 from workers.targets.reference.passes import BlockPasses
-from workers.targets.reference.spread_experts import build_busiest_rank
+from workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
 from workers.targets.reference.stage import DecoderStage
-from workers.targets.reference.tensor_parallel import TensorParallel, lose_alone
+from workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(
@@ -86,6 +91,42 @@ def test_a_layer_of_a_rank_saves_what_its_blocks_compose_to(ranks: TensorParalle
         hidden = 2 * 32 * 64 * 2
         composed += measure_memory(passes, CPU).saved - block.sharded_outputs * hidden / 2
     assert saved_by_layers(ranks, 2) - saved_by_layers(ranks, 1) == pytest.approx(composed, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {},
+        {"norm": "rmsnorm", "qk_norm": "head", "position": "learned"},
+        {"qk_norm": "full", "mlp_bias": True, "attention_output_bias": True, "qkv_bias": True, "lm_head_bias": True},
+        {"moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32}},
+        {"moe": {"shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True}, "mlp_bias": True},
+        {"moe": {"shared_expert_ffn_hidden_size": 64, "shared_expert_gate": True}, "expert": 2},
+    ],
+    ids=str,
+)
+def test_as_many_gradients_are_summed_over_ranks_as_the_cost_model_counts(
+    ranks: TensorParallel, changes: dict[str, Any]
+) -> None:
+    changes = dict(changes)
+    mesh = Mesh(tensor=2, expert=changes.pop("expert", 1))
+    if "moe" in changes:
+        changes["moe"] = MoESpec(**{"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 32} | changes["moe"])
+    model = ModelSpec.model_validate(MODEL.model_dump() | changes)
+    request = ExplorationRequest.model_validate(REQUEST.model_dump() | {"model": model})
+    candidate = CANDIDATE.model_copy(update={"expert_backend": "loop"}) if model.moe is not None else CANDIDATE
+    whole = TensorParallel(ranks.group, model)
+
+    def experts(component: Component) -> MoEFFN:
+        sized = component.model_copy(update=mesh.expert_sizes)
+        return build_spread_experts(GroupPeers(ranks.group), spread_expert_model(model, 2), sized, request, CPU, None)
+
+    spread = experts if mesh.expert > 1 else None
+    stage = DecoderStage(model, candidate, request, CPU, 0, 3, ranks=whole, experts=spread)
+    decompose = MeshDecomposer(model, request, MeasuredExchanges((), "cpu"))
+    blocks = decompose(MeshCandidate(mesh, candidate))
+    held = HeldParameters.of_stage(Counter(blocks.layers), blocks, mesh, 0, decompose.shard(2))
+    assert held.repeated == sum(each.numel() for each in whole_parameters(stage))
 
 
 def test_experts_with_shared_ones_save_what_both_blocks_compose_to() -> None:
