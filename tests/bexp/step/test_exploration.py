@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import itertools
 import pickle
 import random
@@ -210,6 +211,8 @@ def test_a_step_without_a_backward_pass_and_a_batch_that_runs_out_of_samples_are
     found = explore(example, step=lambda x: example.model(x).sum())
     assert found.micro_batch_size is None
     assert any("could be measured: the step leaves no gradients" in note for note in found.notes)
+    found = explore(example, step=lambda x: example.model(x).sum(), no_sync=contextlib.nullcontext)
+    assert any("Under FSDP, leave out no_sync" in note for note in found.notes)
 
     samples = torch.randn(3, 4)
     found = explore(example, batch=lambda m: samples[:m], sizes=(1, 2, 8))
