@@ -151,7 +151,10 @@ def _is_compiled(model: nn.Module) -> bool:
 def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
-        raise RecommendationError(f"{type(model).__name__} is not a transformers model: it has no configuration")
+        raise RecommendationError(
+            f"{type(model).__name__} is not a transformers model: it has no configuration. If it holds one, as a "
+            "LightningModule may, pass that one"
+        )
     differing = told.mismatches(config)
     if differing:
         raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")

@@ -31,7 +31,10 @@ def connect() -> Iterator[Client]:
         try:
             client.check_alive()
         except ServiceError as error:
-            hint = "\nstart one with `bexp serve` and `bexp worker`, or explore without one: `bexp explore CONFIG`"
+            hint = (
+                "\nset BEXP_API_URL if it is elsewhere, start one with `bexp serve` and `bexp worker`, or explore "
+                "without one: `bexp explore CONFIG`"
+            )
             raise ServiceError(f"{error}{hint if str(error).startswith('no service') else ''}") from error
         yield client
 

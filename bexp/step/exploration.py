@@ -22,6 +22,8 @@ from bexp.step.measuring import OptimizerState, Step, left_alone
 from bexp.step.results import SizeResult, StepRecommendation
 from bexp.step.search import ChildSearch, SearchError
 
+SCATTERED = 0.15
+"""Relative standard deviation between measurements of one size, from which on a note says that timings scattered."""
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 
 
@@ -46,9 +48,10 @@ def explore(
     and its state is discarded. `effective_batch_size` is the number of sequences in a whole step over all processes.
     Only sizes that divide a process's share of it are tried, and the optimizer's time is spread over the micro-batches.
 
-    The service's search chooses the sizes to measure, and computes the confidence. If it is not installed, or fails,
-    all sizes are measured in ascending order until one runs out of memory, the fastest is recommended, its confidence
-    is null, and a note says so. The search takes sizes up to 256, and at most 64 of them.
+    The service's search chooses the sizes to measure, and computes the confidence. The size and its speed agree with
+    the measurements. If these scatter, the confidence is low, and a note says so. If the search is not installed, or
+    fails, all sizes are measured in ascending order until one runs out of memory, the fastest is recommended, its
+    confidence is null, and a note says so. The search takes sizes up to 256, and at most 64 of them.
 
     If a step runs out of memory, fails, leaves no gradients in `parameters`, returns a loss that is not finite, or
     takes longer than `deadline_seconds`, that is the outcome of its size. So is a batch that has not m sequences.
@@ -171,6 +174,11 @@ class _Exploration:
             )
         if out := answer.get("predicted_out"):
             notes.append(f"not tried, because they are expected not to fit: {', '.join(map(str, out))}")
+        if (scatter := answer.get("scatter") or 0.0) >= SCATTERED:
+            notes.append(
+                f"timings scattered: two measurements of one size differ by about {2**0.5 * scatter:.0%}. Something "
+                "else uses the device, or the step varies; on a quiet device the confidence is higher"
+            )
         best = answer.get("micro_batch_size") or self._fastest()
         if best is None:
             last = self._results[-1]

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.measure.step_checks import BatchShapes, check_gradients
+from bexp.measure.step_checks import BatchShapes, StepError, check_gradients
 from bexp.step.agreement import GRACE_SECONDS, Alone, Together
 from bexp.step.outcomes import Failure, Outcome, attempt, release
 from bexp.step.results import SizeResult
@@ -49,7 +49,7 @@ class Step:
             self.batch_shapes.check(size, inputs[0])
             with (self.no_sync or contextlib.nullcontext)():
                 loss = self.run(inputs[0])
-                check_gradients(self.trained, lambda: self.run(inputs[0]))
+                self._check_gradients(inputs[0])
             self.wait()
             return loss
 
@@ -83,6 +83,14 @@ class Step:
             release(self.device)
             return SizeResult(size, failure.outcome.name.lower(), failure.reason)
         return SizeResult(size, Outcome.OK.name.lower(), None, tuple(figures[1:]), int(figures[0]) if on_cuda else None)
+
+    def _check_gradients(self, batch: Any) -> None:
+        try:
+            check_gradients(self.trained, lambda: self.run(batch))
+        except StepError as error:
+            if self.no_sync is None:
+                raise
+            raise StepError(f"{error}. Under FSDP, leave out no_sync: it keeps gradients elsewhere") from error
 
     def clear(self) -> None:
         """Drop the gradients."""

@@ -14,12 +14,14 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.step import static_parts
+from explorer.cost_model.step import memory_limit, required_bytes, static_parts
 from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from explorer.records.recommendation import Recommendation
 from explorer.records.trial import TrialKind, TrialPlan
+from explorer.search.candidate_posterior import confidence_score
 from explorer.search.explore import explore
 from explorer.search.pruned_space import PrunedSpace, prune_space
+from explorer.search.step_timings import StepTimings, mean_and_error
 from explorer.spec.base import Frozen
 from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from explorer.spec.model import DType
@@ -80,11 +82,15 @@ class StepDescription(Frozen):
 
 
 class StepAnswer(Frozen):
-    """The recommended size, null if there is none, and which sizes were not tried because they cannot fit."""
+    """The recommended size, null if there is none, and which sizes were not tried because they cannot fit.
+
+    `scatter` is the relative standard deviation between measurements of one size.
+    """
 
     micro_batch_size: int | None
     sequences_per_second: float | None = None
     confidence: int | None = None
+    scatter: float | None = None
     predicted_out: tuple[int, ...] = ()
     reason: str | None = None
 
@@ -113,13 +119,31 @@ def search_step(description: StepDescription, ask: Callable[[int], StepResult | 
     except _StoppedError:
         reason = None if best is not None else "no size was measured"
     kept = {c.micro_batch_size for space in spaces for c in space.legal.candidates}
-    return StepAnswer(
-        micro_batch_size=best.candidate.micro_batch_size if best is not None else None,
-        sequences_per_second=best.tokens_per_second if best is not None else None,
-        confidence=best.confidence if best is not None else None,
+    answer = StepAnswer(
+        micro_batch_size=None,
         predicted_out=tuple(size for size in description.sizes if spaces and size not in kept),
         reason=reason,
     )
+    return answer if best is None else answer.model_copy(update=_settle(best, measurer))
+
+
+def _settle(best: Recommendation, measurer: _Measurer) -> dict[str, object]:
+    """Return size, speed, confidence and scatter of the answer, after the search's has been checked by the timings.
+
+    If the timings prefer another size than the search, that one is recommended. The confidence is the lower of both.
+    """
+    size, fitting = best.candidate.micro_batch_size, measurer.fitting_sizes()
+    if size not in fitting:  # it was not measured, because the sizes around it say enough
+        return {"micro_batch_size": size, "sequences_per_second": best.tokens_per_second, "confidence": best.confidence}
+    timings = measurer.timings()
+    found = timings.confidences(measurer.request.tolerance, fitting)
+    size = max(found, key=lambda each: (found[each], each == size))
+    return {
+        "micro_batch_size": size,
+        "sequences_per_second": timings.rate(size),
+        "confidence": min(best.confidence, confidence_score(found[size])),
+        "scatter": timings.scatter,
+    }
 
 
 class _Measurer:
@@ -137,6 +161,9 @@ class _Measurer:
         self._static_bytes = static_parts(report.parts, request).total
         self._ask = ask
         self._unused: StepResult | None = description.first
+        self._results = [description.first]
+        self._hardware = report.hardware
+        self.request = request
 
     def __call__(self, plan: TrialPlan) -> Measurement:
         shell = next((c for c in plan.components if c.kind is ComponentKind.SHELL), None)
@@ -167,10 +194,36 @@ class _Measurer:
         answer = self._ask(size)
         if answer is None:
             raise _StoppedError
+        self._results.append(answer)
         return answer
 
+    def timings(self) -> StepTimings:
+        """Return what the timings of the sizes that never failed say."""
+        sound = self._sound_sizes()
+        seconds: dict[int, list[tuple[float, ...]]] = {size: [] for size in sound}
+        for found in self._results:
+            if found.micro_batch_size in sound:
+                seconds[found.micro_batch_size].append(found.seconds)
+        overhead = self._optimizer_seconds / (self._description.sequences or 1)
+        return StepTimings(self._description.device_kind, seconds, overhead)
+
+    def fitting_sizes(self) -> set[int]:
+        """Return the sizes that never failed, and whose peaks leave the free memory that the search asks for."""
+        hardware, request = self._hardware, self.request
+        limit = memory_limit(request, hardware)
+        above = {
+            found.micro_batch_size
+            for found in self._results
+            if required_bytes(found.peak_bytes or 0, hardware, request.allocator) > limit
+        }
+        return self._sound_sizes() - above
+
+    def _sound_sizes(self) -> set[int]:
+        failed = {found.micro_batch_size for found in self._results if not found.seconds}
+        return {found.micro_batch_size for found in self._results} - failed
+
     def _step(self, component: Component, found: StepResult) -> ComponentMeasurement:
-        seconds, error = _mean_and_error(found.seconds)
+        seconds, error = mean_and_error(found.seconds)
         activations = max(0, (found.peak_bytes or 0) - self._static_bytes)
         return ComponentMeasurement(
             component=component,
@@ -199,7 +252,7 @@ class _Measurer:
         )
 
     def _whole(self, found: StepResult) -> WholeModelMeasurement:
-        seconds, error = _mean_and_error(found.seconds)
+        seconds, error = mean_and_error(found.seconds)
         peak = found.peak_bytes or self._static_bytes
         return WholeModelMeasurement(
             micro_step_seconds=seconds,
@@ -213,15 +266,6 @@ class _Measurer:
     @property
     def _optimizer_seconds(self) -> float:
         return self._description.optimizer_seconds if self._description.sequences is not None else 0.0
-
-
-def _mean_and_error(seconds: tuple[float, ...]) -> tuple[float, float]:
-    """The mean and its standard error; an error of a tenth if there is one repeat alone."""
-    mean = sum(seconds) / len(seconds)
-    if len(seconds) < 2:
-        return mean, mean / 10
-    variance = sum((each - mean) ** 2 for each in seconds) / (len(seconds) - 1)
-    return mean, (variance / len(seconds)) ** 0.5
 
 
 def _request(description: StepDescription) -> ExplorationRequest:
@@ -243,7 +287,7 @@ def _report(description: StepDescription) -> DeviceReport:
     """
     first, size = description.first, description.first.micro_batch_size
     flops = 2.0 * description.num_parameters
-    seconds = _mean_and_error(first.seconds)[0] if first.seconds else 1.0
+    seconds = mean_and_error(first.seconds)[0] if first.seconds else 1.0
     counted = description.memory_bytes > 0 and first.peak_bytes is not None
     static = description.held_bytes + description.gradient_bytes
     saved = max(0, (first.peak_bytes or 0) - static) / size if counted else 0.0

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from explorer.spec.base import Frozen
 from explorer.spec.model import DType
@@ -36,6 +36,13 @@ class OptimizerSpec(Frozen):
     state_dtype: DType | None = Field(
         None, description="The format of the moments; default: float32 with master weights, else the model's dtype."
     )
+
+    @field_validator("name", mode="before")
+    @classmethod
+    def _name_the_way_to_others(cls, value: Any) -> Any:
+        if value not in ("adamw", "sgd"):
+            raise ValueError("must be 'adamw' or 'sgd'; a target of your own (--target) makes any other optimizer")
+        return value
 
     @property
     def num_states(self) -> int:

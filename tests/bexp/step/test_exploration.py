@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import contextlib
+import itertools
 import pickle
 import random
 import signal
@@ -88,6 +90,18 @@ def test_the_search_recommends_the_fastest_size_and_says_how_sure_it_is(clock: C
     assert found.sequences_per_second == pytest.approx(8 / 0.024, rel=0.02)
     fields = bexp.training_arguments(found)
     assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 2)
+
+
+def test_a_note_says_that_timings_scattered(clock: Clock) -> None:
+    example, slowdowns = Example(clock), itertools.cycle([1, 1.6, 1, 1.3, 2.2, 1, 1.7])
+
+    def step(batch: torch.Tensor) -> None:
+        begun = clock.now
+        example.step(batch)
+        clock.now = begun + next(slowdowns) * (clock.now - begun)
+
+    found = explore(example, step=step)
+    assert "timings scattered: two measurements of one size differ by about" in found.notes[0]
 
 
 def test_a_search_that_fails_in_the_middle_leaves_the_rest_to_the_plain_rule(
@@ -197,6 +211,8 @@ def test_a_step_without_a_backward_pass_and_a_batch_that_runs_out_of_samples_are
     found = explore(example, step=lambda x: example.model(x).sum())
     assert found.micro_batch_size is None
     assert any("could be measured: the step leaves no gradients" in note for note in found.notes)
+    found = explore(example, step=lambda x: example.model(x).sum(), no_sync=contextlib.nullcontext)
+    assert any("Under FSDP, leave out no_sync" in note for note in found.notes)
 
     samples = torch.randn(3, 4)
     found = explore(example, batch=lambda m: samples[:m], sizes=(1, 2, 8))

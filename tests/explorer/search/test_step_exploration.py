@@ -4,11 +4,13 @@ import io
 import json
 import random
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from itertools import cycle
+from statistics import mean
 
 import pytest
 
-from explorer.search.step_exploration import StepDescription, StepResult, main, search_step
+from explorer.search.step_exploration import StepAnswer, StepDescription, StepResult, main, search_step
 
 GIB = 1 << 30
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -86,6 +88,56 @@ def test_an_end_of_the_measurements_gives_the_answer_so_far() -> None:
     assert found.confidence is not None and found.confidence < 50
     failed = description.model_copy(update={"first": StepResult(micro_batch_size=1, outcome="crashed")})
     assert search_step(failed, lambda _: None).reason == "no size was measured"
+
+
+SLOW_START = {1: 1 / 14, 2: 1 / 15, 4: 1 / 17, 8: 8 / 66}
+"""Seconds of a step that takes as long for one sequence as for four."""
+
+
+class SharedDevice(Device):
+    """Has no memory counter. Its measurements are slowed by the given factors, one after the other."""
+
+    def __init__(self, slowdowns: Iterable[float], most: int) -> None:
+        super().__init__(SLOW_START.__getitem__)
+        self.rates: dict[int, list[float]] = {}
+        self._slowdowns = cycle(slowdowns)
+        self._most = most
+
+    def measure(self, size: int) -> StepResult:
+        found, slowdown = super().measure(size), next(self._slowdowns)
+        seconds = tuple(slowdown * each for each in found.seconds)
+        self.rates.setdefault(size, []).append(size / mean(seconds))
+        return found.model_copy(update={"seconds": seconds})
+
+    def ask(self, size: int) -> StepResult | None:
+        return self.measure(size) if len(self.asked) < self._most else None
+
+    def explore(self) -> StepAnswer:
+        description = self.describe(counts_memory=False)
+        return search_step(description.model_copy(update={"device_kind": "cpu", "sizes": tuple(SLOW_START)}), self.ask)
+
+
+def test_a_size_that_was_measured_once_is_recommended_with_the_speed_that_was_measured() -> None:
+    device = SharedDevice([1.0], most=5)
+    found = device.explore()
+    assert found.micro_batch_size == 4
+    assert found.sequences_per_second == pytest.approx(68, rel=0.02)
+    assert found.confidence is not None and found.confidence < 90  # 3% better, measured once on a CPU
+
+
+@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("most", [5, 12, 100])
+def test_where_timings_scatter_the_answer_is_what_was_measured_and_not_sure(seed: int, most: int) -> None:
+    slowdowns = random.Random(seed).choices([1.0, 1.0, 1.4, 2.2], k=101)
+    device = SharedDevice(slowdowns, most)
+    found = device.explore()
+    rates = {size: 1 / mean(1 / each for each in rates) for size, rates in device.rates.items()}
+    assert found.micro_batch_size is not None and found.confidence is not None and found.scatter is not None
+    assert found.sequences_per_second == pytest.approx(rates[found.micro_batch_size])
+    assert rates[found.micro_batch_size] >= 0.97 * max(rates.values()) or found.confidence < 50
+    assert found.confidence < 90
+    if most > 5:
+        assert found.scatter > 0.15
 
 
 def test_the_process_speaks_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
