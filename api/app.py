@@ -30,7 +30,7 @@ from api.routes import (
     web,
     workers,
 )
-from api.service import run_service
+from api.service import refuse_changes_if_outdated, run_service
 from api.settings import ServiceSettings
 from explorer.spec.request import ExplorationRequest
 
@@ -75,7 +75,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    v1_rules = [Depends(authorize), Depends(refuse_unknown_parameters)]
+    v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
     for module in (explorations, resuming, results, run_reports, logs, workers, administration, schemas):
         app.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)

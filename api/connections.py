@@ -52,7 +52,7 @@ def guarded_protocol(limits: ConnectionLimits) -> type[H11Protocol]:
 
 
 class GuardedProtocol(H11Protocol):
-    """A connection that is closed if no header arrives in time.
+    """A connection that is closed if no header arrives in time, and its client does not read a response meanwhile.
 
     `waiting` holds the connections without a request, the oldest first. At the limit, the oldest of them makes room for
     a new one, so that idle connections keep nobody out. If all have a request, the new one is closed.
@@ -110,7 +110,18 @@ class GuardedProtocol(H11Protocol):
     def _expect_header(self) -> None:
         self._stop_waiting()
         self._waiting[self] = None
-        self._deadline = self.loop.call_later(self._limits.header_seconds, self.end)
+        self._start_deadline()
+
+    def _start_deadline(self) -> None:
+        unsent = self.transport.get_write_buffer_size()
+        self._deadline = self.loop.call_later(self._limits.header_seconds, self._end_unless_reading, unsent)
+
+    def _end_unless_reading(self, unsent: int) -> None:
+        """Close the connection, unless its client has read some of the `unsent` bytes of the last response."""
+        if self.transport.get_write_buffer_size() < unsent:
+            self._start_deadline()
+        else:
+            self.end()
 
     def _stop_waiting(self) -> None:
         self._waiting.pop(self, None)

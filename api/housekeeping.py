@@ -20,6 +20,7 @@ from storage.audit import prune_audit
 from storage.leaders import HOUSEKEEPER, give_up_role, hold_role
 from storage.pruning import find_prunable, prune
 from storage.queue import Queue
+from storage.schema import NewerSchemaError, is_of_later_version
 
 TERM = timedelta(seconds=10)
 """A housekeeper that is silent for so long is replaced, at the next check of another process."""
@@ -40,6 +41,8 @@ class Housekeeper:
         self._settings = settings
         self._is_elected = False
         self._prunes_at = 0.0
+        self.is_outdated = False
+        """Whether a later version of this program had upgraded the database at the last round."""
 
     async def run(self, beat: Beat) -> None:
         """Work until cancelled; `beat` is called after each round that went well."""
@@ -48,6 +51,8 @@ class Housekeeper:
                 try:
                     await run_sync(self.work)
                     beat()
+                except NewerSchemaError as error:
+                    logger.warning("the service takes no changes: %s", error)
                 except SQLAlchemyError as error:
                     logger.warning("the database does not answer: %s", getattr(error, "orig", error))
                 await asyncio.sleep(self._settings.waiting_check_seconds)
@@ -60,8 +65,13 @@ class Housekeeper:
         """Do what is due if this process is the housekeeper; return whether it is.
 
         Raises:
+            NewerSchemaError: a later version of this program has upgraded the database, and does the work.
             sqlalchemy.exc.SQLAlchemyError: the database does not answer.
         """
+        with self._queue.database.read() as connection:
+            self.is_outdated = is_of_later_version(connection)
+        if self.is_outdated:
+            raise NewerSchemaError
         self._is_elected = hold_role(self._queue.database, HOUSEKEEPER, self.id, TERM)
         if not self._is_elected:
             return False

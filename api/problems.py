@@ -14,18 +14,22 @@ from pydantic import BaseModel, ConfigDict, Field
 from sqlalchemy.exc import ProgrammingError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Match
 
 from explorer.formats.document import FormatError
 from explorer.spec.rules import rule_of
 from storage.database import DATABASE_TROUBLE
 from storage.jobs import JobNotFoundError
 from storage.quotas import QueuedQuotaError
+from storage.schema import NewerSchemaError
 from storage.submission import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100
 MAX_MESSAGE = 500
 QUEUED_RETRY_SECONDS = 30
+OUTDATED = "A later version of this service has upgraded the database; this process takes no changes."
+METHODS = ("DELETE", "GET", "HEAD", "PATCH", "POST", "PUT")
 
 logger = logging.getLogger(__name__)
 
@@ -139,7 +143,10 @@ def install_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(HTTPException)
     async def http_error(request: Request, error: HTTPException) -> JSONResponse:
         detail = error.detail if error.detail != HTTPStatus(error.status_code).phrase else None
-        return problem_response(request, error.status_code, detail, headers=error.headers)
+        headers = error.headers
+        if error.status_code == HTTPStatus.METHOD_NOT_ALLOWED:
+            headers = {**(headers or {}), "Allow": ", ".join(_methods_of(request))}
+        return problem_response(request, error.status_code, detail, headers=headers)
 
     @app.exception_handler(RequestValidationError)
     async def invalid_parameters(request: Request, error: RequestValidationError) -> JSONResponse:
@@ -186,6 +193,12 @@ def install_problem_handlers(app: FastAPI) -> None:
             headers={"Retry-After": str(QUEUED_RETRY_SECONDS)},
         )
 
+    @app.exception_handler(NewerSchemaError)
+    async def outdated(request: Request, _error: NewerSchemaError) -> JSONResponse:
+        return problem_response(
+            request, HTTPStatus.SERVICE_UNAVAILABLE, OUTDATED, name="schema-not-current", headers={"Retry-After": "30"}
+        )
+
     async def no_database(request: Request, error: Exception) -> JSONResponse:
         logger.warning("the database failed: %s", getattr(error, "orig", error))
         return database_unavailable(request)
@@ -201,6 +214,13 @@ def install_problem_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def fault(request: Request, _error: Exception) -> JSONResponse:
         return problem_response(request, HTTPStatus.INTERNAL_SERVER_ERROR, "The service failed; its log says why.")
+
+
+def _methods_of(request: Request) -> list[str]:
+    """Return the methods of all routes for the path of `request`: Starlette names those of the first route alone."""
+    scopes = {method: {**request.scope, "method": method} for method in METHODS}
+    routes = request.app.routes
+    return [method for method, scope in scopes.items() if any(r.matches(scope)[0] is Match.FULL for r in routes)]
 
 
 def _body_error(location: tuple[str | int, ...], message: str) -> FieldError:

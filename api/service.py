@@ -24,6 +24,7 @@ from api.tokens import Tokens
 from storage.database import Database, DatabaseLimits, open_database
 from storage.probe import try_write
 from storage.queue import Queue
+from storage.schema import NewerSchemaError
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +42,7 @@ class Service:
     token_limiter: RateLimiter
     address_limiter: RateLimiter
     stream_limits: StreamLimits
+    housekeeper: Housekeeper
 
 
 class WriteProbe:
@@ -80,12 +82,12 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
         token_limiter=RateLimiter(settings.token_rate),
         address_limiter=RateLimiter(settings.address_rate),
         stream_limits=StreamLimits(per_token=settings.token_streams, total=settings.max_streams),
+        housekeeper=Housekeeper(queue, settings),
     )
     supervisor.start("events", feed.run, interval_seconds=max(settings.poll_seconds, LISTENING_POLL_SECONDS))
     supervisor.start("tokens", tokens.run, interval_seconds=settings.token_check_seconds)
-    keeper = Housekeeper(queue, settings)
     supervisor.start("memory", keep_trimmed, interval_seconds=TRIM_SECONDS)
-    supervisor.start("housekeeping", keeper.run, interval_seconds=settings.waiting_check_seconds)
+    supervisor.start("housekeeping", service.housekeeper.run, interval_seconds=settings.waiting_check_seconds)
     try:
         yield service
     finally:
@@ -104,3 +106,13 @@ async def service_of(request: Request) -> Service:
 
 
 ServiceDep = Annotated[Service, Depends(service_of)]
+
+
+async def refuse_changes_if_outdated(request: Request, service: ServiceDep) -> None:
+    """Refuse a request that may change something while the database has the schema of a later version.
+
+    Raises:
+        NewerSchemaError: it has, as the last round of housekeeping found.
+    """
+    if service.housekeeper.is_outdated and request.method not in {"GET", "HEAD"}:
+        raise NewerSchemaError

@@ -153,6 +153,9 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
         parsed = sa.make_url(url)
     except (sa.exc.ArgumentError, ValueError) as error:
         raise ValueError("the database URL is malformed; use sqlite:///PATH or postgresql://...") from error
+    if not parsed.drivername.startswith("sqlite") and "@" in f"{parsed.host}{parsed.database}":
+        # SQLAlchemy ends the password at the first @, so what follows would be shown as the name of a host
+        raise ValueError("the database URL cannot be read; write an @ of the password as %40, and a / as %2F")
     if parsed.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
         return _open_postgresql(parsed.set(drivername="postgresql+psycopg"), limits)
     if parsed.drivername in {"sqlite", "sqlite+pysqlite"}:

@@ -77,8 +77,13 @@ def refuse_later_version(connection: sa.Connection) -> None:
 
     What that version stores may be more than this one can read.
     """
-    if any(revision > latest_revision() for revision in _read_revisions(connection)):
+    if is_of_later_version(connection):
         raise NewerSchemaError
+
+
+def is_of_later_version(connection: sa.Connection) -> bool:
+    """Return whether a later version of this program has upgraded the database."""
+    return any(revision > latest_revision() for revision in _read_revisions(connection))
 
 
 @cache

@@ -227,7 +227,8 @@ usage = sa.Table(
 audit = sa.Table(
     f"{PREFIX}audit",
     metadata,
-    sa.Column("id", sa.Integer, primary_key=True),
+    # SQLite counts by itself only in a column of the type INTEGER, which has 64 bits there.
+    sa.Column("id", sa.BigInteger().with_variant(sa.Integer, "sqlite"), primary_key=True),
     sa.Column("at", UTCDateTime, nullable=False, index=True),
     sa.Column("action", sa.String(32), nullable=False),
     sa.Column("subject", sa.String(64), nullable=False, doc="The id of a job, or the name of a token or an owner."),

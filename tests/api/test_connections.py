@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import logging
 import socket
+import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import replace
+from typing import Any
 from urllib.parse import urlsplit
 
 import httpx
 import pytest
+import uvicorn
 
+from api.connections import ConnectionLimits, guarded_protocol
 from api.log_lines import OneLineFormatter, RateFilter
 from api.settings import ServiceSettings
 from tests.api.conftest import Served
@@ -112,3 +116,34 @@ def test_lines_beyond_a_rate_are_counted_and_left_out() -> None:
     now = 1.5
     assert [limited.filter(record) for record in records[6:]] == [True, False]
     assert records[6].getMessage() == "line 6 (3 lines before this one were left out)"
+
+
+def test_a_slow_reader_gets_the_whole_of_a_large_response() -> None:
+    """The response lies in memory when it is complete, and the time for the next header runs since then."""
+    body = b"x" * 16_000_000
+
+    async def app(_scope: object, _receive: object, send: Callable[[dict[str, Any]], Awaitable[None]]) -> None:
+        headers = [(b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    protocol = guarded_protocol(ConnectionLimits(max_connections=20, header_seconds=0.3))
+    server = uvicorn.Server(uvicorn.Config(app, http=protocol, lifespan="off", log_config=None))
+    with socket.create_server(("127.0.0.1", 0)) as listener, ExitStack() as stack:
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+        thread.start()
+        stack.callback(thread.join)  # before the listener is closed
+        stack.callback(setattr, server, "should_exit", True)
+        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        reader, idle = (connect(url, stack, b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n") for _ in range(2))
+        received = 0
+        while received < len(body):
+            part = reader.recv(1 << 20)
+            assert part, received
+            received += len(part)
+            time.sleep(0.05)
+        received = 0
+        with suppress(ConnectionResetError):
+            while part := idle.recv(1 << 20):
+                received += len(part)
+        assert received < len(body)

@@ -4,14 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
 from api.app import create_app
 from api.examples import REQUEST
+from api.housekeeping import TERM
 from api.settings import ServiceSettings
 from storage.database import Database
 from storage.jobs import JobState
+from storage.leaders import HOUSEKEEPER, hold_role
 from storage.queue import Queue
+from storage.schema import VERSION_TABLE
+from storage.tables import leaders
+from tests.api.conftest import wait_until
+from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_report
 
 
@@ -50,8 +57,8 @@ def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], 
             ("/v1/explorations?model=%00", 422),
             ("/v1/explorations?label=a%3D%00", 422),
             ("/v1/audit?owner=%00", 422),
-            (f"/v1/audit?cursor={1 << 31}", 422),
-            (f"/v1/audit?cursor={(1 << 31) - 1}", 200),
+            (f"/v1/audit?cursor={1 << 63}", 422),
+            (f"/v1/audit?cursor={(1 << 63) - 1}", 200),
             (f"{here}/trials?cursor={1 << 40}", 422),
             (f"{here}/trials?cursor={(1 << 31) - 1}", 200),
             (f"{here}/log?after={1 << 40}", 422),
@@ -60,3 +67,22 @@ def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], 
             assert client.get(path).status_code == status, path
         for document in (REQUEST | {"model": REQUEST["model"] | {"name": "a\0b"}}, REQUEST | {"a\0b": 1}):
             assert client.post("/v1/explorations", json=document).status_code == 422
+
+
+def test_a_service_takes_no_changes_after_a_later_version_has_upgraded_the_database(
+    database_url: str, open_url: Callable[[str], Database]
+) -> None:
+    database = open_url(database_url)
+    settings = ServiceSettings(database_url, waiting_check_seconds=0.02)
+    with TestClient(create_app(settings), base_url="http://localhost") as client:
+        here = client.post("/v1/explorations", json=REQUEST).headers["Location"]
+        with database.begin() as connection:
+            connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))
+            connection.execute(sa.delete(leaders))
+        wait_until(lambda: client.post(f"{here}/cancel").status_code == 503)
+        refused = client.post("/v1/explorations", json=REQUEST)
+        assert_problem(refused, 503)
+        assert refused.json()["type"] == "urn:bexp:problem:schema-not-current"
+        assert client.get(here).status_code == client.get("/healthz").status_code == 200
+        assert client.get("/readyz").status_code == 503
+    assert hold_role(database, HOUSEKEEPER, "of the later version", TERM)

@@ -256,7 +256,9 @@ def test_other_methods_and_paths_are_refused_in_the_same_shape(client: TestClien
     assert_problem(client.post(f"{EXPLORATIONS}/{'0' * 16}/cancel"), 404)
     response = client.put(f"{EXPLORATIONS}/{job.id}")
     assert_problem(response, 405)
-    assert "GET" in response.headers["Allow"]
+    assert response.headers["Allow"] == "DELETE, GET"
+    assert client.put(EXPLORATIONS).headers["Allow"] == "GET, POST"
+    assert client.post("/healthz").headers["Allow"] == "GET, HEAD"
     assert_problem(client.get("/v2"), 404)
     assert_problem(client.get(f"{EXPLORATIONS}/"), 404)
 

@@ -93,3 +93,10 @@ def test_a_process_that_is_frozen_within_a_transaction_keeps_no_lock_of_postgres
             other.exec_driver_sql(change)
         frozen.exec_driver_sql(change)
     limited.dispose()
+
+
+@pytest.mark.parametrize("password", ["x@secret", "x@sec/ret", "x@/secret", "x@1:secret"])
+def test_a_password_with_an_at_sign_is_not_shown_as_a_host(password: str) -> None:
+    with pytest.raises(ValueError, match="the database URL") as caught:
+        open_database(f"postgresql://bexp:{password}@localhost/bexp")
+    assert "sec" not in str(caught.value)

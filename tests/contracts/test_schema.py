@@ -1,10 +1,13 @@
 from __future__ import annotations
 
+import hashlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -17,6 +20,8 @@ from alembic.script import ScriptDirectory
 import storage.migrations
 from explorer.formats.request import parse_request
 from explorer.records.event import EventCode, EventDraft, Progress
+from explorer.records.trial import Trial
+from explorer.spec.request import ExplorationRequest
 from storage.database import Database
 from storage.events import read_events
 from storage.jobs import JobState, get_job
@@ -40,6 +45,20 @@ database.dispose()
 """
 
 
+READ_BY_WORKERS = ("0015", "c51f70044a48b116")
+"""The revision since which workers read requests and trials in their present form, and the digest of that form."""
+
+
+def without_texts(schema: Any) -> Any:
+    """Return a JSON schema without what only people read."""
+    if isinstance(schema, list):
+        return [without_texts(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    texts = {name for name in ("title", "description", "examples") if not isinstance(schema.get(name), dict)}
+    return {name: without_texts(value) for name, value in schema.items() if name not in texts}
+
+
 def migrate(database: Database, direction: Callable[[Config, str], None], revision: str) -> None:
     """Bring the tables to a version that is not the latest."""
     config = Config()
@@ -53,6 +72,20 @@ def test_the_file_of_the_last_migration_is_named_after_its_revision() -> None:
     config = Config()
     config.set_main_option("script_location", str(Path(storage.migrations.__file__).parent))
     assert latest_revision() == ScriptDirectory.from_config(config).get_current_head()
+
+
+def test_what_workers_read_changes_only_with_a_migration() -> None:
+    """A worker of an earlier version notices a later one by the schema's revision alone; it would otherwise end new
+    jobs as failed, because it cannot read them.
+    """
+    revision, digest = READ_BY_WORKERS
+    forms = [without_texts(model.model_json_schema()) for model in (ExplorationRequest, Trial)]
+    found = hashlib.sha256(json.dumps(forms, sort_keys=True).encode()).hexdigest()[:16]
+    assert found == digest, (
+        "the form of stored requests or trials has changed: add a migration, which may be empty, unless the last one is"
+        f" not released yet, and let READ_BY_WORKERS be ({latest_revision()!r}, {found!r})"
+    )
+    assert revision <= latest_revision()
 
 
 def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], empty_database_url: str) -> None:
