@@ -26,10 +26,12 @@ def hold(file: Path) -> None:
     send = ProfilerProcess.send
 
     def send_and_stop(self: ProfilerProcess, command: Frozen) -> None:
-        if isinstance(command, RunTrial) and file.exists() and _is_named(command.plan, file.read_text()):
+        is_held = isinstance(command, RunTrial) and file.exists() and _is_named(command.plan, file.read_text())
+        if is_held:
             os.kill(self._ranks[-1].pid if self._ranks else self.pid, signal.SIGSTOP)
-            file.unlink()
         send(self, command)
+        if is_held:
+            file.unlink()
 
     ProfilerProcess.send = send_and_stop  # type: ignore[method-assign]  # as itself, to a process that stands still
 

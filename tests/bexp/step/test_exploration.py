@@ -270,7 +270,8 @@ def test_what_one_process_meets_counts_for_all(two_processes: dict[tuple[int, st
     (found, timeout), (other, _) = (two_processes[rank, "alone"] for rank in (0, 1))
     assert found == other
     outcomes = {result.micro_batch_size: result.outcome for result in found.results}
-    assert (outcomes[1], outcomes[4]) == ("ok", "out_of_memory")
+    assert outcomes[1] == "ok"
+    assert {outcome for size, outcome in outcomes.items() if size >= 4} == {"out_of_memory"}, "whichever was tried"
     assert found.micro_batch_size in {1, 2}
     assert found.group_is_usable
     assert timeout == timedelta(minutes=30)  # gloo's own, as before
@@ -293,16 +294,16 @@ def test_nobody_waits_for_a_process_that_fails_in_the_middle_of_an_exchange(
 
 
 def test_processes_that_have_ended_are_waited_for_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    store, num_processes = HashStore(), 4
+    store, num_processes, patience = HashStore(), 20, 0.3
     monkeypatch.setattr("torch.distributed.distributed_c10d._get_default_store", lambda: store)
     monkeypatch.setattr("torch.distributed.get_rank", lambda: 0)
     monkeypatch.setattr("torch.distributed.get_world_size", lambda: num_processes)
-    monkeypatch.setattr(agreement, "MARGIN_SECONDS", 0.3)
+    monkeypatch.setattr(agreement, "MARGIN_SECONDS", patience)
     begun = time.monotonic()
     failure, _ = agreement.Together(deadline_seconds=0.0).agree(None, [])
     assert failure is not None
     assert failure.reason == "process 1 no longer answers (process 1)"
-    assert time.monotonic() - begun < 2 * 0.3, "others wait twice as long for the verdict"
+    assert time.monotonic() - begun < (num_processes - 1) * patience / 2, "not one after another"
 
 
 @pytest.mark.parametrize(
