@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.experts.auto.measuring import FFNShape
 from bexp.kernels.experts.backend import ExpertFFN
-from bexp.kernels.experts.registry import expert_backend, expert_support
+from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend, expert_support
 from explorer.cost_model.components import BlockRecompute
 from explorer.spec.model import ModelSpec, MoESpec
 from explorer.spec.routing import RoutingSpec
@@ -25,7 +26,7 @@ from workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408
 DENSE = ("dense eager", "dense compile")
-LIGER, QUACK = "liger", "quack"
+LIGER, QUACK, AUTO = "liger", "quack", "auto"
 _COMPILED = " compile"
 _RECOMPUTING = " recomputing"
 
@@ -49,6 +50,12 @@ def contenders(model: ModelSpec, device: torch.device) -> tuple[str, ...]:
     assert shape is not None, "a model with experts"
     names = tuple(support.name for support in expert_support(shape, device) if support.usable)
     return (*names, LIGER) if _has_liger() else names
+
+
+def prepare_auto(num_experts: int, top_k: int, num_tokens: int, device: torch.device) -> None:
+    """Measure what the table of `auto` lacks for the experts, as `BEXP_MEASURE_EXPERTS` would at their first use."""
+    shape = FFNShape(num_experts, top_k, HIDDEN, WIDTH, gated=True, dtype=torch.bfloat16)
+    AUTO_EXPERTS.prepare(shape, [num_tokens], device)
 
 
 def compiled_name(backend: str) -> str:

@@ -5,7 +5,8 @@
 The experts are 2048 x 1408 (gated), with sequences of 2048 tokens, uniform routing and bfloat16. A layer is norm,
 router, top-k, experts, combination and residual sum, forward and backward. Gradients of the weights are written and not
 added to earlier ones, in dense layers, too. Times are those of `CudaTimer`: device events, medians, a cold second-level
-cache, sustained clocks. Every back end is first checked against float64 in the same process.
+cache, sustained clocks. The table of `auto` is measured before its cells. Every back end is first checked against
+float64 in the same process.
 
 If the file exists, the run continues it: its rows are kept, and the missing ones are timed.
 """
@@ -27,6 +28,7 @@ from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.expert_reference import expert_ffn, relative_error
 from benchmarks.moe_contenders import (
+    AUTO,
     DENSE,
     WIDTH,
     compiled_name,
@@ -36,6 +38,7 @@ from benchmarks.moe_contenders import (
     hidden_states,
     layer_block,
     layer_model,
+    prepare_auto,
     recomputing_name,
 )
 from benchmarks.moe_summary import CLOCKS, compare_with_dense
@@ -241,6 +244,8 @@ def time_one(
     tokens = micro_batch_size * SEQ_LENGTH
     x = hidden_states(micro_batch_size, SEQ_LENGTH, device)
     try:
+        if name.startswith(AUTO):
+            prepare_auto(num_experts, top_k, tokens, device)
         if name in DENSE:
             block = dense_block(kind, top_k, device, compiled=name == "dense compile")
         elif kind == "layer":

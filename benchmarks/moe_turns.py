@@ -38,6 +38,7 @@ from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.kernels import seconds_once
 from benchmarks.moe_contenders import (
+    AUTO,
     DENSE,
     HIDDEN,
     LIGER,
@@ -48,12 +49,12 @@ from benchmarks.moe_contenders import (
     hidden_states,
     layer_block,
     layer_model,
+    prepare_auto,
 )
 from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
 from benchmarks.moe_summary import GRAPH, compare_with_dense
-from bexp.kernels.experts.auto.measuring import FFNShape
 from bexp.kernels.experts.auto.table import kernels_digest
-from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
+from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
 from workers.profiler.failures import classify, is_poisoned
@@ -163,8 +164,7 @@ class Cell:
         """A row a contender."""
         started = time.perf_counter()
         experts, top_k = self._model
-        shape = FFNShape(experts, top_k, HIDDEN, WIDTH, gated=True, dtype=torch.bfloat16)
-        AUTO_EXPERTS.prepare(shape, [self._tokens], self._device)
+        prepare_auto(experts, top_k, self._tokens, self._device)
         table_seconds = time.perf_counter() - started
         names = contenders(layer_model(*self._model), self._device)
         for name in (*DENSE, *sorted(names, key=_waits)):
@@ -187,8 +187,8 @@ class Cell:
             if "seconds" in row:
                 row["expert_flops_per_second"] = flops / row["seconds"]
                 row["bound_seconds"] = bound if not name.startswith(DENSE) else None
-        if "auto" in self._rows:
-            self._rows["auto"]["table_seconds"] = table_seconds
+        if AUTO in self._rows:
+            self._rows[AUTO]["table_seconds"] = table_seconds
         self._runs.clear()
         _release()
         return [self.key | {"backend": name} | row for name, row in self._rows.items()]
@@ -286,7 +286,7 @@ def _waits(name: str) -> bool:
 
 def _traceable(name: str) -> bool:
     """Whether the layer can be compiled around the back end; `auto` is one of the others then."""
-    return name not in (LIGER, "auto") and torch.bfloat16 in expert_backend(name).traceable_dtypes
+    return name not in (LIGER, AUTO) and torch.bfloat16 in expert_backend(name).traceable_dtypes
 
 
 def _release() -> None:

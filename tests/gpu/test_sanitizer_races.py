@@ -31,7 +31,7 @@ def output(*reports: tuple[str, str], displayed: int | None = None) -> str:
 
 @pytest.fixture
 def control() -> tuple[str, str]:
-    lines = line_of(CONTROL, "def control_kernel"), line_of(CONTROL, "    gl.warp_specialize")
+    lines = line_of(CONTROL, "def control_kernel"), line_of(CONTROL, "    if WORKERS == 1")
     return "control", report(CONTROL, "control_kernel", lines[0], *lines)
 
 
