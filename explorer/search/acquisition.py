@@ -94,7 +94,7 @@ def _repeated_run(state: SearchState, costs_K: Floats) -> _Option | None:
     for rival in np.argsort(-better_A, kind="stable")[:RIVALS]:
         if better_A[rival] < NEGLIGIBLE:
             break
-        if state.request.verify and _whole_models_tell_more(posterior, (incumbent, int(rival))):
+        if _composition_hides_more(posterior, (incumbent, int(rival))):
             continue
         option = _run_of_pair(state, costs_K, (incumbent, int(rival)), float(better_A[rival]))
         if option is not None and (best is None or option.gain_per_second > best.gain_per_second):
@@ -102,10 +102,11 @@ def _repeated_run(state: SearchState, costs_K: Floats) -> _Option | None:
     return best
 
 
-def _whole_models_tell_more(posterior: CandidatePosterior, pair: tuple[int, int]) -> bool:
+def _composition_hides_more(posterior: CandidatePosterior, pair: tuple[int, int]) -> bool:
     """Return whether the error of composition hides more of the difference of two candidates than their components do.
 
-    No further run of a component helps then. Whole models, which follow the search, show both.
+    Further runs of components then hardly raise the confidence. Whole models show both; without them (`verify: false`)
+    the difference stays open.
     """
     columns = list(pair)
     run_N = (posterior.tokens_NA[:, columns] > 0.0).all(axis=1) & (posterior.composed_NA[:, columns] > 0.0).all(axis=1)

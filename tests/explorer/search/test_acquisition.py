@@ -14,9 +14,9 @@ from explorer.search.suggestion import Suggestion, measuring_seconds
 from tests.explorer.search.small import candidate, know, measure, small_state
 
 
-def rival_pair(tokens: tuple[float, float], better: float) -> SearchState:
+def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = True) -> SearchState:
     """Two candidates that are measured; in a share `better` of the samples the second beats the first by 2%."""
-    state = small_state()
+    state = small_state(verify=verify)
     know(state, candidate(1), candidate(2))
     rows = np.array([state.table.row[candidate(1)], state.table.row[candidate(2)]])
     number = 1000
@@ -111,6 +111,19 @@ def test_a_rival_that_is_hardly_ever_better_is_not_run_again(better: float, sugg
     if found is not None:
         assert found.again
         assert found.reason == f"another run: a rival is better with probability {better:.2f}"
+
+
+@pytest.mark.parametrize("verify", [True, False])
+@pytest.mark.parametrize(("error", "suggested"), [(0.5, True), (2.0, False)])
+def test_nothing_is_run_again_if_the_error_of_composition_hides_more(
+    verify: bool, error: float, suggested: bool
+) -> None:
+    state = rival_pair((100.0, 99.0), 0.3, verify=verify)
+    logs = np.log(state.posterior.composed_NA)
+    spread = np.diff(logs).std()
+    logs[:, 1] += error * spread * np.resize([1.0, -1.0], len(logs))
+    state.posterior = replace(state.posterior, tokens_NA=np.exp(logs))
+    assert (suggest_measurement(state) is not None) is suggested
 
 
 def test_another_run_measures_what_most_blurs_the_difference() -> None:
