@@ -6,7 +6,7 @@ The kernels are built first, without the sanitizer. Then each tool watches one p
 other. The exit status is 0 if no tool found an error, 1 if one did, and 2 if there is no compute-sanitizer here.
 
 Racecheck reports hazards in every kernel with `gl.warp_specialize`. They count as none if each is at a place of that
-call, and a control kernel, which has nothing else, gets such a report, too (`tests.gpu.sanitizer_races`).
+call, and of a byte in which Triton tells a warp what to run (`tests.gpu.sanitizer_races`).
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ from torch import Tensor
 
 from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
-from tests.gpu.sanitizer_races import MARK, only_of_warp_specialize, races
+from tests.gpu.sanitizer_races import MARK, hazards, num_of_warp_specialize, only_of_warp_specialize
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
 FOUND_ERRORS = 9
 """The exit status that the tool is told to use."""
 _PLACES = ("usr/local/cuda*/bin", "usr/local/cuda*/compute-sanitizer", "usr/local/cuda*/extras/compute-sanitizer")
 _SHOWN_LINES = 40
+_MOST_SHOWN = 400
 _COUNTS = (129, 0, 64, 1, 0, 318)
-CONTROL = "warp_specialize alone, for Hopper"
-_MOST_REPORTS = 10_000
+_MOST_REPORTS = 100_000
+_OPTIONS = {"racecheck": ("--racecheck-report", "hazard")}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,15 +57,13 @@ def main(arguments: list[str] | None = None) -> int:
     if sanitizer is None:
         print("there is no compute-sanitizer on PATH, in the CUDA toolkit, or in NVIDIA's Python packages")
         return 2
-    if "racecheck" in options.tools:
-        options.cases = list(dict.fromkeys((CONTROL, *options.cases)))
     if run_here(options.cases):
         return 1
     with ThreadPoolExecutor(len(options.tools)) as pool:
         running = [pool.submit(watch, sanitizer, tool, options.cases, options.seconds) for tool in options.tools]
         reports = [each.result() for each in running]
     for report in reports:
-        told = f", {report['of_warp_specialize']} reports of warp_specialize" if "of_warp_specialize" in report else ""
+        told = f", {report['of_warp_specialize']} hazards of warp_specialize" if "of_warp_specialize" in report else ""
         print(f"{report['tool']}: {report['outcome']} in {report['seconds']:.0f} s{told}")
         if report["outcome"] != "clean":
             print("\n".join(report["output"]))
@@ -85,6 +84,7 @@ def find_sanitizer() -> str | None:
 def watch(sanitizer: str, tool: str, cases: list[str], seconds: float) -> dict[str, Any]:
     """Run the cases under a tool: `clean`, `errors`, `failed` if they did not run, or `timed_out`."""
     command = [sanitizer, "--tool", tool, "--error-exitcode", str(FOUND_ERRORS), "--print-limit", str(_MOST_REPORTS)]
+    command += ["--show-backtrace", "device", *_OPTIONS.get(tool, ())]
     command += [sys.executable, "-m", "tests.gpu.sanitizer", "--here", "--cases", *cases]
     started = time.monotonic()
     try:
@@ -98,12 +98,12 @@ def watch(sanitizer: str, tool: str, cases: list[str], seconds: float) -> dict[s
         output = done.stdout + done.stderr
     report: dict[str, Any] = {"tool": tool, "seconds": time.monotonic() - started}
     if tool == "racecheck" and outcome == "errors":
-        report["of_warp_specialize"] = sum(race.of_warp_specialize for race in races(output))
-        if only_of_warp_specialize(output, CONTROL):
+        report["of_warp_specialize"] = num_of_warp_specialize(hazards(output))
+        if only_of_warp_specialize(output):
             outcome = "clean"
     lines = output.splitlines()
     shown = [line for line in lines if line.startswith(("=====", MARK))] if outcome == "errors" else []
-    return report | {"outcome": outcome, "output": shown or lines[-_SHOWN_LINES:]}
+    return report | {"outcome": outcome, "output": shown[:_MOST_SHOWN] or lines[-_SHOWN_LINES:]}
 
 
 def run_here(cases: list[str]) -> int:
@@ -162,12 +162,6 @@ class _Fused:
         return [out.detach(), *torch.autograd.grad(out, leaves, _random(self.num_tokens, 136))]
 
 
-def _warp_specialize_alone() -> list[Tensor]:
-    from tests.gpu.warp_specialize_control import run
-
-    return run()
-
-
 def _router() -> list[Tensor]:
     from bexp.kernels.router import route
 
@@ -205,7 +199,6 @@ def _random(*shape: int) -> Tensor:
 
 
 CASES: dict[str, Callable[[], list[Tensor]]] = {
-    CONTROL: _warp_specialize_alone,
     "hopper": _Gemm("bexp.kernels.experts.hopper.gemm", False),
     "hopper, transposed": _Gemm("bexp.kernels.experts.hopper.gemm", True),
     "triton": _Gemm("bexp.kernels.experts.triton_gemm", False),

@@ -1,75 +1,102 @@
-"""Reads what compute-sanitizer's racecheck reports, and tells the hazards of Triton's own `warp_specialize` from ours.
+"""Reads the hazards of compute-sanitizer's racecheck, and tells those of Triton's `warp_specialize` from ours.
 
-Triton lowers `gl.warp_specialize` to a loop of the worker warps: they wait at a named barrier, and read from shared
-memory which partition to run. The first warps write that before the barrier, and again at the end. All warps take part
-in each of these barriers (`barrier.sync 1` in the PTX), so that reads and writes are in order, but they arrive from
-different places of the code, and racecheck calls the accesses hazards. Their places are the kernel's `def` and the
-statement that holds the call. Accesses of ours have other places: the functions of the partitions.
+Triton lowers `gl.warp_specialize` to a loop of the worker warps: they wait at a named barrier, and each reads from a
+byte of its own in shared memory which partition to run. The first warps write these bytes before the barrier, and again
+at the end. All warps take part in each of these barriers (`barrier.sync 1` in the PTX), so that reads and writes are in
+order, but they arrive from different places of the code, and racecheck calls the accesses hazards.
+
+A hazard counts as Triton's if both of its places are the kernel's `def` or the statement that holds the call, and if a
+worker warp reads the byte of its own number: the byte of the first worker, and one more for each warp after it. What
+our partitions share has other places, and other bytes.
 """
 
 from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
 MARK = "case "
+WARP = 32
+FIRST_WARPS = 4
+"""The warps of the first partition in all our kernels; the others are workers."""
 _ROOT = Path(__file__).parents[2]
-_FIRST = re.compile(r"=+ (?:Error|Warning): Race reported between \w+ access at (.*)")
-_OTHER = re.compile(r"=+ +and \w+ access at (.*)")
-_PLACE = re.compile(r"(?P<kernel>\w+)(?:\(.*\))?\+0x[0-9a-f]+ in (?:.*/)?(?P<file>[\w.-]+):(?P<line>\d+)")
+_HAZARD = re.compile(r"=+ .*[Pp]otential \w+ hazard detected at (?:__shared__ (0x[0-9a-f]+))?")
+_ACCESS = re.compile(r"=+ +(Read|Write) Thread \((\d+),0,0\) at (.*)")
+_PLACE = re.compile(r"(?P<kernel>\w+)(?:\(.*\))?\+(?P<offset>0x[0-9a-f]+) in (?:.*/)?(?P<file>[\w.-]+):(?P<line>\d+)")
 
 
 @dataclass(frozen=True)
 class Access:
-    """An access to shared memory: the kernel and the line of the source that the compiler names."""
+    """An access to shared memory: its thread, the kernel, the instruction, and the line that the compiler names."""
 
+    kind: str
+    thread: int
     kernel: str
+    offset: str
     file: str
     line: int
 
 
 @dataclass(frozen=True)
-class Race:
-    """A report: the case that ran, and the accesses. An access whose place is not known is null."""
+class Hazard:
+    """Two accesses to a byte, in the case that ran. An address or an access that cannot be read is missing."""
 
     case: str
-    accesses: tuple[Access | None, ...]
+    address: int | None
+    accesses: tuple[Access, ...]
 
     @property
-    def of_warp_specialize(self) -> bool:
-        """Whether every access is Triton's, by its place."""
-        return all(each is not None and _is_of_warp_specialize(each) for each in self.accesses)
+    def first_byte(self) -> int | None:
+        """The byte of the first worker, if this is a worker that reads its own; null if it is something else."""
+        kinds = {access.kind: access for access in self.accesses}
+        if self.address is None or len(self.accesses) != 2 or kinds.keys() != {"Read", "Write"}:
+            return None
+        if not all(_is_of_warp_specialize(access) for access in self.accesses):
+            return None
+        worker, lane = divmod(kinds["Read"].thread, WARP)
+        is_worker = worker >= FIRST_WARPS and lane == 0 and kinds["Write"].thread < FIRST_WARPS * WARP
+        return self.address - (worker - FIRST_WARPS) if is_worker else None
+
+    @property
+    def instructions(self) -> tuple[str, ...]:
+        """What it is a hazard of: the same instructions of one case use the same bytes."""
+        return (self.case, *(f"{access.kernel}+{access.offset}" for access in self.accesses))
 
 
-def races(output: str) -> list[Race]:
-    """The reports in what racecheck and the cases print."""
-    found: list[Race] = []
+def hazards(output: str) -> list[Hazard]:
+    """The hazards in what racecheck and the cases print."""
+    found: list[Hazard] = []
     case = ""
     for line in output.splitlines():
         if line.startswith(MARK):
             case = line.removeprefix(MARK)
-        elif first := _FIRST.match(line):
-            found.append(Race(case, (_access(first[1]),)))
-        elif (other := _OTHER.match(line)) and found:
-            found[-1] = Race(found[-1].case, (*found[-1].accesses, _access(other[1])))
+        elif hazard := _HAZARD.match(line):
+            found.append(Hazard(case, int(hazard[1], 16) if hazard[1] else None, ()))
+        elif (access := _ACCESS.match(line)) and found and (place := _PLACE.match(access[3])):
+            where = Access(
+                access[1], int(access[2]), place["kernel"], place["offset"], place["file"], int(place["line"])
+            )
+            found[-1] = Hazard(found[-1].case, found[-1].address, (*found[-1].accesses, where))
     return found
 
 
-def only_of_warp_specialize(output: str, control: str) -> bool:
-    """Whether racecheck found nothing else, and found it in the case `control`, which does nothing else."""
-    found = races(output)
+def num_of_warp_specialize(found: Iterable[Hazard]) -> int:
+    """How many are of `warp_specialize`. Where the bytes of the same instructions differ, none of these is."""
+    bytes_of: dict[tuple[str, ...], list[int | None]] = {}
+    for hazard in found:
+        bytes_of.setdefault(hazard.instructions, []).append(hazard.first_byte)
+    return sum(len(first) for first in bytes_of.values() if None not in first and len(set(first)) == 1)
+
+
+def only_of_warp_specialize(output: str) -> bool:
+    """Whether racecheck found nothing else, and displayed all that it found."""
+    found = hazards(output)
     told = re.findall(r"RACECHECK SUMMARY: (\d+) hazards? displayed", output)
-    complete = told == [str(len(found))]  # what is not displayed cannot be judged
-    return complete and any(race.case == control for race in found) and all(race.of_warp_specialize for race in found)
-
-
-def _access(text: str) -> Access | None:
-    place = _PLACE.match(text)
-    return None if place is None else Access(place["kernel"], place["file"], int(place["line"]))
+    return told == [str(len(found))] and num_of_warp_specialize(found) == len(found)
 
 
 def _is_of_warp_specialize(access: Access) -> bool:
@@ -83,11 +110,10 @@ def _lines_of_warp_specialize(kernel: str, file: str) -> frozenset[int]:
 
 
 def _functions(kernel: str, file: str) -> Iterator[ast.FunctionDef]:
-    for folder in ("bexp", "tests/gpu"):
-        for path in (_ROOT / folder).rglob(file):
-            for node in ast.walk(ast.parse(path.read_text())):
-                if isinstance(node, ast.FunctionDef) and node.name == kernel:
-                    yield node
+    for path in (_ROOT / "bexp").rglob(file):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.name == kernel:
+                yield node
 
 
 def _lines(function: ast.FunctionDef) -> Iterator[int]:

@@ -28,9 +28,9 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Tables of this test alone, and a back end that has chosen nothing yet."""
     monkeypatch.setenv("BEXP_EXPERT_TABLES", str(tmp_path))
     monkeypatch.setenv("BEXP_MEASURE_EXPERTS", "1")
-    plans.table_of.cache_clear()
+    plans.read_table.cache_clear()
     yield
-    plans.table_of.cache_clear()
+    plans.read_table.cache_clear()
 
 
 def device() -> torch.device:

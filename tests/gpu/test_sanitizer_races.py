@@ -1,4 +1,4 @@
-"""What the compute-sanitizer runner makes of racecheck's reports."""
+"""What the compute-sanitizer runner makes of racecheck's hazards."""
 
 from __future__ import annotations
 
@@ -7,63 +7,87 @@ from pathlib import Path
 import pytest
 
 from tests.gpu import sanitizer
-from tests.gpu.sanitizer_races import only_of_warp_specialize, races
+from tests.gpu.sanitizer_races import hazards, num_of_warp_specialize, only_of_warp_specialize
 
-ROOT = Path(__file__).parents[2]
-CONTROL = ROOT / "tests/gpu/warp_specialize_control.py"
-ROWS = ROOT / "bexp/kernels/experts/hopper/rows_kernel.py"
-
-
-def line_of(path: Path, text: str) -> int:
-    return next(number for number, line in enumerate(path.read_text().splitlines(), 1) if line.startswith(text))
+ROWS = Path(__file__).parents[2] / "bexp/kernels/experts/hopper/rows_kernel.py"
+BASE = 0x324D0
 
 
-def report(path: Path, kernel: str, *lines: int) -> str:
-    places = [f"Access at {kernel}+0x{16 * line:x} in {path.name}:{line}".replace("Access", "access") for line in lines]
-    others = "".join(f"=========     and Write {place} [65 hazards]\n" for place in places[1:])
-    return f"========= Error: Race reported between Read {places[0]}\n{others}========= \n"
+def line_of(text: str) -> int:
+    return next(number for number, line in enumerate(ROWS.read_text().splitlines(), 1) if line.startswith(text))
 
 
-def output(*reports: tuple[str, str], displayed: int | None = None) -> str:
-    said = "".join(f"case {case}\n{text}" for case, text in reports)
-    return f"{said}========= RACECHECK SUMMARY: {displayed or len(reports)} hazards displayed (0 errors, 0 warnings)\n"
+DEF, CALL = line_of("def rows_kernel"), line_of("    if CONSUMERS == 1")
 
 
-@pytest.fixture
-def control() -> tuple[str, str]:
-    lines = line_of(CONTROL, "def control_kernel"), line_of(CONTROL, "    if WORKERS == 1")
-    return "control", report(CONTROL, "control_kernel", lines[0], *lines)
+def hazard(
+    *, address: int = BASE, write: int = CALL, read: int = DEF, writer: int = 31, reader: int = 128, offset: int = 0x120
+) -> str:
+    return (
+        f"========= Error: Potential RAW hazard detected at __shared__ {address:#x} in block (26,0,0) :\n"
+        f"=========     Write Thread ({writer},0,0) at rows_kernel+0x3060 in rows_kernel.py:{write}\n"
+        f"=========     Read Thread ({reader},0,0) at rows_kernel+{offset:#x} in rows_kernel.py:{read}\n"
+        "=========     Current Value : 3\n========= \n"
+    )
 
 
-def test_reports_at_the_places_of_warp_specialize_are_not_ours(control: tuple[str, str]) -> None:
-    start, call = line_of(ROWS, "def rows_kernel"), line_of(ROWS, "    if CONSUMERS == 1")
-    ours = "hopper", report(ROWS, "rows_kernel", start, start, call)
-    assert [(race.case, len(race.accesses)) for race in races(output(control, ours))] == [("control", 3), ("hopper", 3)]
-    assert only_of_warp_specialize(output(control, ours), "control")
-    assert not only_of_warp_specialize(output(ours), "control"), "the control kernel did not show it"
-    assert not only_of_warp_specialize(output(control, ours, displayed=3), "control"), "a report was not read"
+STATES = "".join(hazard(address=BASE + worker, reader=128 + 32 * worker) for worker in range(4))
+"""What each of four worker warps reads."""
 
 
-@pytest.mark.parametrize("place", ["def _multiply", "def _load", "    full = make_barriers"])
-def test_a_report_elsewhere_is_ours(place: str, control: tuple[str, str]) -> None:
-    ours = "hopper", report(ROWS, "rows_kernel", line_of(ROWS, "def rows_kernel"), line_of(ROWS, place))
-    assert not only_of_warp_specialize(output(control, ours), "control")
+def output(text: str, displayed: int | None = None) -> str:
+    count = displayed or text.count("detected")
+    return f"case hopper\n{text}========= RACECHECK SUMMARY: {count} hazards displayed ({count} errors, 0 warnings)\n"
 
 
-def test_a_report_without_a_place_is_ours(control: tuple[str, str]) -> None:
-    text = "========= Error: Race reported between Read access at rows_kernel+0x120\n"
-    assert not only_of_warp_specialize(output(control, ("hopper", text)), "control")
+def test_a_byte_for_each_worker_warp_is_not_ours() -> None:
+    found = hazards(output(STATES))
+    assert [(each.case, each.first_byte, len(each.accesses)) for each in found] == [("hopper", BASE, 2)] * 4
+    assert num_of_warp_specialize(found) == 4
+    assert only_of_warp_specialize(output(STATES))
+    assert only_of_warp_specialize(output(STATES + hazard(address=0x900, write=DEF, offset=0x240))), "another variant"
+    assert not only_of_warp_specialize(output(STATES, displayed=5)), "a hazard was not read"
 
 
-def test_the_command_adds_the_control_and_counts_its_reports(
-    control: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    "ours",
+    [
+        hazard(write=line_of("def _multiply")),
+        hazard(read=line_of("    full = make_barriers")),
+        hazard(address=BASE + 4),
+        hazard(address=BASE + 1, reader=130),
+        hazard(reader=96),
+        hazard(writer=160),
+        hazard().replace("Read Thread", "Write Thread"),
+        hazard().replace(f" in rows_kernel.py:{DEF}", ""),
+        hazard().replace(f"__shared__ {BASE:#x}", "Unknown address"),
+    ],
+    ids=[
+        "in a partition",
+        "at our barriers",
+        "another byte",
+        "not a warp's first thread",
+        "read by the first partition",
+        "written by a worker",
+        "two writes",
+        "no place",
+        "no address",
+    ],
+)
+def test_anything_else_is_ours(ours: str) -> None:
+    assert not only_of_warp_specialize(output(STATES + ours))
+    assert not only_of_warp_specialize(output(ours + STATES))
+
+
+def test_the_command_counts_the_hazards_of_warp_specialize(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = output((sanitizer.CONTROL, control[1]))
     tool = tmp_path / "compute-sanitizer"
-    tool.write_text(f"#!/bin/bash\n[[ \"$*\" == *'{sanitizer.CONTROL}'* ]] || exit 3\ncat <<X\n{said}X\nexit 9\n")
+    is_asked = "[[ \"$*\" == *'--racecheck-report hazard'* ]] || exit 3"
+    tool.write_text(f"#!/bin/bash\n{is_asked}\ncat <<X\n{output(STATES)}X\nexit 9\n")
     tool.chmod(0o755)
     monkeypatch.setattr(sanitizer, "find_sanitizer", lambda: str(tool))
     monkeypatch.setattr(sanitizer, "run_here", lambda cases: 0)
     assert sanitizer.main(["--tools", "racecheck", "--cases", "router"]) == 0
     assert "racecheck: clean" in (printed := capsys.readouterr().out)
-    assert "1 reports of warp_specialize" in printed
+    assert "4 hazards of warp_specialize" in printed

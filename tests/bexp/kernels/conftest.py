@@ -13,6 +13,6 @@ def tables(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The folder of the tables of `auto` that this test alone reads and writes."""
     monkeypatch.setenv("BEXP_EXPERT_TABLES", str(tmp_path))
     monkeypatch.delenv("BEXP_MEASURE_EXPERTS", raising=False)
-    plans.table_of.cache_clear()
+    plans.read_table.cache_clear()
     yield tmp_path
-    plans.table_of.cache_clear()
+    plans.read_table.cache_clear()

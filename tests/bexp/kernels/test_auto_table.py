@@ -5,6 +5,7 @@ import multiprocessing
 import os
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -234,3 +235,11 @@ def test_the_digest_is_of_all_that_experts_import() -> None:
         for found in re.findall(r"bexp\.kernels\.(\w+)", path.read_text())
     }
     assert not imported & set(table.OTHER_KERNELS)
+
+
+def test_a_device_has_one_table_by_whatever_name_it_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
+    monkeypatch.setattr(plans, "KernelTable", SimpleNamespace(of_device=lambda device: [device]))
+    tables: list[object] = [plans.table_of(torch.device(name)) for name in ("cuda:1", "cuda", "cuda:0")]
+    assert tables[0] is tables[1]
+    assert tables[2] == [torch.device("cuda", 0)]

@@ -40,9 +40,16 @@ def may_measure(device: torch.device) -> bool:
     return device.type != "cuda" or not torch.cuda.is_current_stream_capturing()
 
 
-@functools.cache
 def table_of(device: torch.device) -> KernelTable:
-    """The table of a device's card, read once a process."""
+    """The table of a device's card, read once a process. `cuda` without a number is the current device."""
+    if device.type == "cuda" and device.index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    return read_table(device)
+
+
+@functools.cache
+def read_table(device: torch.device) -> KernelTable:
+    """As `table_of`, for a device with its number: each device has one table, by whatever name it is asked for."""
     return KernelTable.of_device(device)
 
 
