@@ -114,7 +114,6 @@ SECTIONS: dict[str, Callable[[], str]] = {
     "moe-turns": partial(of_kernels, kernels.moe_turns, "h100-moe-turns"),
     "quack": partial(of_kernels, expert_gemms.quack, "h100-quack"),
     "fused-choice": partial(of_kernels, expert_gemms.fused_choice, "h100-fused-choice"),
-    "fused-choice-2": partial(of_kernels, expert_gemms.fused_choice, "h100-fused-choice-2"),
     "moe-layer": partial(of_kernels, kernels.moe_layer, "h200-moe-layer", "h100-moe-layer"),
     "bta": partial(of_result, attention.bta, "h200-bta"),
     "bta-math": partial(of_result, attention.bta, "h200-bta-math"),

@@ -15,6 +15,7 @@ from benchmarks.refresh.build import COMPILED_DENSE
 from benchmarks.refresh.result import Recorded, Results, Step
 from benchmarks.refresh.waiting import VARIANTS, write_configs
 from bexp.kernels.experts.auto.table import kernels_digest
+from workers.process.kernel_cache import LIBRARY_FOLDERS
 
 GEMM_CONTENDERS = ("loop", "bmm", "grouped_mm", "hopper_grouped", "auto", "auto_counted")
 BUILT_GEMMS = ("hopper_grouped", "triton_grouped")
@@ -84,7 +85,7 @@ def _kernels() -> Iterator[Recorded]:
     )
     yield Recorded(
         "fused-choice",
-        "h100-fused-choice-2.json",
+        "h100-fused-choice.json",
         tuple(f"{name}/{tokens}" for name, (_, sizes) in fused_choice.MODELS.items() for tokens in sizes),
         lambda found: [f"{row['model']}/{row['layer']['num_tokens']}" for row in found["rows"]],
         lambda step: python("benchmarks.fused_choice", "--out", str(step.out)),
@@ -125,7 +126,7 @@ def _services() -> Iterator[Recorded]:
         row_seconds=35,
         value=4,
         start_seconds=60,
-        environment={"BEXP_KERNEL_CACHE": str(_kernel_cache())},
+        environment={variable: str(_kernel_cache() / name) for variable, name in LIBRARY_FOLDERS.items()},
     )
     yield Recorded(
         "published-plans",
@@ -204,6 +205,7 @@ def _waiting_command(step: Step) -> list[str]:
 
 
 def _kernel_cache() -> Path:
+    """A cache that no other result fills, whatever the caller's own variables say."""
     return Path(tempfile.gettempdir()) / f"bexp-refresh-kernels-{os.getuid()}"
 
 
