@@ -21,6 +21,7 @@ GEMM_CONTENDERS = ("loop", "bmm", "grouped_mm", "hopper_grouped", "auto", "auto_
 BUILT_GEMMS = ("hopper_grouped", "triton_grouped")
 BUILT_LAYERS = ("fused", "hopper_grouped", "triton_grouped", "fused compile", "grouped_mm compile", "block_sparse")
 GOAL_MODELS = ((128, 1), (8, 2))
+OTHER_MODELS = ((128, 8), (128, 2), (8, 1), (8, 8))
 GOAL_CELLS = tuple(cell for cell in moe_turns.CELLS if cell[:2] in GOAL_MODELS)
 PUBLISHED = ("235b-a22b-tp2-ep8-fsdp", "235b-a22b-tp2-pp8-ep32", "235b-a22b-tp4-pp8-ep8")
 FAULTS, ROUNDS = ("leak", "out_of_memory"), 20
@@ -59,6 +60,7 @@ def _kernels() -> Iterator[Recorded]:
         _turns_command,
         row_seconds=25,
         value=4,
+        start_seconds=60,  # the largest cell takes several times as long as the others
     )
     yield Recorded(
         "grouped-gemm",
@@ -97,9 +99,14 @@ def _kernels() -> Iterator[Recorded]:
         "h100-moe-layer.json",
         tuple(f"{kind}/{e}/{k}/{m}" for kind, e, k, sizes in moe_layer.layer_cells(quick=False) for m in sizes),
         _layer_cells,
-        lambda step: python("benchmarks.moe_layer", "--out", str(step.out), "--seconds", f"{step.seconds - 20:.0f}"),
+        lambda step: python(
+            "benchmarks.moe_layer", "--out", str(step.out), "--seconds", f"{max(30, step.seconds - 60):.0f}"
+        ),
         row_seconds=14,
         value=1,
+        start_seconds=60,
+        builds=_layers(*BUILT_LAYERS, models=OTHER_MODELS, micro_batches=(1,)),
+        large_builds=_layers("fused", "fused compile", models=OTHER_MODELS, micro_batches=(64,)),
     )
     yield Recorded(
         "expert-modes",
@@ -151,7 +158,7 @@ def _checks() -> Iterator[Recorded]:
         lambda found: [each["tool"] for each in found["reports"] if each["outcome"] in ("clean", "errors")],
         lambda step: python(
             *("tests.gpu.sanitizer", "--tools", *SANITIZERS, "--out", str(step.out)),
-            *("--seconds", f"{max(30, step.seconds - 60):.0f}"),
+            *("--seconds", _seconds(step, 60)),
         ),
         row_seconds=30,
         value=3,
@@ -239,9 +246,16 @@ def _minutes(step: Step, reserve: float) -> str:
     return f"{max(1.0, step.seconds - reserve) / 60:.2f}"
 
 
+def _seconds(step: Step, reserve: float) -> str:
+    """As `_minutes`, for commands that take seconds."""
+    return f"{max(30.0, step.seconds - reserve):.0f}"
+
+
 def _build(kind: str, contender: str, *sizes: int) -> tuple[str, ...]:
     return tuple(python("benchmarks.refresh.build", kind, contender, *map(str, sizes)))
 
 
-def _layers(*contenders: str, micro_batches: tuple[int, ...]) -> tuple[tuple[str, ...], ...]:
-    return tuple(_build("layer", name, *model, *micro_batches) for name in contenders for model in GOAL_MODELS)
+def _layers(
+    *contenders: str, models: tuple[tuple[int, int], ...] = GOAL_MODELS, micro_batches: tuple[int, ...]
+) -> tuple[tuple[str, ...], ...]:
+    return tuple(_build("layer", name, *model, *micro_batches) for name in contenders for model in models)
