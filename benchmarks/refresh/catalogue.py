@@ -99,9 +99,7 @@ def _kernels() -> Iterator[Recorded]:
         "h100-moe-layer.json",
         tuple(f"{kind}/{e}/{k}/{m}" for kind, e, k, sizes in moe_layer.layer_cells(quick=False) for m in sizes),
         _layer_cells,
-        lambda step: python(
-            "benchmarks.moe_layer", "--out", str(step.out), "--seconds", f"{max(30, step.seconds - 60):.0f}"
-        ),
+        lambda step: python("benchmarks.moe_layer", "--out", str(step.out), "--seconds", _seconds(step, 60)),
         row_seconds=14,
         value=1,
         start_seconds=60,
