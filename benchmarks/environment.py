@@ -40,7 +40,7 @@ def describe_commit() -> str | None:
 
 def is_of_these_kernels(results: dict[str, Any]) -> bool:
     """Whether results are of the expert kernels as they are now; those without a digest are of earlier ones."""
-    from bexp.kernels.experts.auto.table import kernels_digest  # noqa: PLC0415 - imports torch
+    from bexp.kernels.experts.auto.digest import kernels_digest  # noqa: PLC0415 - imports torch
 
     return results.get("kernels") == kernels_digest()
 

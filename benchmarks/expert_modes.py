@@ -28,7 +28,7 @@ from torch import Tensor
 from benchmarks.environment import describe_environment, write_results
 from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 from explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
 from explorer.spec.model import MoESpec

@@ -23,7 +23,7 @@ from typing import Any
 from api.client import Client, Job, Result
 from api.embedded import EmbeddedService
 from benchmarks.environment import describe_environment, write_results
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from explorer.formats.document import load_document
 from explorer.formats.request import parse_request
 from explorer.records.event import Event, EventCode, render_line

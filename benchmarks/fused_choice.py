@@ -27,7 +27,7 @@ from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.expert_reference import relative_error
 from benchmarks.launch_cases import Layer, both_ways, layer_inputs
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.fused.hopper.tiles import HopperRows
 from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles, on_hopper_tiles
 from bexp.measure.turns import TurnsBudget, time_in_turns

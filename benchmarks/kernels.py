@@ -41,8 +41,8 @@ from benchmarks.gemm_contenders import BASELINES, CHOSEN, COUNTED, OURS, GemmPas
 from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
+from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.auto.measuring import GemmShape
-from bexp.kernels.experts.auto.table import kernels_digest
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget

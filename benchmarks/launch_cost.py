@@ -41,7 +41,7 @@ from benchmarks.launch_cases import (
     without_gradients,
 )
 from bexp.kernels.autograd import applied
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.experts.rows import Rows
 

@@ -42,7 +42,7 @@ from benchmarks.moe_contenders import (
     recomputing_name,
 )
 from benchmarks.moe_summary import CLOCKS, compare_with_dense
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.memory import measure_memory
 from bexp.measure.passes import ModulePasses

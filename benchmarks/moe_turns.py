@@ -53,7 +53,7 @@ from benchmarks.moe_contenders import (
 )
 from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
 from benchmarks.moe_summary import GRAPH, compare_with_dense
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns

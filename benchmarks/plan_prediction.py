@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from explorer.cost_model.components import Component
 from explorer.cost_model.mesh_layers import MeshCandidate
 from explorer.cost_model.mesh_step import MeshStep

@@ -31,7 +31,7 @@ from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.plan_prediction import RowError, predict
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from explorer.cost_model.parameters import count_embedding, count_parameters
 from explorer.formats.request import parse_request
 from explorer.records.trial import Measure

@@ -38,7 +38,7 @@ from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, Case
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 from benchmarks.gemm_runs import TOLERANCES, TOO_LARGE, WRONG, Run, contenders, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from explorer.records.measurement import Outcome
 from explorer.spec.model import DType
 

@@ -14,7 +14,7 @@ from benchmarks import fused_choice, kernels, moe_layer, moe_turns
 from benchmarks.refresh.build import COMPILED_DENSE
 from benchmarks.refresh.result import Recorded, Results, Step
 from benchmarks.refresh.waiting import VARIANTS, write_configs
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from workers.process.kernel_cache import LIBRARY_FOLDERS
 
 GEMM_CONTENDERS = ("loop", "bmm", "grouped_mm", "hopper_grouped", "auto", "auto_counted")

@@ -25,7 +25,7 @@ from benchmarks.refresh.catalogue import PUBLISHED, catalogue
 from benchmarks.refresh.result import Recorded, Results, State, Step, in_order
 from benchmarks.refresh.run import Refresh, build, run_child
 from benchmarks.refresh.waiting import VARIANTS
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from explorer.formats.request import parse_request
 
 WRITER = """

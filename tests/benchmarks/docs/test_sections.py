@@ -10,7 +10,7 @@ import pytest
 
 from benchmarks.docs import results, sections
 from benchmarks.docs.results import measured_on
-from bexp.kernels.experts.auto.table import kernels_digest
+from bexp.kernels.experts.auto.digest import kernels_digest
 from tests.benchmarks.docs.tables import recorded
 
 

@@ -39,16 +39,14 @@ def activation(x: Tensor, name: str, gated: bool) -> Tensor:
 
 
 def experts(x: Tensor, routes: Tensor, weights: Tensor, w_in: Tensor, w_out: Tensor, name: str) -> Tensor:
-    """Each token through each of its experts, one after the other."""
+    """Each expert on the tokens of its pairs, one expert after the other."""
     gated = w_in.shape[2] == 2 * w_out.shape[1]
-    tokens = []
-    for t in range(x.shape[0]):
-        total = torch.zeros_like(x[t])
-        for k in range(routes.shape[1]):
-            e = int(routes[t, k])
-            total = total + weights[t, k] * (activation(x[t] @ w_in[e], name, gated) @ w_out[e])
-        tokens.append(total)
-    return torch.stack(tokens)
+    total = torch.zeros_like(x)
+    for e in routes.unique().tolist():
+        t, k = (routes == e).nonzero(as_tuple=True)
+        out = activation(x[t] @ w_in[e], name, gated) @ w_out[e]
+        total = total.index_add(0, t, weights[t, k, None] * out)
+    return total
 
 
 def kept_pairs(routes: Tensor, weights: Tensor, capacity: int) -> Tensor:

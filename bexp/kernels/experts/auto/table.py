@@ -7,7 +7,6 @@ lock, read what is there, add to it, and replace the file in one step, so that a
 from __future__ import annotations
 
 import fcntl
-import functools
 import hashlib
 import json
 import logging
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 
 from bexp.kernels.experts.auto.choice import ByLoad, Seconds, Times, choose
+from bexp.kernels.experts.auto.digest import kernels_digest
 
 FOLDER_VARIABLE = "BEXP_EXPERT_TABLES"
 MEASURE_VARIABLE = "BEXP_MEASURE_EXPERTS"
@@ -36,11 +36,7 @@ FORMAT = "2"
 MOST_CLASSES = 63 * CLASSES_AN_OCTAVE
 """The class of the most rows that a tensor can have."""
 
-OTHER_KERNELS = ("attention", "causal_loss", "loss", "recomputation", "tiling")
-"""Modules beside the experts that these do not import: a change of theirs leaves the experts' speed as it was."""
 
-_EXPERTS = Path(__file__).parents[1]
-_OTHERS = {_EXPERTS.parent / f"{name}.py" for name in OTHER_KERNELS}
 _log = logging.getLogger(__name__)
 
 
@@ -247,13 +243,3 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return "none"
-
-
-@functools.cache
-def kernels_digest() -> str:
-    """Return a hash of the sources of our expert kernels and of what launches them: others may have another speed."""
-    digest = hashlib.sha256()
-    for path in sorted((*_EXPERTS.parent.glob("*.py"), *_EXPERTS.rglob("*.py"))):
-        if path.parent != Path(__file__).parent and path not in _OTHERS:
-            digest.update(path.read_bytes())
-    return digest.hexdigest()[:16]

@@ -54,7 +54,8 @@ def _(
     if not keep:
         return out, x_TD.new_empty(0), routes_TK.new_empty(0, dtype=torch.int32)
     gated, on_hopper = w_in.shape[2] == 2 * w_out.shape[1], has_hopper_kernels(w_in.device)
-    tiles = default_tiles(num_tokens, top_k, w_in.shape[0], gated, w_in.element_size(), on_hopper)
+    without_cache = default_tiles.__wrapped__  # a compiler's sizes may be symbols, which have no hash
+    tiles = without_cache(num_tokens, top_k, w_in.shape[0], gated, w_in.element_size(), on_hopper)
     size = permutation_size(num_pairs, w_in.shape[0], tiles.heights(backward=True))
     return out, x_TD.new_empty(num_pairs, w_in.shape[2]), routes_TK.new_empty(size, dtype=torch.int32)
 

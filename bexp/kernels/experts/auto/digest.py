@@ -1,0 +1,61 @@
+"""A hash of the kernels' code: what was measured with one hash is what kernels of another may not reach.
+
+It is of what runs. Comments, docstrings and the functions that tell a compiler the shapes of an operator's results
+change no speed, so a change of these leaves the hash, and with it each table that was measured, as it is.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+from collections.abc import Iterator
+from pathlib import Path
+
+OTHER_KERNELS = ("attention", "causal_loss", "loss", "recomputation", "tiling")
+"""Modules beside the experts that these do not import: a change of theirs leaves the experts' speed as it was."""
+
+_EXPERTS = Path(__file__).parents[1]
+_OTHERS = {_EXPERTS.parent / f"{name}.py" for name in OTHER_KERNELS}
+
+
+@functools.cache
+def kernels_digest() -> str:
+    """Return the hash of our expert kernels and of what launches them, but not of the choice among them."""
+    digest = hashlib.sha256()
+    for path in sorted((*_EXPERTS.parent.glob("*.py"), *_EXPERTS.rglob("*.py"))):
+        if path.parent != Path(__file__).parent and path not in _OTHERS:
+            digest.update(code_digest(path.read_text()).encode())
+    return digest.hexdigest()[:16]
+
+
+def code_digest(source: str) -> str:
+    """Return a hash of what a Python source does, which is the same in all versions of Python that parse it alike."""
+    return hashlib.sha256("\n".join(_written(ast.parse(source))).encode()).hexdigest()
+
+
+def _written(node: object) -> Iterator[str]:
+    """Yield a syntax tree in one form: what a version of Python does not know is empty in the others, and left out."""
+    if isinstance(node, ast.JoinedStr):  # Python 3.12 ends some with an empty text
+        node.values = [part for part in node.values if not (isinstance(part, ast.Constant) and part.value == "")]
+    if isinstance(node, list):
+        for item in node:
+            if not _is_silent(item):
+                yield from _written(item)
+    elif isinstance(node, ast.AST):
+        yield f"({type(node).__name__}"
+        for name, value in ast.iter_fields(node):
+            if isinstance(node, ast.Constant) or (value is not None and value != []):
+                yield name
+                yield from _written(value)
+        yield ")"
+    else:
+        yield repr(node)
+
+
+def _is_silent(node: object) -> bool:
+    """Whether a statement does nothing that takes time in a run: a text, or an operator's shapes for a compiler."""
+    if isinstance(node, ast.Expr):
+        return isinstance(node.value, ast.Constant)
+    decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []
+    return any(isinstance(one, ast.Attribute) and one.attr == "register_fake" for one in decorators)

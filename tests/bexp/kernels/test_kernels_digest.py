@@ -1,0 +1,78 @@
+"""The hash of the kernels' code: it changes with what runs, and with nothing else."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from bexp.kernels.experts.auto import digest
+from bexp.kernels.experts.auto.digest import OTHER_KERNELS, code_digest
+
+SOURCE = '''
+"""A module."""
+
+TILE = 64
+"""Rows."""
+
+
+@jit
+def kernel(x, step: int = 1):
+    """Doubles."""
+    return f"{x * 2:>{TILE}}"
+
+
+@kernel.register_fake
+def _(x):
+    return x.new_empty(x.shape)
+'''
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("Doubles.", "Multiplies by two."),
+        ("Rows.", "Rows of a tile."),
+        ("TILE = 64", "TILE = 64  # rows"),
+        ("x.new_empty(x.shape)", "x.new_empty(x.shape[0])"),
+        ("x * 2", "(x * 2)"),
+    ],
+)
+def test_what_does_not_run_leaves_the_hash_as_it_is(old: str, new: str) -> None:
+    assert old in SOURCE
+    assert code_digest(SOURCE.replace(old, new)) == code_digest(SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("TILE = 64", "TILE = 128"),
+        ("TILE = 64", "TILE = None"),
+        ("x * 2", "x * 3"),
+        ("x * 2", "x + 2"),
+        ("@jit", "@interpreted"),
+        ("step: int = 1", "step: int = 2"),
+        (":>", ":<"),
+        ("kernel.register_fake", "kernel.register_kernel"),
+    ],
+)
+def test_what_runs_changes_the_hash(old: str, new: str) -> None:
+    assert old in SOURCE
+    assert code_digest(SOURCE.replace(old, new)) != code_digest(SOURCE)
+
+
+def test_all_versions_of_python_find_one_hash() -> None:
+    """The tables of one machine serve all its environments; the hash is of Python 3.11, 3.12 and 3.13."""
+    assert code_digest(SOURCE)[:16] == "6f45ee966dc7970e"
+
+
+def test_it_is_of_all_that_experts_import() -> None:
+    experts = Path(digest.__file__).parents[1]
+    assert all((experts.parent / f"{name}.py").exists() for name in OTHER_KERNELS)
+    imported = {
+        found
+        for path in (*experts.rglob("*.py"), *experts.parent.glob("router*.py"))
+        for found in re.findall(r"bexp\.kernels\.(\w+)", path.read_text())
+    }
+    assert not imported & set(OTHER_KERNELS)
