@@ -35,9 +35,9 @@ from bexp.measure.turns import TurnsBudget, time_in_turns
 MODELS = {
     "128 experts of 1408": (Layer(0, 128, 1, 2048, 1408), (16384, 131072)),
     "8 experts of 1408": (Layer(0, 8, 2, 2048, 1408), (8192, 131072)),
-    "OLMoE-1B-7B": (Layer(0, 64, 8, 2048, 1024), (4096, 16384, 65536)),
-    "Qwen3-30B-A3B": (Layer(0, 128, 8, 2048, 768), (2048, 4096, 16384, 65536)),
-    "Mixtral-8x7B": (Layer(0, 8, 2, 4096, 14336), (4096, 16384)),
+    "OLMoE-1B-7B": (Layer(0, 64, 8, 2048, 1024), (1024, 1536, 4096, 16384, 65536)),
+    "Qwen3-30B-A3B": (Layer(0, 128, 8, 2048, 768), (1536, 2048, 3072, 4096, 16384, 65536)),
+    "Mixtral-8x7B": (Layer(0, 8, 2, 4096, 14336), (512, 4096, 16384)),
 }
 BUDGET = TurnsBudget(rounds=15, most_seconds=2.5)
 TOLERANCE = 2e-2

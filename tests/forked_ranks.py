@@ -46,7 +46,8 @@ def fork_server() -> ForkServer:
 
     On a host with GPUs it imports only what is known to open none of them: a process that has opened one must not fork.
     """
-    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": str(ROOT)}
+    path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     environment = kernel_cache(given) | profiler_environment(given, is_group=True)
     preloaded = PROFILER if Path("/dev/nvidiactl").exists() else (*PROFILER, *GROUP)
     with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process

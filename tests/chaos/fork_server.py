@@ -106,9 +106,12 @@ class ForkServer:
 
     def _ask(self, *command: object, descriptors: Sequence[int] = ()) -> str:
         with self._lock:
-            socket.send_fds(self._socket, [json.dumps(command).encode()], list(descriptors))
-            if not (reply := self._socket.recv(MESSAGE_BYTES)):
-                raise RuntimeError(f"the fork server ended with status {self._popen.wait()}")
+            reply = b""
+            with suppress(ConnectionError):
+                socket.send_fds(self._socket, [json.dumps(command).encode()], list(descriptors))
+                reply = self._socket.recv(MESSAGE_BYTES)
+            if not reply:
+                raise RuntimeError(f"the fork server ended with status {self._popen.wait()}: its log says why")
             return reply.decode()
 
 
