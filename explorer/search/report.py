@@ -17,6 +17,7 @@ from explorer.search.candidate_posterior import confidence_score
 from explorer.search.choices import dividing_batch_sizes, memory_choices
 from explorer.search.earlier_check import describe_reused
 from explorer.search.reported_runs import describe_reported
+from explorer.search.runner_up import find_runner_up
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from explorer.spec.candidate import Candidate, Recompute
@@ -28,6 +29,9 @@ from explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""
+
+LEAST_CHANCE = 0.01
+"""The least probability of being faster with which a rival is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +58,8 @@ def build_recommendation(
 ) -> Recommendation:
     """Return everything that is known about the recommended candidate.
 
-    `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved.
-    A search that is `out_of_budget` below its confidence target gets a note that says so.
+    `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved,
+    and why its confidence is below the target: if the search is `out_of_budget`, a note says so.
     """
     request = state.request
     table = state.table
@@ -94,7 +98,7 @@ def build_recommendation(
             *([describe_reported(state.reported)] if state.reported else []),
             *([] if state.reused is None else [describe_reused(state.reused)]),
             *_slow_head(state, best.row),
-            *(_shortfall(request, confidence_score(best.confidence)) if out_of_budget else ()),
+            *(_shortfall(state, best, out_of_budget=out_of_budget) if final else ()),
         ),
         dividing=dividing,
         dividing_batch_sizes=dividing_batch_sizes(state) if dividing is None else (),
@@ -215,12 +219,20 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     ]
 
 
-def _shortfall(request: ExplorationRequest, confidence: int) -> tuple[str, ...]:
-    """Return a note if the confidence is below its target, for a search whose budget is used up."""
-    target = request.budget.confidence_target
-    if confidence >= target:
+def _shortfall(state: SearchState, best: BestCandidate, *, out_of_budget: bool) -> tuple[str, ...]:
+    """Return a note that says why the confidence is below its target, if it is known."""
+    request, target = state.request, state.request.budget.confidence_target
+    if confidence_score(best.confidence) >= target:
         return ()
-    return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
+    if out_of_budget:
+        return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
+    rival = None if request.verify else find_runner_up(state)
+    if rival is None or rival.row == best.row or rival.probability < LEAST_CHANCE:
+        return ()
+    return (
+        f"measured components do not tell whether {state.table.candidates[rival.row].describe()} is faster "
+        f"(a chance of {rival.probability:.0%}): whole models would, with verify: true",
+    )
 
 
 def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:

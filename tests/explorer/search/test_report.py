@@ -19,6 +19,7 @@ from explorer.search.report import (
     largest_untiled,
     largest_without_recompute,
 )
+from explorer.search.runner_up import RunnerUp
 from explorer.search.search_state import BestCandidate, SearchState
 from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from explorer.spec.execution import Execution
@@ -197,10 +198,26 @@ def test_what_the_request_names_beside_others_and_the_device_cannot_use_is_noted
 def test_a_budget_that_ended_the_search_below_its_confidence_target_is_noted() -> None:
     words = "the budget was used up before the confidence reached 95: raise max_seconds or max_trials"
     state = known_state()
-    assert words in recommend(state, out_of_budget=True).notes
-    assert words not in recommend(state).notes
+    assert words in recommend(state, final=True, out_of_budget=True).notes
+    assert words not in recommend(state, final=True).notes
     reached = BestCandidate(state.table.row[candidate(4)], 0.96)
-    assert words not in recommend(state, best=reached, out_of_budget=True).notes
+    assert words not in recommend(state, best=reached, final=True, out_of_budget=True).notes
+
+
+def test_without_whole_models_a_rival_that_only_these_tell_apart_is_noted(monkeypatch: pytest.MonkeyPatch) -> None:
+    def noted(row: int = 0, chance: float = 0.46, confidence: float = 0.54, **changes: Any) -> list[str]:
+        state = known_state(**{"verify": False} | changes)
+        found = RunnerUp(row, chance, 0.01, 1.0)
+        monkeypatch.setattr("explorer.search.report.find_runner_up", lambda _: found)
+        best = BestCandidate(state.table.row[candidate(4)], confidence)
+        return [note for note in recommend(state, best=best, final=True).notes if "do not tell" in note]
+
+    table = known_state().table
+    rival = table.row[candidate(2)]
+    (note,) = noted(rival)
+    assert f"whether {candidate(2).describe()} is faster (a chance of 46%)" in note
+    assert noted(rival, verify=True) == noted(rival, confidence=0.96) == noted(rival, chance=0.0) == []
+    assert noted(table.row[candidate(4)]) == []
 
 
 def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:
