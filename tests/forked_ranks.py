@@ -17,6 +17,8 @@ from workers.process.environment import profiler_environment
 from workers.process.kernel_cache import kernel_cache
 
 ROOT = Path(__file__).parents[1]
+HAS_GPUS = Path("/dev/nvidiactl").exists()
+"""Such a host imports before a fork only what is known to open no GPU: a process that has opened one must not fork."""
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
 PROFILER = ("workers.profiler.device",)
@@ -42,14 +44,11 @@ def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0
 
 @cache
 def fork_server() -> ForkServer:
-    """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them.
-
-    On a host with GPUs it imports only what is known to open none of them: a process that has opened one must not fork.
-    """
+    """The process that forks ranks, and profilers, for all tests of this one. It is started by the first of them."""
     path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     given = {**os.environ, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo", "PYTHONPATH": path}
     environment = kernel_cache(given) | profiler_environment(given, is_group=True)
-    preloaded = PROFILER if Path("/dev/nvidiactl").exists() else (*PROFILER, *GROUP)
+    preloaded = PROFILER if HAS_GPUS else (*PROFILER, *GROUP)
     with os.fdopen(os.dup(2), "wb") as log:  # the standard error of this process
         server = ForkServer(environment | {"PYTHONWARNINGS": "error::FutureWarning"}, log, preloaded)
     atexit.register(server.end)
@@ -59,9 +58,9 @@ def fork_server() -> ForkServer:
 def fork_ranks(run: Callable[[int], None], num_ranks: int, *, shared: Sequence[str] = ()) -> int:
     """Call `run` with each rank, each in a process of its own; return 0, or 1 as soon as one has failed.
 
-    The modules `shared`, which `run` would import, are imported once, before.
+    The modules `shared`, which `run` would import, are imported once, before, if the host has no GPUs.
     """
-    for name in shared:
+    for name in () if HAS_GPUS else shared:
         import_module(name)
     gc.freeze()  # each garbage collection of a rank would go through all that was imported
     for rank in range(num_ranks):
