@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated
 
+from bexp.api.resources import NextCursor
+from bexp.storage.audit import Action
 from pydantic import BaseModel, ConfigDict, Field
-
-from api.resources import NextCursor
-from storage.audit import Action
 
 QuotaLimit = Annotated[int, Field(ge=0, le=2_000_000_000)] | None
 

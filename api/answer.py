@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from api.answer_choices import batch_rows, saving_rows, second_figure
-from api.answer_plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
-from api.answer_variants import variant_lines
-from api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
-from explorer.cost_model.step import MemoryParts
-from explorer.records.recommendation import (
+from bexp.api.answer_choices import batch_rows, saving_rows, second_figure
+from bexp.api.answer_plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
+from bexp.api.answer_variants import variant_lines
+from bexp.api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
+from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.recommendation import (
     Alternative,
     Answer,
     Recommendation,
@@ -17,10 +17,10 @@ from explorer.records.recommendation import (
     RunnerUpCheck,
     WholeModelCheck,
 )
-from explorer.records.run_report import RunReport
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP
 
 TOTAL = "total"
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from api.text import bytes_text, joined, rate_text, row, slower_text, steps_text
-from explorer.records.recommendation import Recommendation
-from explorer.spec.request import ExplorationRequest
+from bexp.api.text import bytes_text, joined, rate_text, row, slower_text, steps_text
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def second_figure(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

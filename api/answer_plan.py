@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import groupby
 
-from api.text import rate_text, row, seconds_text
-from explorer.records.plan import MeshPlan
-from explorer.spec.candidate import Candidate
-from explorer.spec.mesh import Mesh
+from bexp.api.text import rate_text, row, seconds_text
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.mesh import Mesh
 
 MOST_PARTS = 5
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from api.text import bytes_text
-from explorer.records.recommendation import VariantAnswer
+from bexp.api.text import bytes_text
+from bexp.explorer.records.recommendation import VariantAnswer
 
 
 def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:

@@ -8,17 +8,14 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import Depends, FastAPI
-from pydantic.json_schema import models_json_schema
-
-from api import examples
-from api.administration import QuotaLimits
-from api.auth import authorize
-from api.deadlines import DeadlineMiddleware
-from api.metrics import LatencyMiddleware, Metrics
-from api.parameters import refuse_unknown_parameters
-from api.problems import Problem, install_problem_handlers
-from api.routes import (
+from bexp.api import examples
+from bexp.api.administration import QuotaLimits
+from bexp.api.auth import authorize
+from bexp.api.deadlines import DeadlineMiddleware
+from bexp.api.metrics import LatencyMiddleware, Metrics
+from bexp.api.parameters import refuse_unknown_parameters
+from bexp.api.problems import Problem, install_problem_handlers
+from bexp.api.routes import (
     administration,
     explorations,
     logs,
@@ -30,9 +27,11 @@ from api.routes import (
     web,
     workers,
 )
-from api.service import refuse_changes_if_outdated, run_service
-from api.settings import ServiceSettings
-from explorer.spec.request import ExplorationRequest
+from bexp.api.service import refuse_changes_if_outdated, run_service
+from bexp.api.settings import ServiceSettings
+from bexp.explorer.spec.request import ExplorationRequest
+from fastapi import Depends, FastAPI
+from pydantic.json_schema import models_json_schema
 
 DESCRIPTION = """\
 Submit the configuration of a language model. Workers measure what a trainer can choose (micro-batch size, batch \

@@ -6,9 +6,8 @@ import asyncio
 from email.message import Message
 from http import HTTPStatus
 
+from bexp.api.problems import ProblemException, invalid_body
 from fastapi import Request
-
-from api.problems import ProblemException, invalid_body
 
 JSON = "application/json"
 YAML = "application/yaml"

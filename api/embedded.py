@@ -21,9 +21,10 @@ from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Self
 
-from api.client import Client, ServiceError
+from bexp.api.client import Client, ServiceError
+from bexp.storage.worker_ids import worker_prefix
+
 from bexp.child_process import module_command, safe_environment
-from storage.worker_ids import worker_prefix
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0
@@ -216,11 +217,11 @@ class EmbeddedService:
     def _start(self) -> None:
         with socket.create_server(("127.0.0.1", 0), backlog=128) as listener:
             self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-            command = module_command("api.embedded_api", str(listener.fileno()))
+            command = module_command("bexp.api.embedded_api", str(listener.fileno()))
             command += ["with-worker"] if self._with_worker else []
             self._children.append(self._child("API", command, pass_fds=(listener.fileno(),)))
         if self._with_worker:
-            command = module_command("workers", "--jobs-from-stdin", *self._worker_options)
+            command = module_command("bexp.workers", "--jobs-from-stdin", *self._worker_options)
             self._children.append(self._child("worker", command, more_environment=self._worker_environment))
         self._await_api()
 

@@ -1,4 +1,4 @@
-"""The API as a child of a command: `python -m api.embedded_api FD [with-worker]`, where FD is an inherited socket.
+"""The API as a child of a command: `python -m bexp.api.embedded_api FD [with-worker]`, where FD is an inherited socket.
 
 The database comes from the environment. The command writes the ids of its explorations, one a line, to the child's
 stdin. The child ends on SIGTERM; when stdin closes, because the command was killed, it first cancels the explorations
@@ -18,15 +18,14 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
+from bexp.api.serve import serve_on
+from bexp.api.settings import ServiceSettings, read_environment
+from bexp.storage.database import Database, describe_trouble, open_database
+from bexp.storage.jobs import JobNotFoundError
+from bexp.storage.queue import Queue
+from bexp.storage.schema import upgrade
+from bexp.storage.workers import is_run_by_another
 from sqlalchemy.exc import SQLAlchemyError
-
-from api.serve import serve_on
-from api.settings import ServiceSettings, read_environment
-from storage.database import Database, describe_trouble, open_database
-from storage.jobs import JobNotFoundError
-from storage.queue import Queue
-from storage.schema import upgrade
-from storage.workers import is_run_by_another
 
 CANCEL_SECONDS = 6.0
 NEVER = 1e9

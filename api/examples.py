@@ -6,18 +6,18 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
-from api.problems import MEDIA_TYPE, Problem
-from api.resources import Links
-from explorer.cost_model.step import MemoryParts
-from explorer.exports.registry import formats_for
-from explorer.records.event import Event as LogEvent
-from explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.recommendation import Recommendation
-from explorer.records.run_report import RunReport
-from explorer.records.trial import Trial, TrialKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
+from bexp.api.problems import MEDIA_TYPE, Problem
+from bexp.api.resources import Links
+from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.exports.registry import formats_for
+from bexp.explorer.records.event import Event as LogEvent
+from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
 
 JOB_ID = "9f1c2d3e4a5b46c7"
 CREATED_AT = "2026-01-15T19:39:12Z"

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from bexp.api.problems import ProblemException, invalid_parameter, readable
+from bexp.explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
+from bexp.explorer.exports.registry import export
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job
+from bexp.storage.trials import read_all_trials
 from fastapi import Response
 
-from api.problems import ProblemException, invalid_parameter, readable
 from bexp.client.headers import NOTE_HEADER
-from explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
-from explorer.exports.registry import export
-from storage.database import Database
-from storage.jobs import Job
-from storage.trials import read_all_trials
 
 SUFFIXES = {
     "application/json": "json",

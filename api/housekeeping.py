@@ -12,15 +12,14 @@ from contextlib import suppress
 from datetime import timedelta
 
 from anyio.to_thread import run_sync
+from bexp.api.background import Beat
+from bexp.api.settings import ServiceSettings
+from bexp.storage.audit import prune_audit
+from bexp.storage.leaders import HOUSEKEEPER, give_up_role, hold_role
+from bexp.storage.pruning import find_prunable, prune
+from bexp.storage.queue import Queue
+from bexp.storage.schema import NewerSchemaError, is_of_later_version
 from sqlalchemy.exc import SQLAlchemyError
-
-from api.background import Beat
-from api.settings import ServiceSettings
-from storage.audit import prune_audit
-from storage.leaders import HOUSEKEEPER, give_up_role, hold_role
-from storage.pruning import find_prunable, prune
-from storage.queue import Queue
-from storage.schema import NewerSchemaError, is_of_later_version
 
 TERM = timedelta(seconds=10)
 """A housekeeper that is silent for so long is replaced, at the next check of another process."""

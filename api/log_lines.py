@@ -12,7 +12,7 @@ LINES_PER_SECOND = 10.0
 BURST = 50
 MAX_LINE = 2000
 _FRAMES = 6
-_LOGGERS = ("uvicorn", "asyncio", "api", "storage")
+_LOGGERS = ("uvicorn", "asyncio", "bexp")
 
 
 class OneLineFormatter(logging.Formatter):

@@ -11,8 +11,7 @@ import ctypes
 import sys
 
 from anyio.to_thread import run_sync
-
-from api.background import Beat
+from bexp.api.background import Beat
 
 TRIM_SECONDS = 30.0
 

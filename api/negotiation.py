@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from http import HTTPStatus
 
+from bexp.api.problems import ProblemException
 from fastapi import Request
-
-from api.problems import ProblemException
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

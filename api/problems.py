@@ -7,6 +7,13 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Annotated
 
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.spec.rules import rule_of
+from bexp.storage.database import DATABASE_TROUBLE
+from bexp.storage.jobs import JobNotFoundError
+from bexp.storage.quotas import QueuedQuotaError
+from bexp.storage.schema import NewerSchemaError
+from bexp.storage.submission import IdempotencyConflictError
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -15,14 +22,6 @@ from sqlalchemy.exc import ProgrammingError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
-
-from explorer.formats.document import FormatError
-from explorer.spec.rules import rule_of
-from storage.database import DATABASE_TROUBLE
-from storage.jobs import JobNotFoundError
-from storage.quotas import QueuedQuotaError
-from storage.schema import NewerSchemaError
-from storage.submission import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100

@@ -6,18 +6,17 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Annotated, Any, Self
 
+from bexp.explorer.exports.registry import formats_for
+from bexp.explorer.records.event import Event
+from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.jobs import Job, JobState, JobSummary
+from bexp.storage.run_reports import StoredRunReport
+from bexp.storage.workers import KnownWorker, WorkerState
 from pydantic import BaseModel, Field
-
-from explorer.exports.registry import formats_for
-from explorer.records.event import Event
-from explorer.records.recommendation import Answer, Recommendation
-from explorer.records.run_report import RunReport
-from explorer.records.trial import Trial
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
-from storage.jobs import Job, JobState, JobSummary
-from storage.run_reports import StoredRunReport
-from storage.workers import KnownWorker, WorkerState
 
 NextCursor = Annotated[
     str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")

@@ -8,7 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import IO, Literal, Self
 
-from explorer.records.event import Event, render_line
+from bexp.explorer.records.event import Event, render_line
 
 
 def log_path(directory: Path, mode: Literal["train", "eval"], model_name: str, job_id: str) -> Path:

@@ -10,21 +10,20 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
+from bexp.api.background import Supervisor
+from bexp.api.housekeeping import Housekeeper
+from bexp.api.memory import TRIM_SECONDS, keep_trimmed
+from bexp.api.metrics import Metrics
+from bexp.api.rate_limits import RateLimiter
+from bexp.api.settings import ServiceSettings
+from bexp.api.stream_limits import StreamLimits
+from bexp.api.streams import LISTENING_POLL_SECONDS, EventFeed
+from bexp.api.tokens import Tokens
+from bexp.storage.database import Database, DatabaseLimits, open_database
+from bexp.storage.probe import try_write
+from bexp.storage.queue import Queue
+from bexp.storage.schema import NewerSchemaError
 from fastapi import Depends, Request
-
-from api.background import Supervisor
-from api.housekeeping import Housekeeper
-from api.memory import TRIM_SECONDS, keep_trimmed
-from api.metrics import Metrics
-from api.rate_limits import RateLimiter
-from api.settings import ServiceSettings
-from api.stream_limits import StreamLimits
-from api.streams import LISTENING_POLL_SECONDS, EventFeed
-from api.tokens import Tokens
-from storage.database import Database, DatabaseLimits, open_database
-from storage.probe import try_write
-from storage.queue import Queue
-from storage.schema import NewerSchemaError
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""One exploration for a program on this machine: `python -m api.session`, which `bexp.explore_config` starts.
+"""One exploration for a program on this machine: `python -m bexp.api.session`, which `bexp.explore_config` starts.
 
 The first line of stdin is JSON: the `document` of a request, and the `device` of the worker or null. The first line of
 stdout is JSON, too: the `url` of the service and the `id` of the exploration, or the `error`. A second line has the
@@ -13,12 +13,12 @@ import select
 import sys
 from typing import Any
 
-from api.cli.errors import CommandError, ExitCode
-from api.cli.explore import cancel, check_target, open_embedded
-from api.cli.options import device_kind
-from api.client import ProblemError, ServiceError
-from explorer.formats.document import FormatError, describe_problem
-from explorer.formats.request import parse_request
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.explore import cancel, check_target, open_embedded
+from bexp.api.cli.options import device_kind
+from bexp.api.client import ProblemError, ServiceError
+from bexp.explorer.formats.document import FormatError, describe_problem
+from bexp.explorer.formats.request import parse_request
 
 CHECK_SECONDS = 0.5
 

@@ -6,7 +6,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from storage.location import default_database_url
+from bexp.storage.location import default_database_url
 
 DEFAULT_HOST = "127.0.0.1"
 DEFAULT_PORT = 8642

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from anyio.to_thread import run_sync
+from bexp.api.streams import EventFeed
+from bexp.storage.database import Database
+from bexp.storage.tokens import Token, digest_of, find_revoked, verify_token
 from sqlalchemy.exc import SQLAlchemyError
-
-from api.streams import EventFeed
-from storage.database import Database
-from storage.tokens import Token, digest_of, find_revoked, verify_token
 
 MAX_KEPT = 4096
 

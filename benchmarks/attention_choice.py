@@ -23,18 +23,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.trial import Measure, TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.profiler import Profiler
 
 from benchmarks.attention_timing import Shape, block_pass, core_pass, time_back_ends
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from explorer.records.trial import Measure, TrialPlan
-from explorer.search.explore import explore
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from workers.process.profiler import Profiler
 
 SEQ_LENGTHS = (8192, 512, 32768, 2048, 16384, 1024, 4096)
 """The order makes sure that a run that is cut short has both short and long ones."""

@@ -25,19 +25,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.search_space import enumerate_candidates
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.profiler import Profiler
 
 from benchmarks.bta_composition import DEVICE_RATE, LIMITS_GIB, add_device_rates, best_candidates, relative_rates
 from benchmarks.continuation import begin, load_similar
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.measurement import ComponentMeasurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
-from workers.process.profiler import Profiler
 
 NUM_EXPERTS = (8, 16, 32, 64, 128)
 TOP_K = (1, 2, 4, 8)

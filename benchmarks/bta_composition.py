@@ -6,15 +6,15 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from typing import Any
 
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from explorer.records.trial import TrialPlan
-from explorer.search.explore import explore
-from explorer.search.search_state import SearchState
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 LIMITS_GIB = (40, 80, 132)
 DEVICE_RATE = "device_tokens_per_second"

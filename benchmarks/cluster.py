@@ -18,16 +18,17 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.search_space import enumerate_candidates
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.ray.pool import RayDevicePool
+
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component
-from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.measurement import Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.trial_executor import TrialExecutor
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
-from workers.ray.pool import RayDevicePool
 
 ROOT = Path(__file__).parent.parent
 MOST_OVERHEAD_SECONDS, LEAST_SPEED_UP = 0.1, 1.7

@@ -6,19 +6,20 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from bexp.explorer.cost_model.step import combine_seconds, memory_limit
+from bexp.explorer.records.measurement import Outcome, judge
+from bexp.explorer.records.trial import TrialKind, TrialPlan, count_processes
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.context_parallel import Sharing
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.options import BTASpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import DeviceProfiler
+from bexp.workers.profiler.trials.whole_model import LONG_STEP_SECONDS
+
 from benchmarks.context_parallel_search import SharedComponents, search
 from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, seconds_once_a_step, summarize
-from explorer.cost_model.candidate_table import SpaceTable, predict_memory
-from explorer.cost_model.step import combine_seconds, memory_limit
-from explorer.records.measurement import Outcome, judge
-from explorer.records.trial import TrialKind, TrialPlan, count_processes
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.context_parallel import Sharing
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.options import BTASpec
-from explorer.spec.request import ExplorationRequest
-from workers.process.interface import DeviceProfiler
-from workers.profiler.trials.whole_model import LONG_STEP_SECONDS
 
 POLICIES = (Recompute.NONE, Recompute.ACTIVATIONS, Recompute.PROJECTIONS, Recompute.FULL)
 """Recomputation, cheapest first."""

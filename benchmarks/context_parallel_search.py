@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.search.explore import explore
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 class SharedComponents:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from typing import Any
 
-from explorer.spec.candidate import Candidate
+from bexp.explorer.spec.candidate import Candidate
 
 RAN = frozenset({"ok", "contaminated"})
 """Outcomes that have a time. Contaminated runs count only if there are no others."""

@@ -23,6 +23,10 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from bexp.explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.routes import draw_routes
+from bexp.explorer.spec.routing import RoutingSpec
 from torch import Tensor
 
 from benchmarks.environment import describe_environment, write_results
@@ -30,10 +34,6 @@ from bexp.kernels.context_parallel.ring import ring_group
 from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
-from explorer.spec.expert_modes import OVERLAP_DEGREES, SHADOWED_EXPERTS
-from explorer.spec.model import MoESpec
-from explorer.spec.routes import draw_routes
-from explorer.spec.routing import RoutingSpec
 
 TIMEOUT = timedelta(minutes=3)
 TOLERANCES = {torch.bfloat16: 2e-2, torch.float32: 1e-4}

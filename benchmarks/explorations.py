@@ -20,16 +20,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from api.client import Client, Job, Result
-from api.embedded import EmbeddedService
+from bexp.api.client import Client, Job, Result
+from bexp.api.embedded import EmbeddedService
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.event import Event, EventCode, render_line
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.spec.request import ExplorationRequest
+
 from benchmarks.environment import describe_environment, write_results
 from bexp.kernels.experts.auto.digest import kernels_digest
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.event import Event, EventCode, render_line
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialKind
-from explorer.spec.request import ExplorationRequest
 
 COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")
 SURE = 90

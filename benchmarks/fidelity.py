@@ -16,21 +16,22 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.whole_model_check import check_whole_model
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.devices.selection import parse_devices
+from bexp.workers.process.profiler import Profiler
+
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.collectives import is_exchange_timed
-from explorer.cost_model.components import Component
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import Outcome
-from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
-from explorer.search.search_state import SearchState
-from explorer.search.whole_model_check import check_whole_model
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from workers.devices.selection import parse_devices
-from workers.process.profiler import Profiler
 
 TIMEOUT_SECONDS = 180.0
 

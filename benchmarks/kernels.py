@@ -34,6 +34,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import DType
+from bexp.workers.profiler.failures import classify, is_poisoned
+from bexp.workers.profiler.hardware import measure_hardware
 
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
@@ -47,10 +51,6 @@ from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget
 from bexp.measure.turns import Run, TurnsBudget, TurnTiming, chained, synchronize, time_in_turns
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import DType
-from workers.profiler.failures import classify, is_poisoned
-from workers.profiler.hardware import measure_hardware
 
 K, N = 2048, 1024
 EXPERTS = (8, 64, 128)

@@ -20,23 +20,24 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.devices.selection import parse_devices
+from bexp.workers.process.interface import DeviceProfiler
+from bexp.workers.process.profiler import Profiler
+
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.components import Component
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from explorer.records.plan import MeshRun
-from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.mesh_check import MeshChecks
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.expert_modes import ExpertMode
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from workers.devices.selection import parse_devices
-from workers.process.interface import DeviceProfiler
-from workers.process.profiler import Profiler
 
 CONFIGS = ("examples/gpt2-124m.yaml", "examples/llama-3.2-1b.yaml", "examples/qwen3-30b-a3b.yaml")
 COMPONENT_FIELDS = {

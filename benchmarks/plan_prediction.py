@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, judge
+from bexp.explorer.records.trial import Measure, TrialKind, TrialPlan
+from bexp.explorer.search.plan_report import plan_parts
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+
 from bexp.kernels.experts.auto.digest import kernels_digest
-from explorer.cost_model.components import Component
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
-from explorer.records.measurement import ComponentMeasurement, Outcome, judge
-from explorer.records.trial import Measure, TrialKind, TrialPlan
-from explorer.search.plan_report import plan_parts
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.execution import Execution
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
 
 TIMEOUT_SECONDS = 120.0
 POWER_CAP = "sw_power_cap"

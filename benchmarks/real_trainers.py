@@ -191,7 +191,7 @@ class ModelRun:
 
     def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
         """`bexp` with a database and a log folder of its own."""
-        command = [sys.executable, "-m", "api.cli", *arguments]
+        command = [sys.executable, "-m", "bexp.api.cli", *arguments]
         paths = os.pathsep.join(filter(None, [str(Path.cwd()), self._environment.get("PYTHONPATH")]))
         environment = {**self._environment, "BEXP_DATABASE_URL": f"sqlite:///{folder}/bexp.db", "PYTHONPATH": paths}
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)

@@ -18,19 +18,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bexp.explorer.cost_model.candidate_table import SpaceTable, output_bytes_per_token
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.decomposition import Decomposition
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.records.trial import Measure, TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.profiler import Profiler
 
 from benchmarks.environment import describe_environment, write_results
-from explorer.cost_model.candidate_table import SpaceTable, output_bytes_per_token
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.decomposition import Decomposition
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import ComponentMeasurement, Outcome
-from explorer.records.trial import Measure, TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from workers.process.profiler import Profiler
 
 TIMEOUT_SECONDS = 120.0
 MIB = 1 << 20

@@ -21,25 +21,25 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.feasibility import at_least
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import DeviceProfiler, ProfilerError
+from bexp.workers.process.profiler import Profiler
+from bexp.workers.replay.profiler import mismatch
+from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
+from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component
-from explorer.cost_model.roofline import predict_component_seconds
-from explorer.cost_model.search_space import EmptySpaceError
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.feasibility import at_least
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.process.interface import DeviceProfiler, ProfilerError
-from workers.process.profiler import Profiler
-from workers.replay.profiler import mismatch
-from workers.replay.recording import Recording, RecordingError, RecordingFile
-from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
 
 NOISE = (
     "Each run of a component builds it anew, in a profiler process that has measured others before it; run 0 goes "

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from explorer.cost_model.candidate_table import Floats, Ints, SpaceTable, required_table
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import memory_limit
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.hardware import HardwareSpec
-from workers.replay.recording import Recording
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, SpaceTable, required_table
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.workers.replay.recording import Recording
 
 Mask = npt.NDArray[np.bool_]
 

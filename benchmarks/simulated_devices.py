@@ -10,14 +10,13 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
-
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.roofline import roofline_seconds
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.roofline import roofline_seconds
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
 
 ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
 EXPERTS = {

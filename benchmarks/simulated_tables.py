@@ -19,19 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.replay.recording import Recording
+from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
-from explorer.cost_model.candidate_table import SpaceTable, required_table
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import memory_limit
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
-from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.replay.recording import Recording
-from workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean

@@ -31,6 +31,21 @@ from typing import Any
 
 import numpy as np
 import torch
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import LossSpec, OptimizerSpec, TrainingSpec
+from bexp.workers.process.environment import CHILD_DEFAULTS
+from bexp.workers.process.profiler import Profiler
+from bexp.workers.targets.reference.routes import device_routes
 
 from benchmarks.continuation import begin
 from benchmarks.curves import summarize
@@ -38,21 +53,6 @@ from benchmarks.environment import describe_environment, write_results
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.recorded_candidates import arrays_of
 from benchmarks.transformers_models import EXPERTS, time_training
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import combine_seconds
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import ComponentMeasurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import LossSpec, OptimizerSpec, TrainingSpec
-from workers.process.environment import CHILD_DEFAULTS
-from workers.process.profiler import Profiler
-from workers.targets.reference.routes import device_routes
 
 CONFIGS = (Path("examples/llama-3.2-1b.yaml"), Path("examples/olmoe-1b-7b.yaml"))
 TRAINING = TrainingSpec(optimizer=OptimizerSpec(master_dtype=None), loss=LossSpec(kind="full"))

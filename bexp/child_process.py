@@ -8,8 +8,8 @@ import sys
 from collections.abc import Mapping
 from pathlib import Path
 
-PACKAGES_FOLDER = Path(__file__).resolve().parents[1]
-"""Holds `bexp`: site-packages, or the root of a checkout. The service's packages lie beside it, if they are there."""
+PACKAGES_FOLDER = Path(__file__).absolute().parents[1]
+"""Holds `bexp`: site-packages, or the root of a checkout, whose other folders an editable installation maps."""
 
 
 def module_command(module: str, *arguments: str) -> list[str]:
@@ -21,13 +21,14 @@ def safe_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return `environment`, changed so that no descendant imports from the working directory.
 
     PYTHONSAFEPATH does for the child's own children what `-P` does for the child. PYTHONPATH keeps its entries except
-    those that mean the working directory, as an empty one does. It begins with the folder of the service's packages
-    unless Python finds that folder by itself, so that a child runs the same code as its parent.
+    those that mean the working directory, as an empty one does. It begins with the folder that holds `bexp` if that
+    holds all of it and Python does not find it by itself, so that a child runs the same code as its parent.
     """
     entries = environment.get("PYTHONPATH", "").split(os.pathsep) if environment.get("PYTHONPATH") else []
     here = Path.cwd()
     kept = [entry for entry in entries if Path(entry).resolve() not in {here, PACKAGES_FOLDER}]
-    if str(PACKAGES_FOLDER) not in {*site.getsitepackages(), site.getusersitepackages()}:
+    is_whole = (PACKAGES_FOLDER / "bexp" / "workers").is_dir()
+    if is_whole and str(PACKAGES_FOLDER) not in {*site.getsitepackages(), site.getusersitepackages()}:
         kept.insert(0, str(PACKAGES_FOLDER))
     safe = {**environment, "PYTHONSAFEPATH": "1", "PYTHONPATH": os.pathsep.join(kept)}
     return safe if kept else {name: value for name, value in safe.items() if name != "PYTHONPATH"}

@@ -23,7 +23,7 @@ from bexp.client.view import ExplorationView
 if TYPE_CHECKING:
     from bexp.recommendation import Recommendation
 
-SESSION = "api.session"
+SESSION = "bexp.api.session"
 GRACE_SECONDS = 15.0
 
 

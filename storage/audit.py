@@ -7,10 +7,9 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.owners import Caller
-from storage.tables import audit
+from bexp.storage.database import Database
+from bexp.storage.owners import Caller
+from bexp.storage.tables import audit
 
 KEEP_AUDIT = timedelta(days=365)
 """How long records stay, unless somebody deletes them earlier."""

@@ -6,14 +6,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.records.event import EventCode, EventDraft
-from storage.database import Database
-from storage.events import insert_events, insert_same_event
-from storage.jobs import JobState
-from storage.leases import Lease, LeaseLostError, is_held
-from storage.tables import jobs
-from storage.turns import book, held_since
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.storage.database import Database
+from bexp.storage.events import insert_events, insert_same_event
+from bexp.storage.jobs import JobState
+from bexp.storage.leases import Lease, LeaseLostError, is_held
+from bexp.storage.tables import jobs
+from bexp.storage.turns import book, held_since
 
 Conditions = Sequence[sa.ColumnElement[bool]]
 

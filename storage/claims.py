@@ -7,22 +7,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.target import describe_target
+from bexp.storage.changes import change_job, end_job, end_values, fence, is_unowned
+from bexp.storage.database import Database
+from bexp.storage.events import insert_events
+from bexp.storage.jobs import Job, JobState, describe_unreadable, job_from_row
+from bexp.storage.leases import Claim, Lease
+from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
+from bexp.storage.reuse import Offer, find_answer, software_of
+from bexp.storage.schema import refuse_later_version
+from bexp.storage.steps import claim_event
+from bexp.storage.tables import UTCDateTime, jobs
+from bexp.storage.trials import select_trial_documents
+from bexp.storage.turns import Conditions, await_turn, find_next, take_turn
 from pydantic import ValidationError
-
-from explorer.records.trial import Trial
-from explorer.spec.target import describe_target
-from storage.changes import change_job, end_job, end_values, fence, is_unowned
-from storage.database import Database
-from storage.events import insert_events
-from storage.jobs import Job, JobState, describe_unreadable, job_from_row
-from storage.leases import Claim, Lease
-from storage.queue_settings import LONGEST_PAUSE, QueueSettings
-from storage.reuse import Offer, find_answer, software_of
-from storage.schema import refuse_later_version
-from storage.steps import claim_event
-from storage.tables import UTCDateTime, jobs
-from storage.trials import select_trial_documents
-from storage.turns import Conditions, await_turn, find_next, take_turn
 
 _LOST = "in a row that ended with the worker or its device and brought no trial"
 

@@ -1,8 +1,8 @@
 """Components that explorations have measured, kept so that later ones on the same hardware and versions reuse them.
 
 A row is one run of one component. It names neither the exploration, nor who asked for it, nor the model: `subject` and
-`component` are hashes of what was measured (`explorer.search.component_subjects`), `environment` is one of the hardware
-and the software, and `source` tells the runs of different explorations apart.
+`component` are hashes of what was measured (`bexp.explorer.search.component_subjects`), `environment` is one of the
+hardware and the software, and `source` tells the runs of different explorations apart.
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
+from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.component_subjects import component_subjects, subject_of
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.tables import components
 from pydantic import ValidationError
-
-from explorer.records.earlier_runs import EarlierRun, EarlierRuns
-from explorer.records.measurement import ComponentMeasurement
-from explorer.records.trial import Trial
-from explorer.search.component_subjects import component_subjects, subject_of
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.tables import components
 
 MAX_AGE = timedelta(days=90)
 """Older rows are deleted; too much on a machine changes in that time."""

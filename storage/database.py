@@ -11,11 +11,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
+from bexp.storage.compact import dump_json
+from bexp.storage.tables import UTCDateTime
+from bexp.storage.writers import WriterTurns
 from sqlalchemy import event
-
-from storage.compact import dump_json
-from storage.tables import UTCDateTime
-from storage.writers import WriterTurns
 
 if TYPE_CHECKING:
     import psycopg

@@ -12,12 +12,11 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.records.event import Event, EventCode, EventDraft
-from storage.compact import dump_json, pack, unpack
-from storage.database import Database
-from storage.notifications import notify_events
-from storage.tables import events, jobs
+from bexp.explorer.records.event import Event, EventCode, EventDraft
+from bexp.storage.compact import dump_json, pack, unpack
+from bexp.storage.database import Database
+from bexp.storage.notifications import notify_events
+from bexp.storage.tables import events, jobs
 
 BLOCK = 32
 """This is a part of the stored format: it never changes."""

@@ -1,4 +1,4 @@
-"""Jobs as they are read; each is one exploration. All changes go through `storage.queue`."""
+"""Jobs as they are read; each is one exploration. All changes go through `bexp.storage.queue`."""
 
 from __future__ import annotations
 
@@ -9,14 +9,13 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.rules import rule_of
+from bexp.storage.database import Database
+from bexp.storage.tables import jobs, labels
 from pydantic import BaseModel, ValidationError
-
-from explorer.records.recommendation import Answer, Recommendation
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.rules import rule_of
-from storage.database import Database
-from storage.tables import jobs, labels
 
 Model = TypeVar("Model", bound=BaseModel)
 

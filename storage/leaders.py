@@ -5,10 +5,9 @@ from __future__ import annotations
 from datetime import timedelta
 
 import sqlalchemy as sa
+from bexp.storage.database import Database
+from bexp.storage.tables import leaders
 from sqlalchemy.dialects import postgresql, sqlite
-
-from storage.database import Database
-from storage.tables import leaders
 
 HOUSEKEEPER = "housekeeper"
 """The role of the API process that notes why jobs wait and deletes what retention does not keep."""

@@ -6,12 +6,11 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import sqlalchemy as sa
-
-from explorer.records.trial import Trial
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.jobs import Job, JobState
-from storage.tables import jobs
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job, JobState
+from bexp.storage.tables import jobs
 
 LONGEST_LEASE = timedelta(days=1)
 """No lease may be set to last longer. One that lasts for twice as long was given before the clock was set back."""

@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.jobs import SUMMARY_COLUMNS, JobState, JobSummary, summaries_of
-from storage.tables import jobs, labels
+from bexp.storage.database import Database
+from bexp.storage.jobs import SUMMARY_COLUMNS, JobState, JobSummary, summaries_of
+from bexp.storage.tables import jobs, labels
 
 
 class InvalidCursorError(ValueError):

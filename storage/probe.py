@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.schema import VERSION_TABLE
+from bexp.storage.database import Database
+from bexp.storage.schema import VERSION_TABLE
 
 
 def try_write(database: Database) -> None:

@@ -6,12 +6,11 @@ from collections.abc import Collection
 from datetime import timedelta
 
 import sqlalchemy as sa
-
-from storage.audit import Action, note_action
-from storage.database import Database
-from storage.jobs import JobState, get_summary, select_row
-from storage.owners import LOCAL, Caller
-from storage.tables import jobs
+from bexp.storage.audit import Action, note_action
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, get_summary, select_row
+from bexp.storage.owners import LOCAL, Caller
+from bexp.storage.tables import jobs
 
 _FINAL = [state.value for state in JobState if state.is_final]
 
@@ -85,6 +84,6 @@ def drop_finished_studies(database: Database) -> int:
 
 
 def _drop_studies(database: Database, job_ids: Collection[str]) -> int:
-    from storage.studies import drop_studies  # noqa: PLC0415 - Optuna takes long to import
+    from bexp.storage.studies import drop_studies  # noqa: PLC0415 - Optuna takes long to import
 
     return drop_studies(database, job_ids)

@@ -15,31 +15,30 @@ from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.recommendation import Answer
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP
-from storage.audit import Action, note_action
-from storage.changes import change_job, end_event, end_job, end_values, fence, write_job
-from storage.claims import Claimant, claim_next, end_abandoned
-from storage.components import find_earlier_runs
-from storage.database import Database
-from storage.jobs import Job, JobState, get_job, job_from_row, select_row
-from storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
-from storage.notifications import QUEUED_JOBS, notify
-from storage.owners import LOCAL, Caller
-from storage.queue_settings import QueueSettings
-from storage.resuming import resume_job
-from storage.run_reports import find_reported_runs
-from storage.steps import find_step, step_values
-from storage.submission import Submission, insert_submission
-from storage.tables import jobs
-from storage.trials import dump_trial, insert_trial
-from storage.turns import held_since
-from storage.waiting import MAX_WAIT, end_overdue, note_reasons
-from storage.workers import LIVE_WITHIN
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.recommendation import Answer
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP
+from bexp.storage.audit import Action, note_action
+from bexp.storage.changes import change_job, end_event, end_job, end_values, fence, write_job
+from bexp.storage.claims import Claimant, claim_next, end_abandoned
+from bexp.storage.components import find_earlier_runs
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job, JobState, get_job, job_from_row, select_row
+from bexp.storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
+from bexp.storage.notifications import QUEUED_JOBS, notify
+from bexp.storage.owners import LOCAL, Caller
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.resuming import resume_job
+from bexp.storage.run_reports import find_reported_runs
+from bexp.storage.steps import find_step, step_values
+from bexp.storage.submission import Submission, insert_submission
+from bexp.storage.tables import jobs
+from bexp.storage.trials import dump_trial, insert_trial
+from bexp.storage.turns import held_since
+from bexp.storage.waiting import MAX_WAIT, end_overdue, note_reasons
+from bexp.storage.workers import LIVE_WITHIN
 
 WAITING_GRACE = timedelta(seconds=3)
 
@@ -92,7 +91,7 @@ class Queue:
     ) -> Claim | None:
         """Take the next job that `worker` can run; return null if there is none.
 
-        Owners take turns, as `storage.turns` says; within an owner, the highest priority and then the oldest is next.
+        Owners take turns (`bexp.storage.turns`); within an owner, the highest priority and then the oldest is next.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
         with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another

@@ -6,11 +6,10 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
-
-from storage.audit import Action, note_action
-from storage.database import Database
-from storage.owners import LOCAL, Caller, check_name
-from storage.tables import IS_QUEUED, jobs, quotas
+from bexp.storage.audit import Action, note_action
+from bexp.storage.database import Database
+from bexp.storage.owners import LOCAL, Caller, check_name
+from bexp.storage.tables import IS_QUEUED, jobs, quotas
 
 EVERYBODY = "*"
 """The name under which the quota of each owner is stored that has none of its own."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from explorer.records.event import EventCode, EventDraft
-from storage.audit import Action, note_action
-from storage.changes import change_job
-from storage.database import Database
-from storage.jobs import Job, JobState, job_from_row, select_row
-from storage.notifications import QUEUED_JOBS, notify
-from storage.owners import LOCAL, Caller
-from storage.quotas import check_queued
-from storage.tables import jobs
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.storage.audit import Action, note_action
+from bexp.storage.changes import change_job
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job, JobState, job_from_row, select_row
+from bexp.storage.notifications import QUEUED_JOBS, notify
+from bexp.storage.owners import LOCAL, Caller
+from bexp.storage.quotas import check_queued
+from bexp.storage.tables import jobs
 
 
 class JobFinishedError(Exception):

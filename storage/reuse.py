@@ -13,18 +13,17 @@ from datetime import UTC
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.cost_model.step import memory_limit
-from explorer.records.event import EventCode, EventDraft, recommendation_event
-from explorer.search.event_messages import end_event
-from explorer.spec.hardware import SoftwareVersions
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.request_key import request_key
-from explorer.spec.target import BEXP, describe_target
-from storage.database import Database
-from storage.jobs import Job, JobState, job_from_row
-from storage.tables import jobs, run_reports
-from storage.workers import LIVE_WITHIN, select_workers
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event
+from bexp.explorer.search.event_messages import end_event
+from bexp.explorer.spec.hardware import SoftwareVersions
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.request_key import request_key
+from bexp.explorer.spec.target import BEXP, describe_target
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job, JobState, job_from_row
+from bexp.storage.tables import jobs, run_reports
+from bexp.storage.workers import LIVE_WITHIN, select_workers
 
 _COPIED = (
     *("fingerprint", "report", "space", "recommendation", "micro_batch_size", "confidence", "answer"),

@@ -6,14 +6,13 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy as sa
-
-from explorer.records.run_report import RunReport
-from explorer.search.reported_runs import is_same_training, summarize_reports
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.reported_run import ReportedRun
-from storage.database import Database
-from storage.jobs import Job, get_job, job_from_row, select_row
-from storage.tables import jobs, run_reports
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.search.reported_runs import is_same_training, summarize_reports
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.reported_run import ReportedRun
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job, get_job, job_from_row, select_row
+from bexp.storage.tables import jobs, run_reports
 
 MAX_REPORTS = 1000
 """The most reports that one exploration keeps."""

@@ -7,13 +7,12 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import sqlalchemy as sa
-
-from explorer.records.measurement import Outcome
-from storage.database import Database
-from storage.jobs import JobState
-from storage.tables import jobs, trials, workers
-from storage.turns import HELD_BACK
-from storage.workers import KEEP, LIVE_WITHIN, select_workers
+from bexp.explorer.records.measurement import Outcome
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.tables import jobs, trials, workers
+from bexp.storage.turns import HELD_BACK
+from bexp.storage.workers import KEEP, LIVE_WITHIN, select_workers
 
 RECENT = timedelta(hours=1)
 MOST_RECENT = 1000

@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.records.event import EventCode, EventDraft, Progress
-from storage.changes import fence
-from storage.events import count_events
-from storage.leases import Lease, LeaseLostError
-from storage.tables import jobs
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.storage.changes import fence
+from bexp.storage.events import count_events
+from bexp.storage.leases import Lease, LeaseLostError
+from bexp.storage.tables import jobs
 
 
 def step_values(step: Progress) -> dict[str, Any]:

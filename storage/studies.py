@@ -13,17 +13,16 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from bexp.explorer.cost_model.search_space import explored_models
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.optuna_trials import distributions, frozen_trial
+from bexp.explorer.spec.variant import Variant
+from bexp.storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
+from bexp.storage.jobs import Job, JobNotFoundError, get_job
+from bexp.storage.schema import exclusive
+from bexp.storage.trials import read_all_trials
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import RDBStorage
-
-from explorer.cost_model.search_space import explored_models
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.optuna_trials import distributions, frozen_trial
-from explorer.spec.variant import Variant
-from storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
-from storage.jobs import Job, JobNotFoundError, get_job
-from storage.schema import exclusive
-from storage.trials import read_all_trials
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,20 +10,19 @@ from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.records.event import EventCode, EventDraft
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.request_key import request_key
-from storage.audit import Action, note_action
-from storage.database import Database
-from storage.events import insert_events
-from storage.idempotency import asks_the_same
-from storage.jobs import Job, JobState, job_from_row
-from storage.notifications import QUEUED_JOBS, notify
-from storage.owners import Caller
-from storage.quotas import check_queued
-from storage.reuse import find_answer_of_live
-from storage.tables import jobs, labels
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.request_key import request_key
+from bexp.storage.audit import Action, note_action
+from bexp.storage.database import Database
+from bexp.storage.events import insert_events
+from bexp.storage.idempotency import asks_the_same
+from bexp.storage.jobs import Job, JobState, job_from_row
+from bexp.storage.notifications import QUEUED_JOBS, notify
+from bexp.storage.owners import Caller
+from bexp.storage.quotas import check_queued
+from bexp.storage.reuse import find_answer_of_live
+from bexp.storage.tables import jobs, labels
 
 KEY_LIFETIME = timedelta(hours=24)
 """How long an idempotency key stands for its first job."""

@@ -12,11 +12,10 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
-
-from storage.audit import Action, note_action
-from storage.database import Database
-from storage.owners import LOCAL, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope, check_name
-from storage.tables import tokens
+from bexp.storage.audit import Action, note_action
+from bexp.storage.database import Database
+from bexp.storage.owners import LOCAL, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope, check_name
+from bexp.storage.tables import tokens
 
 MARK = "bexp_"
 _PREFIX_LENGTH = len(MARK) + 6

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
-
-from explorer.records.trial import Trial
-from storage.database import Database
-from storage.tables import trials
+from bexp.explorer.records.trial import Trial
+from bexp.storage.database import Database
+from bexp.storage.tables import trials
 
 
 @dataclass(frozen=True, slots=True)

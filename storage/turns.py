@@ -12,13 +12,12 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
 import sqlalchemy as sa
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.leases import is_held
+from bexp.storage.quotas import quota_of, select_quotas
+from bexp.storage.tables import jobs, usage
 from sqlalchemy.dialects import postgresql, sqlite
-
-from storage.database import Database
-from storage.jobs import JobState
-from storage.leases import is_held
-from storage.quotas import quota_of, select_quotas
-from storage.tables import jobs, usage
 
 HELD_BACK = "the quota of owner "
 """How a reason for waiting begins that no worker can change."""

@@ -8,17 +8,16 @@ from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.storage.changes import change_jobs, end_job, is_unowned
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.tables import events, jobs
+from bexp.storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
+from bexp.storage.workers import REPLAYED, WorkerInfo, select_workers
 from pydantic import ValidationError
-
-from explorer.records.event import EventCode, EventDraft
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.target import TRANSFORMERS
-from storage.changes import change_jobs, end_job, is_unowned
-from storage.database import Database
-from storage.jobs import JobState
-from storage.tables import events, jobs
-from storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
-from storage.workers import REPLAYED, WorkerInfo, select_workers
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import sqlalchemy as sa
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.changes import is_unowned
+from bexp.storage.database import Database
+from bexp.storage.tables import jobs
 from pydantic import ValidationError
-
-from explorer.spec.request import ExplorationRequest
-from storage.changes import is_unowned
-from storage.database import Database
-from storage.tables import jobs
 
 
 def list_waiting_ids(database: Database, target: str) -> list[str]:

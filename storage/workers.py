@@ -9,10 +9,9 @@ from enum import StrEnum
 from typing import Any
 
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.jobs import JobState
-from storage.tables import jobs, workers
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.tables import jobs, workers
 
 LIVE_WITHIN = timedelta(seconds=15)
 """A worker that has not been seen for longer counts as gone."""

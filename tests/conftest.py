@@ -16,9 +16,8 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-
-from storage.database import Database, open_database
-from storage.schema import upgrade
+from bexp.storage.database import Database, open_database
+from bexp.storage.schema import upgrade
 
 
 def pytest_configure() -> None:

@@ -1,4 +1,4 @@
-"""`python -m workers.profiler.distributed`, whose ranks are forked and so have torch when they begin."""
+"""`python -m bexp.workers.profiler.distributed`, whose ranks are forked and so have torch when they begin."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
+from bexp.workers.profiler.distributed.__main__ import main
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
 from tests.chaos import fork_server
-from workers.profiler.distributed.__main__ import main
 
 
 class RankServer(fork_server.ForkServer):

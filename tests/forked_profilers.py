@@ -18,7 +18,7 @@ from tests.forked_ranks import fork_server
 @contextmanager
 def forked_profilers() -> Iterator[None]:
     """Have the profilers of this process fork theirs, ranks included. They have torch then, which takes seconds."""
-    doubles = {"workers.profiler.distributed": "tests.forked_group"}
+    doubles = {"bexp.workers.profiler.distributed": "tests.forked_group"}
 
     def start(command: Sequence[str], **options: Any) -> ForkedProcess:
         return fork_profiler(fork_server(), [doubles.get(word, word) for word in command], **options)

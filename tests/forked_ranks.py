@@ -12,17 +12,18 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
+from bexp.workers.process.environment import profiler_environment
+from bexp.workers.process.kernel_cache import kernel_cache
+
 from tests.chaos.fork_server import ForkServer
-from workers.process.environment import profiler_environment
-from workers.process.kernel_cache import kernel_cache
 
 ROOT = Path(__file__).parents[1]
 HAS_GPUS = Path("/dev/nvidiactl").exists()
 """Such a host imports before a fork only what is known to open no GPU: a process that has opened one must not fork."""
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
-PROFILER = ("workers.profiler.device",)
-GROUP = ("workers.profiler.distributed.launch", "workers.profiler.distributed.rank_device", *SHARDING)
+PROFILER = ("bexp.workers.profiler.device",)
+GROUP = ("bexp.workers.profiler.distributed.launch", "bexp.workers.profiler.distributed.rank_device", *SHARDING)
 
 
 def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:

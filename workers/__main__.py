@@ -1,4 +1,4 @@
-"""`python -m workers` runs a worker; `python -m workers doctor` tells which devices a worker could use here."""
+"""`python -m bexp.workers` runs a worker; with `doctor` it tells which devices a worker could use here."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.target import LOCAL, name_local_target
+from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
+from bexp.storage.notifications import QUEUED_JOBS, Listener
+from bexp.storage.queue import Queue
+from bexp.storage.schema import NewerSchemaError, upgrade
+from bexp.workers.devices.discovery import visible_devices
+from bexp.workers.devices.lock import DeviceBusyError
+from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
+from bexp.workers.doctor import main as diagnose
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.process.interface import DeviceProfiler, ProfilerError
+from bexp.workers.process.profiler import Profiler
+from bexp.workers.ray.pool import RayDevicePool
+from bexp.workers.replay.answerable import AnswerableJobs
+from bexp.workers.replay.profiler import PREFIX, ReplayProfiler
+from bexp.workers.settings import Settings, read_settings
 from filelock import Timeout
 
 from bexp.target_registry import installed_targets
-from explorer.search.explore import explore
-from explorer.spec.target import LOCAL, name_local_target
-from storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
-from storage.notifications import QUEUED_JOBS, Listener
-from storage.queue import Queue
-from storage.schema import NewerSchemaError, upgrade
-from workers.devices.discovery import visible_devices
-from workers.devices.lock import DeviceBusyError
-from workers.devices.selection import default_devices, parse_counts, parse_devices
-from workers.doctor import main as diagnose
-from workers.jobs.worker import Worker
-from workers.process.interface import DeviceProfiler, ProfilerError
-from workers.process.profiler import Profiler
-from workers.ray.pool import RayDevicePool
-from workers.replay.answerable import AnswerableJobs
-from workers.replay.profiler import PREFIX, ReplayProfiler
-from workers.settings import Settings, read_settings
 
 SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
@@ -45,12 +45,12 @@ CONNECTIONS_OF_A_WORKER = 3
 MAX_CONNECTIONS = 10
 """Of the whole process, whose workers wait for one another if they have more devices than that suffices for."""
 
-_log = logging.getLogger("workers")
+_log = logging.getLogger("bexp.workers")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m workers", description="Claim explorations and run them.")
+    parser = argparse.ArgumentParser(prog="python -m bexp.workers", description="Claim explorations and run them.")
     commands = parser.add_subparsers(dest="command", metavar="doctor")
     doctor = commands.add_parser("doctor", help="show which devices and back ends can be used, and why others cannot")
     doctor.add_argument("--json", action="store_true", help="print JSON")

@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from datetime import timedelta
 
-from storage.location import default_database_url
-from storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
+from bexp.storage.location import default_database_url
+from bexp.storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
 
 DEFAULT_MAX_POLL = timedelta(seconds=1)
 
@@ -20,7 +20,7 @@ class Settings:
     `local_target` is the target that a person has named by its file, as `/home/me/train.py:Target`. An idle worker asks
     for a job at intervals that grow to `max_poll` (BEXP_POLL_SECONDS).
 
-    BEXP_LOCK_DIRECTORY in that environment says where the device locks lie, see `workers.devices.lock`.
+    BEXP_LOCK_DIRECTORY in that environment says where the device locks lie, see `bexp.workers.devices.lock`.
     """
 
     database_url: str

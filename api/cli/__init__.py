@@ -9,9 +9,8 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
-
-from api.cli.commands import CommandGroup
-from api.cli.errors import ExitCode, say
+from bexp.api.cli.commands import CommandGroup
+from bexp.api.cli.errors import ExitCode, say
 
 app = typer.Typer(
     name="bexp",

@@ -1,5 +1,5 @@
-"""`python -m api.cli` runs `bexp`."""
+"""`python -m bexp.api.cli` runs `bexp`."""
 
-from api.cli import main
+from bexp.api.cli import main
 
 main()

@@ -9,12 +9,11 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from api.cli.administration import open_storage
-from api.cli.arguments import AsJson
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.results import print_json, print_table
-from storage.owners import ALL_SCOPES, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope
+from bexp.api.cli.administration import open_storage
+from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.results import print_json, print_table
+from bexp.storage.owners import ALL_SCOPES, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -46,7 +45,7 @@ def create(
 
     Example: bexp token create laptop
     """
-    from storage.tokens import create_token, parse_lifetime  # noqa: PLC0415 - the database layer takes long to import
+    from bexp.storage.tokens import create_token, parse_lifetime  # noqa: PLC0415 - the database layer takes long to import
 
     name = name or f"{owner}-{secrets.token_hex(3)}"
     scopes = frozenset(scope or USUAL_SCOPES)
@@ -67,7 +66,7 @@ def list_tokens(as_json: AsJson = False) -> None:
 
     Example: bexp token list
     """
-    from storage.tokens import list_tokens as read_tokens  # noqa: PLC0415 - for this command alone
+    from bexp.storage.tokens import list_tokens as read_tokens  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         tokens = read_tokens(database)
@@ -104,7 +103,7 @@ def revoke(name: TokenName) -> None:
 
     Example: bexp token revoke laptop
     """
-    from storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
+    from bexp.storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         found = revoke_token(database, name, by=_me())
@@ -121,8 +120,8 @@ def set_quota(owner: OwnerName, queued: Most = None, running: Most = None, devic
 
     Example: bexp quota set team-a --queued 100
     """
-    from storage.quotas import Quota  # noqa: PLC0415 - for this command alone
-    from storage.quotas import set_quota as store_quota  # noqa: PLC0415 - for this command alone
+    from bexp.storage.quotas import Quota  # noqa: PLC0415 - for this command alone
+    from bexp.storage.quotas import set_quota as store_quota  # noqa: PLC0415 - for this command alone
 
     quota = Quota(queued, running, device_seconds)
     with open_storage() as database:
@@ -138,7 +137,7 @@ def list_quotas(as_json: AsJson = False) -> None:
     """
     from dataclasses import asdict  # noqa: PLC0415 - for this command alone
 
-    from storage.quotas import list_quotas as read_quotas  # noqa: PLC0415 - for this command alone
+    from bexp.storage.quotas import list_quotas as read_quotas  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         found = read_quotas(database)
@@ -161,7 +160,7 @@ def audit(
 
     Example: bexp audit
     """
-    from storage.audit import read_audit  # noqa: PLC0415 - for this command alone
+    from bexp.storage.audit import read_audit  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         records = read_audit(database, owner=owner, limit=limit)

@@ -8,15 +8,14 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-
-from api.cli.arguments import AsJson, JobId
-from api.cli.connection import environment
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.job_ids import find_stored_id
-from api.cli.results import print_json
+from bexp.api.cli.arguments import AsJson, JobId
+from bexp.api.cli.connection import environment
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.job_ids import find_stored_id
+from bexp.api.cli.results import print_json
 
 if TYPE_CHECKING:
-    from storage.database import Database
+    from bexp.storage.database import Database
 
 
 database_commands = typer.Typer(no_args_is_help=True)
@@ -37,7 +36,7 @@ def study(job_id: JobId, as_json: AsJson = False) -> None:
 
     Example: bexp study latest
     """
-    from storage.studies import write_studies  # noqa: PLC0415 - for this command alone
+    from bexp.storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
         found = write_studies(database, find_stored_id(database, job_id))
@@ -85,10 +84,10 @@ def prune(
 
     Example: bexp prune --older-than-days 90 --keep 10000 --dry-run
     """
-    from storage.audit import KEEP_AUDIT, prune_audit  # noqa: PLC0415 - for this command alone
-    from storage.components import prune_components  # noqa: PLC0415 - for this command alone
-    from storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
-    from storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
+    from bexp.storage.audit import KEEP_AUDIT, prune_audit  # noqa: PLC0415 - for this command alone
+    from bexp.storage.components import prune_components  # noqa: PLC0415 - for this command alone
+    from bexp.storage.pruning import drop_finished_studies, find_prunable  # noqa: PLC0415 - for this command alone
+    from bexp.storage.pruning import prune as prune_jobs  # noqa: PLC0415 - for this command alone
 
     if older_than_days is None and keep is None and audit_older_than_days is None and not (studies or components):
         what = "--older-than-days DAYS, --keep NEWEST, --studies, --components, or --audit-older-than-days DAYS"
@@ -119,8 +118,8 @@ def _explorations(count: int) -> str:
 @contextmanager
 def open_storage() -> Iterator[Database]:
     """Open the database that the environment names, and bring its tables up to date."""
-    from storage.database import open_database  # noqa: PLC0415 - for this command alone
-    from storage.schema import upgrade as upgrade_schema  # noqa: PLC0415 - for this command alone
+    from bexp.storage.database import open_database  # noqa: PLC0415 - for this command alone
+    from bexp.storage.schema import upgrade as upgrade_schema  # noqa: PLC0415 - for this command alone
 
     with database_errors():
         database = open_database(environment().database_url)
@@ -134,10 +133,9 @@ def open_storage() -> Iterator[Database]:
 @contextmanager
 def database_errors() -> Iterator[None]:
     """Turn database errors into the end of the command."""
+    from bexp.storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
     from filelock import Timeout  # noqa: PLC0415 - for this command alone
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
-
-    from storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
 
     try:
         yield

@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
-
-from api.cli.errors import CommandError, ExitCode
-from explorer.spec.labels import parse_label
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.explorer.spec.labels import parse_label
 
 JobId = Annotated[
     str,

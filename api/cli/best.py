@@ -6,19 +6,18 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
-
-from api.answer import is_provisional, render_run_report
-from api.answer_choices import no_dividing_text
-from api.cli.arguments import AsJson, JobId
-from api.cli.connection import connect_or_embed
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.job_ids import find_job
-from api.cli.results import document, print_json
-from api.client import Job, Result
-from api.text import slower_text
-from explorer.exports.exploration import UnknownFormatError
-from explorer.exports.registry import FORMATS, find_format
-from explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.api.answer import is_provisional, render_run_report
+from bexp.api.answer_choices import no_dividing_text
+from bexp.api.cli.arguments import AsJson, JobId
+from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.job_ids import find_job
+from bexp.api.cli.results import document, print_json
+from bexp.api.client import Job, Result
+from bexp.api.text import slower_text
+from bexp.explorer.exports.exploration import UnknownFormatError
+from bexp.explorer.exports.registry import FORMATS, find_format
+from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 
 
 def best(

@@ -7,9 +7,8 @@ from inspect import cleandoc
 from typing import Any
 
 import typer
+from bexp.api.cli.guarded_group import GuardedGroup
 from typer.core import TyperCommand
-
-from api.cli.guarded_group import GuardedGroup
 
 COMMANDS = {
     "explore": ("explore:explore", "Explore a model on this machine and print the best micro_batch_size."),
@@ -46,7 +45,7 @@ COMMANDS = {
     "quota": ("access:quota_commands", "Set and list the quotas of owners."),
     "db": ("administration:database_commands", "Maintain the database."),
 }
-"""Where each command or group is below `api.cli`, and what the list of commands says of it."""
+"""Where each command or group is below `bexp.api.cli`, and what the list of commands says of it."""
 
 
 class CommandGroup(GuardedGroup):
@@ -67,7 +66,7 @@ def load_command(name: str) -> Any:
     """Import a command, or a group of commands, with its options."""
     place, summary = COMMANDS[name]
     module, _, member = place.partition(":")
-    found = getattr(import_module(f"api.cli.{module}"), member)
+    found = getattr(import_module(f"bexp.api.cli.{module}"), member)
     if isinstance(found, typer.Typer):
         group = typer.main.get_group(found)
         group.name, group.help = name, summary

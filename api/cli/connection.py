@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from api.cli.errors import CommandError, ExitCode
-from api.client import Client, ServiceError
-from api.embedded import EmbeddedService
-from api.settings import DEFAULT_API_URL, Environment, read_environment
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.client import Client, ServiceError
+from bexp.api.embedded import EmbeddedService
+from bexp.api.settings import DEFAULT_API_URL, Environment, read_environment
+
 from bexp.client.address import without_secrets
 
 

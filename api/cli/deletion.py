@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from api.cli.arguments import JobId
-from api.cli.connection import connect_or_embed
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.job_ids import find_job
-from api.client import NOT_FINISHED, ProblemError
+from bexp.api.cli.arguments import JobId
+from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.job_ids import find_job
+from bexp.api.client import NOT_FINISHED, ProblemError
 
 
 def delete(job_id: JobId) -> None:

@@ -11,21 +11,21 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
+from bexp.api.cli import options
+from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.connection import environment, shown_url
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.following import follow
+from bexp.api.cli.results import conclude, say_best
+from bexp.api.cli.watchdog import Watchdog
+from bexp.api.client import Client, Job, ProblemError, ServiceError
+from bexp.api.embedded import EmbeddedService
+from bexp.explorer.records.event import Event
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import TRANSFORMERS, describe_target
 
-from api.cli import options
-from api.cli.arguments import AsJson
-from api.cli.connection import environment, shown_url
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.following import follow
-from api.cli.results import conclude, say_best
-from api.cli.watchdog import Watchdog
-from api.client import Client, Job, ProblemError, ServiceError
-from api.embedded import EmbeddedService
 from bexp.target_registry import installed_targets
-from explorer.records.event import Event
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.spelling import did_you_mean
-from explorer.spec.target import TRANSFORMERS, describe_target
 
 CANCEL_SECONDS = 5.0
 _LAST_GPU = re.compile(r"cuda(?::(?:\d{1,4}-)?(\d{1,4}))?")

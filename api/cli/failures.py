@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
-from api.cli.errors import CommandError, ExitCode
-from api.client import ProblemError, ServiceError
-from api.embedded import ChildEndedError
-from explorer.formats.document import FormatError, describe_problem
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.client import ProblemError, ServiceError
+from bexp.api.embedded import ChildEndedError
+from bexp.explorer.formats.document import FormatError, describe_problem
 
 _TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 

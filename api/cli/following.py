@@ -11,17 +11,16 @@ from pathlib import Path
 from typing import IO, Protocol
 
 import typer
+from bexp.api.cli.errors import say
+from bexp.api.client import Client, Job
+from bexp.api.live import LiveView
+from bexp.api.run_log import ObservationLog, log_path
+from bexp.api.text import wrap
+from bexp.explorer.records.event import Event, EventCode, render_line
+from bexp.explorer.records.recommendation import Recommendation
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
-
-from api.cli.errors import say
-from api.client import Client, Job
-from api.live import LiveView
-from api.run_log import ObservationLog, log_path
-from api.text import wrap
-from explorer.records.event import Event, EventCode, render_line
-from explorer.records.recommendation import Recommendation
 
 TICK_SECONDS = 0.2
 _ANSWERED = {EventCode.SUCCEEDED, EventCode.NOTHING_FITS}

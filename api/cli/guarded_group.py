@@ -10,9 +10,8 @@ from types import FrameType
 from typing import Any
 
 import typer
+from bexp.api.cli.errors import CommandError, ExitCode, say
 from typer.core import TyperGroup
-
-from api.cli.errors import CommandError, ExitCode, say
 
 
 class TerminatedError(BaseException):
@@ -49,7 +48,7 @@ class GuardedGroup(TyperGroup):
             except typer.Exit:
                 raise
             except Exception as error:  # `describe_failure` knows the kinds, and the rest is raised again
-                from api.cli.failures import describe_failure  # noqa: PLC0415 - few commands fail; its imports take long
+                from bexp.api.cli.failures import describe_failure  # noqa: PLC0415 - few commands fail; its imports take long
 
                 if (failure := describe_failure(error)) is None:
                     raise

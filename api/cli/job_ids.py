@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from http import HTTPStatus
 from typing import TYPE_CHECKING
 
-from api.cli.errors import CommandError, ExitCode
-from api.client import Client, Job, ProblemError
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.client import Client, Job, ProblemError
 
 if TYPE_CHECKING:
-    from storage.database import Database
+    from bexp.storage.database import Database
 
 LATEST = "latest"
 MOST_SEARCHED = 2000
@@ -41,7 +41,7 @@ def find_stored_id(database: Database, given: str) -> str:
     Raises CommandError if there is none, or if several begin alike. An unknown id of fewer than FEWEST_CHARACTERS
     characters is returned as it is.
     """
-    from storage.listing import ids_beginning_with, list_jobs  # noqa: PLC0415 - for one command alone
+    from bexp.storage.listing import ids_beginning_with, list_jobs  # noqa: PLC0415 - for one command alone
 
     if given == LATEST:
         page, _ = list_jobs(database, limit=1)

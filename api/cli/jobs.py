@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-
-from api.cli.arguments import AsJson, JobId, parse_labels
-from api.cli.connection import connect_or_embed
-from api.cli.errors import ExitCode, say
-from api.cli.following import follow
-from api.cli.job_ids import find_job
-from api.cli.results import conclude, print_json, print_table, say_best
-from api.client import Client, Job, JobState
+from bexp.api.cli.arguments import AsJson, JobId, parse_labels
+from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.errors import ExitCode, say
+from bexp.api.cli.following import follow
+from bexp.api.cli.job_ids import find_job
+from bexp.api.cli.results import conclude, print_json, print_table, say_best
+from bexp.api.client import Client, Job, JobState
 
 
 def watch(job_id: JobId, as_json: AsJson = False) -> None:

@@ -10,13 +10,12 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
-
-from api.cli.arguments import parse_labels
-from api.cli.errors import CommandError, ExitCode
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import name_local_target
+from bexp.api.cli.arguments import parse_labels
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import name_local_target
 
 HF_CONFIG = "config.json"
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}

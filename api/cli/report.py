@@ -6,11 +6,10 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
-
-from api.cli.arguments import JobId
-from api.cli.connection import connect_or_embed
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.job_ids import find_job
+from bexp.api.cli.arguments import JobId
+from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.job_ids import find_job
 
 
 def report(
@@ -23,7 +22,7 @@ def report(
 
     Example: bexp report latest --out report.html
     """
-    from api.web.report import render_report  # noqa: PLC0415 - for this command alone
+    from bexp.api.web.report import render_report  # noqa: PLC0415 - for this command alone
 
     with connect_or_embed() as client:
         job = client.get(find_job(client, job_id).id)

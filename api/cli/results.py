@@ -11,16 +11,15 @@ from contextlib import suppress
 from typing import Any
 
 import typer
+from bexp.api.answer import is_provisional, render_answer, render_recommendation
+from bexp.api.cli.errors import ExitCode, say
+from bexp.api.client import Client, Job, ProblemError, ServiceError
+from bexp.api.text import WIDTH, rate_text, row, wrap
+from bexp.explorer.exports.registry import formats_for
+from bexp.explorer.records.event import Event, EventCode
+from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from pydantic import BaseModel
-
-from api.answer import is_provisional, render_answer, render_recommendation
-from api.cli.errors import ExitCode, say
-from api.client import Client, Job, ProblemError, ServiceError
-from api.text import WIDTH, rate_text, row, wrap
-from explorer.exports.registry import formats_for
-from explorer.records.event import Event, EventCode
-from explorer.records.recommendation import Answer, Recommendation
-from explorer.spec.target import BEXP, TRANSFORMERS
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""

@@ -6,17 +6,16 @@ from functools import partial
 from typing import Annotated
 
 import typer
-
-from api.cli import options
-from api.cli.arguments import AsJson, JobId
-from api.cli.connection import connect_or_embed, find_service
-from api.cli.errors import CommandError, ExitCode, say
-from api.cli.explore import WorkerDevice, run_embedded
-from api.cli.job_ids import find_job
-from api.cli.jobs import follow_job
-from api.client import Client
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import LOCAL, is_local_target
+from bexp.api.cli import options
+from bexp.api.cli.arguments import AsJson, JobId
+from bexp.api.cli.connection import connect_or_embed, find_service
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.explore import WorkerDevice, run_embedded
+from bexp.api.cli.job_ids import find_job
+from bexp.api.cli.jobs import follow_job
+from bexp.api.client import Client
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import LOCAL, is_local_target
 
 LocalTarget = Annotated[
     str | None, typer.Option("--target", metavar="FILE.py:NAME", help="The class of your own that is measured.")

@@ -7,20 +7,20 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
-
-from api.cli import options
-from api.cli.administration import database_errors
-from api.cli.arguments import AsJson
-from api.cli.connection import environment
-from api.cli.errors import CommandError, ExitCode, say
-from api.embedded import child_environment
-from api.settings import (
+from bexp.api.cli import options
+from bexp.api.cli.administration import database_errors
+from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.connection import environment
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.embedded import child_environment
+from bexp.api.settings import (
     DEFAULT_ADDRESS_RATE,
     DEFAULT_TOKEN_RATE,
     DEFAULT_TOKEN_STREAMS,
     MAX_WAIT_HOURS,
     ServiceSettings,
 )
+
 from bexp.child_process import module_command
 
 
@@ -65,8 +65,8 @@ def serve(
 
     Example: bexp serve --host 0.0.0.0 --port 8642
     """
-    from api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
-    from api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
+    from bexp.api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
+    from bexp.api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
 
     told = environment()
     try:
@@ -132,5 +132,5 @@ def doctor(as_json: AsJson = False) -> None:
 
 def _become_workers(*arguments: str) -> NoReturn:
     """Replace this process by the worker, so that the worker gets the signals and sets the exit code."""
-    command = module_command("workers", *arguments)
+    command = module_command("bexp.workers", *arguments)
     os.execve(sys.executable, command, child_environment(environment().database_url))  # noqa: S606 - the interpreter that runs, with arguments of our own

@@ -5,16 +5,15 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
-
-from api.cli import options
-from api.cli.arguments import AsJson
-from api.cli.connection import connect
-from api.cli.errors import say
-from api.cli.jobs import follow_job
-from api.cli.results import print_json
-from api.client import Client, Job, ProblemError, ServiceError
-from explorer.spec.spelling import did_you_mean
-from explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.api.cli import options
+from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.connection import connect
+from bexp.api.cli.errors import say
+from bexp.api.cli.jobs import follow_job
+from bexp.api.cli.results import print_json
+from bexp.api.client import Client, Job, ProblemError, ServiceError
+from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 
 @options.takes_fields

@@ -5,12 +5,11 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.client import Client, Job
+from bexp.api.embedded import NOTHING, EmbeddedService
+from bexp.explorer.spec.hardware import DeviceReport
 from pydantic import ValidationError
-
-from api.cli.errors import CommandError, ExitCode, say
-from api.client import Client, Job
-from api.embedded import NOTHING, EmbeddedService
-from explorer.spec.hardware import DeviceReport
 
 START_SECONDS = 10.0
 CLAIM_SECONDS = 10.0

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from api.cli.arguments import AsJson
-from api.cli.connection import connect_or_embed
-from api.cli.errors import say
-from api.cli.results import print_json, print_table
-from api.client import Worker
-from explorer.spec.target import describe_target
+from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.errors import say
+from bexp.api.cli.results import print_json, print_table
+from bexp.api.client import Worker
+from bexp.explorer.spec.target import describe_target
 
 
 def workers(as_json: AsJson = False) -> None:

@@ -6,21 +6,20 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated
 
+from bexp.api import bodies, examples
+from bexp.api.administration import AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
+from bexp.api.auth import Administrator
+from bexp.api.negotiation import accepts_json
+from bexp.api.problems import ProblemException, invalid_body
+from bexp.api.resources import NO_NUL
+from bexp.api.service import ServiceDep
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.spec.rules import rule_of
+from bexp.storage.audit import read_audit
+from bexp.storage.owners import check_name
+from bexp.storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota
 from fastapi import APIRouter, Depends, Query, Request
 from pydantic import ValidationError
-
-from api import bodies, examples
-from api.administration import AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
-from api.auth import Administrator
-from api.negotiation import accepts_json
-from api.problems import ProblemException, invalid_body
-from api.resources import NO_NUL
-from api.service import ServiceDep
-from explorer.formats.document import load_document
-from explorer.spec.rules import rule_of
-from storage.audit import read_audit
-from storage.owners import check_name
-from storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota
 
 router = APIRouter(prefix="/v1", tags=["administration"], dependencies=[Depends(accepts_json)])
 

@@ -6,22 +6,21 @@ import re
 from http import HTTPStatus
 from typing import Annotated, Any
 
+from bexp.api import bodies, examples
+from bexp.api.auth import Canceller, Reader, Submitter
+from bexp.api.negotiation import accepts_json
+from bexp.api.problems import ProblemException, invalid_parameter
+from bexp.api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
+from bexp.api.service import ServiceDep
+from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.labels import MAX_LABELS, parse_label
+from bexp.explorer.spec.target import is_local_target
+from bexp.storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
+from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
+from bexp.storage.owners import Scope
+from bexp.storage.pruning import JobNotFinishedError, delete_job
 from fastapi import APIRouter, Depends, Header, Query, Request, Response
-
-from api import bodies, examples
-from api.auth import Canceller, Reader, Submitter
-from api.negotiation import accepts_json
-from api.problems import ProblemException, invalid_parameter
-from api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
-from api.service import ServiceDep
-from explorer.formats.document import FormatError, load_document
-from explorer.formats.request import parse_request
-from explorer.spec.labels import MAX_LABELS, parse_label
-from explorer.spec.target import is_local_target
-from storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
-from storage.listing import InvalidCursorError, JobFilter, list_jobs
-from storage.owners import Scope
-from storage.pruning import JobNotFinishedError, delete_job
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
 

@@ -10,20 +10,19 @@ from http import HTTPStatus
 from typing import Annotated
 
 from anyio.to_thread import run_sync
+from bexp.api import examples
+from bexp.api.auth import Reader
+from bexp.api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
+from bexp.api.problems import invalid_parameter
+from bexp.api.resources import EventPage, exploration_path
+from bexp.api.routes.explorations import JobIdDep
+from bexp.api.service import Service, ServiceDep
+from bexp.explorer.records.event import Event, render_line
+from bexp.storage.events import read_events
+from bexp.storage.jobs import get_summary
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
-
-from api import examples
-from api.auth import Reader
-from api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
-from api.problems import invalid_parameter
-from api.resources import EventPage, exploration_path
-from api.routes.explorations import JobIdDep
-from api.service import Service, ServiceDep
-from explorer.records.event import Event, render_line
-from storage.events import read_events
-from storage.jobs import get_summary
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["events"])
 

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from bexp.api import examples, metrics
+from bexp.api.auth import Reader, authorize
+from bexp.api.problems import ProblemException
+from bexp.api.resources import Health
+from bexp.api.service import ServiceDep
+from bexp.storage.schema import is_current
 from fastapi import APIRouter, Depends, Response
 from sqlalchemy.exc import SQLAlchemyError
-
-from api import examples, metrics
-from api.auth import Reader, authorize
-from api.problems import ProblemException
-from api.resources import Health
-from api.service import ServiceDep
-from storage.schema import is_current
 
 router = APIRouter(tags=["monitoring"])
 

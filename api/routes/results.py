@@ -5,17 +5,16 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
+from bexp.api import examples
+from bexp.api.exports import export_response
+from bexp.api.negotiation import accepts_json
+from bexp.api.problems import ProblemException
+from bexp.api.resources import RecommendationResource, TrialPage, exploration_path
+from bexp.api.routes.explorations import JobDep, SummaryDep
+from bexp.api.service import ServiceDep
+from bexp.storage.jobs import JobState
+from bexp.storage.trials import read_trials
 from fastapi import APIRouter, Depends, Query, Response
-
-from api import examples
-from api.exports import export_response
-from api.negotiation import accepts_json
-from api.problems import ProblemException
-from api.resources import RecommendationResource, TrialPage, exploration_path
-from api.routes.explorations import JobDep, SummaryDep
-from api.service import ServiceDep
-from storage.jobs import JobState
-from storage.trials import read_trials
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
 

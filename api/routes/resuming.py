@@ -4,17 +4,16 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from bexp.api import examples
+from bexp.api.auth import Submitter
+from bexp.api.negotiation import accepts_json
+from bexp.api.problems import ProblemException
+from bexp.api.resources import Exploration, exploration_path
+from bexp.api.routes.explorations import JobIdDep
+from bexp.api.service import ServiceDep
+from bexp.storage.owners import Scope
+from bexp.storage.resuming import JobFinishedError
 from fastapi import APIRouter, Depends
-
-from api import examples
-from api.auth import Submitter
-from api.negotiation import accepts_json
-from api.problems import ProblemException
-from api.resources import Exploration, exploration_path
-from api.routes.explorations import JobIdDep
-from api.service import ServiceDep
-from storage.owners import Scope
-from storage.resuming import JobFinishedError
 
 router = APIRouter(
     prefix="/v1/explorations/{exploration_id}", tags=["explorations"], dependencies=[Depends(accepts_json)]

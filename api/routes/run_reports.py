@@ -5,20 +5,19 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
+from bexp.api import bodies, examples
+from bexp.api.auth import Submitter
+from bexp.api.negotiation import accepts_json
+from bexp.api.problems import ProblemException, invalid_body
+from bexp.api.resources import RunReportPage, RunReportResource, exploration_path
+from bexp.api.routes.explorations import SummaryDep
+from bexp.api.service import ServiceDep
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.spec.rules import rule_of
+from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 from fastapi import APIRouter, Depends, Query, Request, Response
 from pydantic import ValidationError
-
-from api import bodies, examples
-from api.auth import Submitter
-from api.negotiation import accepts_json
-from api.problems import ProblemException, invalid_body
-from api.resources import RunReportPage, RunReportResource, exploration_path
-from api.routes.explorations import SummaryDep
-from api.service import ServiceDep
-from explorer.formats.document import load_document
-from explorer.records.run_report import RunReport
-from explorer.spec.rules import rule_of
-from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
 

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.api import examples
+from bexp.api.negotiation import accepts_json
+from bexp.explorer.spec.request import ExplorationRequest
 from fastapi import APIRouter, Depends
 from fastapi.responses import JSONResponse
-
-from api import examples
-from api.negotiation import accepts_json
-from explorer.spec.request import ExplorationRequest
 
 router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(accepts_json)])
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
+from bexp.api.problems import ProblemException
+from bexp.api.web.assets import HEADERS, read_assets
 from fastapi import APIRouter, Header, Response
-
-from api.problems import ProblemException
-from api.web.assets import HEADERS, read_assets
 
 router = APIRouter(include_in_schema=False)
 

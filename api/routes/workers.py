@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from bexp.api import examples
+from bexp.api.auth import Reader
+from bexp.api.negotiation import accepts_json
+from bexp.api.resources import WorkerList, WorkerResource
+from bexp.api.service import ServiceDep
+from bexp.storage.workers import list_known_workers
 from fastapi import APIRouter, Depends
-
-from api import examples
-from api.auth import Reader
-from api.negotiation import accepts_json
-from api.resources import WorkerList, WorkerResource
-from api.service import ServiceDep
-from storage.workers import list_known_workers
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"], dependencies=[Depends(accepts_json)])
 

@@ -9,7 +9,7 @@ import re
 from string import Template
 from typing import Any
 
-from api.web.assets import read_assets
+from bexp.api.web.assets import read_assets
 
 MODULE = re.compile(r'(?<=from )"\./([\w-]+\.js)"')
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
+from bexp.explorer.spec.request import ExplorationRequest
+
 from benchmarks.docs.results import table
-from explorer.spec.request import ExplorationRequest
 
 
 def request_fields() -> str:

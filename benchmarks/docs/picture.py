@@ -11,17 +11,17 @@ import io
 import sys
 from datetime import UTC, datetime, timedelta
 
+from bexp.api.cli.following import LiveOutput
+from bexp.api.live import LiveView
+from bexp.explorer.records.event import Event, EventCode
+from bexp.explorer.search.explore import explore
+from bexp.storage.steps import claim_event
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording
 from rich.console import Console
 from rich.live import Live
 
-from api.cli.following import LiveOutput
-from api.live import LiveView
 from benchmarks.docs.results import RESULTS, ROOT
-from explorer.records.event import Event, EventCode
-from explorer.search.explore import explore
-from storage.steps import claim_event
-from workers.replay.device import RecordedDevice, VirtualClock
-from workers.replay.recording import Recording
 
 TABLE = RESULTS / "tables" / "olmoe-zipf.jsonl"
 PICTURE = ROOT / "docs" / "images" / "live-view.svg"

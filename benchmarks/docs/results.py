@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"

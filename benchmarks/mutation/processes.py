@@ -25,6 +25,8 @@ def copy_tree(commit: str) -> Path:
     tree = Path(tempfile.mkdtemp(prefix="mutation-"))
     archive = subprocess.run(["git", "archive", commit], cwd=ROOT, check=True, capture_output=True).stdout
     subprocess.run(["tar", "-x", "-C", str(tree)], input=archive, check=True)
+    for room in ("api", "explorer", "storage", "workers"):  # as they are installed
+        (tree / "bexp" / room).symlink_to(tree / room)
     return tree
 
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from bexp.explorer.cost_model.candidate_table import required_table
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.workers.replay.device import VirtualClock
 
 from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
 from benchmarks.replay.ground_truth import GroundTruth
-from explorer.cost_model.candidate_table import required_table
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import memory_limit
-from explorer.records.measurement import ComponentMeasurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from workers.replay.device import VirtualClock
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,18 +7,18 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording, RecordingError
 
 from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
-from explorer.cost_model.candidate_table import Floats, SpaceTable
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import combine_seconds
-from explorer.records.measurement import Outcome
-from explorer.search.pruned_space import PrunedSpace
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from workers.replay.device import RecordedDevice, VirtualClock
-from workers.replay.recording import Recording, RecordingError
 
 
 @dataclass(frozen=True)

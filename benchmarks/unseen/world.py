@@ -7,30 +7,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from benchmarks.unseen.draws import Draws
-from benchmarks.unseen.kernels import Kernels
-from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable, predict_memory, required_table
-from explorer.cost_model.components import Component
-from explorer.cost_model.search_space import EmptySpaceError
-from explorer.cost_model.step import memory_limit
-from explorer.records.measurement import (
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable, predict_memory, required_table
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Measurement,
     Outcome,
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.pruned_space import PrunedSpace, prune_space
-from explorer.spec.candidate import Candidate
-from explorer.spec.execution import WAITING_EXPERTS, Execution
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.options import BTASpec
-from explorer.spec.request import ExplorationRequest
-from workers.replay.device import VirtualClock
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.options import BTASpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.replay.device import VirtualClock
+
+from benchmarks.unseen.draws import Draws
+from benchmarks.unseen.kernels import Kernels
+from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 
 MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016
 """Relative errors of a composed peak: one that a model's candidates share, and a candidate's own; 2% together."""

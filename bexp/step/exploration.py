@@ -145,7 +145,7 @@ class _Exploration:
         return True
 
     def _describe(self) -> dict[str, Any]:
-        """The step and its device, as the search wants to know them (`explorer.search.step_exploration`)."""
+        """The step and its device, as the search wants to know them (`bexp.explorer.search.step_exploration`)."""
         device, trained = self._step.device, self._step.trained
         on_cuda = device.type == "cuda"
         free, total = torch.cuda.mem_get_info(device) if on_cuda else (0, 0)

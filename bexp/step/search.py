@@ -20,7 +20,7 @@ from typing import IO, Any
 from bexp.child_process import PACKAGES_FOLDER
 from bexp.step.results import SizeResult
 
-MODULE = "explorer.search.step_exploration"
+MODULE = "bexp.explorer.search.step_exploration"
 REPLY_SECONDS = 60.0
 """The longest that the search may take to choose a size. It takes 0.1 s on a quiet machine."""
 END_SECONDS = 5.0

@@ -9,13 +9,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
-from explorer.cost_model.part_costs import predict_part_bytes
-from explorer.cost_model.work import ComponentBytes
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.parameters import (
+    count_attention,
+    count_dense_ffn,
+    count_embedding,
+    count_head,
+    count_moe_ffn,
+)
+from bexp.explorer.cost_model.part_costs import predict_part_bytes
+from bexp.explorer.cost_model.work import ComponentBytes
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
@@ -33,7 +39,7 @@ def predict_component_bytes(component: Component, model: ExploredModel, request:
         return predict_part_bytes(component, model, request)
     if component.kind is ComponentKind.OPTIMIZER:
         return ComponentBytes(0, 0, _optimizer_transient(model, request.sharded(component.sharding)))
-    if component.kind is ComponentKind.COMMUNICATION:  # `explorer.cost_model.step.gathered_bytes` has what it holds
+    if component.kind is ComponentKind.COMMUNICATION:  # `cost_model.step.gathered_bytes` has what it holds
         return ComponentBytes(0, 0, 0)
     if request.mode == "eval":
         return _inference(component, model, request)
@@ -249,7 +255,7 @@ def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationReq
         return fullest if factor is None else min(fullest, factor)
     if factor is None:
         return 1.0
-    from explorer.cost_model.token_dropping import dropped_share  # noqa: PLC0415 - NumPy takes long to import
+    from bexp.explorer.cost_model.token_dropping import dropped_share  # noqa: PLC0415 - NumPy takes long to import
 
     return 1.0 - dropped_share(model.moe, request.routing, local_tokens(component, model), request.seed)
 

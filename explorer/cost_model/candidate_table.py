@@ -6,17 +6,16 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
-
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.collectives import Exchange, Overlap
-from explorer.cost_model.components import Component
-from explorer.cost_model.decomposition import Decomposer, Decomposition
-from explorer.cost_model.part_costs import PartsDecomposer
-from explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.collectives import Exchange, Overlap
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition
+from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -248,7 +247,7 @@ class SpaceTable:
         """Return the tokens/s of one device over a whole step, shape (N, C).
 
         A step is (B c / (N m)) micro-steps, the optimizer and the communication. The c devices that share sequences
-        also share their tokens, see `explorer.cost_model.step.StepSeconds`.
+        also share their tokens, see `bexp.explorer.cost_model.step.StepSeconds`.
         """
         micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
         share = self.request.device_batch_size * sharing if self.training else micro_batch

@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from explorer.cost_model.parameters import count_embedding, count_head, count_layer
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import LayerKind
-from explorer.spec.parts import ExploredModel, ModelParts, Part
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_layer
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import LayerKind
+from bexp.explorer.spec.parts import ExploredModel, ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
     import numpy as np

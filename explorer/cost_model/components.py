@@ -5,11 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
+from bexp.explorer.spec.base import Frozen, is_null
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.training import Sharding
 from pydantic import Field, model_validator
-
-from explorer.spec.base import Frozen, is_null
-from explorer.spec.candidate import Recompute
-from explorer.spec.training import Sharding
 
 
 class ComponentKind(StrEnum):
@@ -135,7 +134,7 @@ class Component(Frozen):
 
     In a plan a device has 1 / `tensor_parallel_size` of a block, or one of the `expert_parallel_size` shares of the
     experts beside copies of the `shadowed_experts`, and exchanges its rows in `overlap_degree` chunks: see
-    `explorer.cost_model.shards`.
+    `bexp.explorer.cost_model.shards`.
 
     `num_query_groups` and `capacity_factor` are set where a block depends on them, so that variants of a model share
     all other blocks.

@@ -7,11 +7,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute, whole_recompute
-from explorer.cost_model.layer_groups import EqualLayers, Kind, group_chunks, group_layers
-from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.components import (
+    BlockRecompute,
+    Component,
+    ComponentKind,
+    block_recompute,
+    whole_recompute,
+)
+from bexp.explorer.cost_model.layer_groups import EqualLayers, Kind, group_chunks, group_layers
+from bexp.explorer.spec.candidate import Candidate, Recompute, recomputed_layers
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.training import Sharding
 
 
 @dataclass(frozen=True, slots=True)

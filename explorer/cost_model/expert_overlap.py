@@ -20,8 +20,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from explorer.cost_model.fabric_exchange import Link, Transfer
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
+from bexp.explorer.cost_model.fabric_exchange import Link, Transfer
 
 NOTHING = Transfer(0.0)
 Task = tuple[float, int | None]

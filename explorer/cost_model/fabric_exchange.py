@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from enum import StrEnum
 
-from explorer.spec.fabric import FabricSpec, LinkSpec
+from bexp.explorer.spec.fabric import FabricSpec, LinkSpec
 
 GIGA = 1e9
 MICRO = 1e-6

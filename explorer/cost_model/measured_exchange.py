@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-
-from explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
-from explorer.cost_model.fabric_exchange import Exchanges, Group, Link, Transfer
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.mesh import Mesh
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
+from bexp.explorer.cost_model.fabric_exchange import Exchanges, Group, Link, Transfer
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.request import ExplorationRequest
 
 SMALLEST_BYTES = 1 << 16
 SIZES = 4

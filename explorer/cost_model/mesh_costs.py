@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.fabric_exchange import Link
-from explorer.cost_model.mesh_layers import Block, MeshBlocks, Sort
-from explorer.spec.mesh import Mesh
-from explorer.spec.model import ModelSpec
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.fabric_exchange import Link
+from bexp.explorer.cost_model.mesh_layers import Block, MeshBlocks, Sort
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.model import ModelSpec
 
 WEIGHTS_SHARES = {ComponentKind.EMBEDDING: 1.0}
 """Share of a block's backward pass that computes gradients of weights, where it is not one half.

@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
-from explorer.cost_model.expert_overlap import ExpertOverlap
-from explorer.cost_model.fabric_exchange import Exchanges, Group, Transfer
-from explorer.cost_model.parameters import (
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
+from bexp.explorer.cost_model.expert_overlap import ExpertOverlap
+from bexp.explorer.cost_model.fabric_exchange import Exchanges, Group, Transfer
+from bexp.explorer.cost_model.parameters import (
     count_attention,
     count_dense_ffn,
     count_embedding,
@@ -19,12 +19,18 @@ from explorer.cost_model.parameters import (
     repeated_beside_experts,
     repeated_in_attention,
 )
-from explorer.cost_model.shards import SHARED_EXPERTS, SPREAD_EXPERTS, expert_rows, shared_expert_model, tensor_shard
-from explorer.spec.candidate import Candidate, recomputed_layers
-from explorer.spec.mesh import Mesh
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.shards import (
+    SHARED_EXPERTS,
+    SPREAD_EXPERTS,
+    expert_rows,
+    shared_expert_model,
+    tensor_shard,
+)
+from bexp.explorer.spec.candidate import Candidate, recomputed_layers
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 FLOAT32_BYTES = 4
 

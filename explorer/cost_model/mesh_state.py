@@ -6,12 +6,12 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from explorer.cost_model.collectives import Unit
-from explorer.cost_model.mesh_layers import MeshBlocks, Sort
-from explorer.cost_model.step import GatheredBytes, MemoryParts, gathered_of_units
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.model import ModelSpec
-from explorer.spec.training import OptimizerSpec
+from bexp.explorer.cost_model.collectives import Unit
+from bexp.explorer.cost_model.mesh_layers import MeshBlocks, Sort
+from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts, gathered_of_units
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.training import OptimizerSpec
 
 FLOAT32_BYTES = 4
 
@@ -87,7 +87,7 @@ class HeldParameters:
 def rank_memory(
     held: HeldParameters, mesh: Mesh, model: ModelSpec, spec: OptimizerSpec, activations: int, transient: int
 ) -> MemoryParts:
-    """Return the memory of a rank at its peak; the levels of sharding are those of `explorer.cost_model.step`."""
+    """Return the memory of a rank at its peak; the levels of sharding are those of `bexp.explorer.cost_model.step`."""
     dtype, level = model.dtype, mesh.sharding.level
     gradient = spec.gradient_dtype(dtype).itemsize
 

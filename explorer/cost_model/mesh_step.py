@@ -9,24 +9,23 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
-
-from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
-from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Group, Link, Transfer
-from explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
-from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
-from explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
-from explorer.cost_model.pipeline_balance import balance_layers
-from explorer.cost_model.stage_costs import stage_costs
-from explorer.cost_model.step import GatheredBytes, MemoryParts
-from explorer.records.plan import MeshRun
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.fabric_exchange import Group, Link, Transfer
+from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
+from bexp.explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
+from bexp.explorer.cost_model.pipeline_balance import balance_layers
+from bexp.explorer.cost_model.stage_costs import stage_costs
+from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 T = TypeVar("T")
 NONE_GATHERED = GatheredBytes(0, 0)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
 
 
 def count_norm(model: ModelSpec) -> int:

@@ -5,14 +5,20 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind, whole_recompute
-from explorer.cost_model.decomposition import Decomposition, LayerGroup, SharedComponents, equal_layers, stepped_level
-from explorer.cost_model.layer_groups import EqualLayers
-from explorer.cost_model.work import ComponentBytes, Work
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Kernels
-from explorer.spec.parts import ModelParts, Part
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind, whole_recompute
+from bexp.explorer.cost_model.decomposition import (
+    Decomposition,
+    LayerGroup,
+    SharedComponents,
+    equal_layers,
+    stepped_level,
+)
+from bexp.explorer.cost_model.layer_groups import EqualLayers
+from bexp.explorer.cost_model.work import ComponentBytes, Work
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.parts import ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
 
 LOSSES_WITHOUT_LOGITS = ("chunked", "liger")
 COMPILED = "compiled"

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from explorer.cost_model.pipeline_order import Action, Pass, rank_order
-from explorer.spec.mesh import Schedule
+from bexp.explorer.cost_model.pipeline_order import Action, Pass, rank_order
+from bexp.explorer.spec.mesh import Schedule
 
 SETTLED_ROUNDS = 4
 """Rounds of micro-batches after which a further round adds the same time as the one before."""

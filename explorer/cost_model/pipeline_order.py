@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from enum import StrEnum
 from typing import NamedTuple
 
-from explorer.spec.mesh import Schedule
+from bexp.explorer.spec.mesh import Schedule
 
 
 class Pass(StrEnum):

@@ -6,8 +6,8 @@ from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
 
-from explorer.cost_model.pipeline import PipelineRun, TimedPass
-from explorer.cost_model.pipeline_order import Pass
+from bexp.explorer.cost_model.pipeline import PipelineRun, TimedPass
+from bexp.explorer.cost_model.pipeline_order import Pass
 
 WIDTH = 64
 """Characters of a line."""

@@ -10,24 +10,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from explorer.cost_model.activation_memory import FLOAT32_BYTES, local_tokens, predict_component_bytes, rows_of_pair
-from explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.parameters import (
+from bexp.explorer.cost_model.activation_memory import (
+    FLOAT32_BYTES,
+    local_tokens,
+    predict_component_bytes,
+    rows_of_pair,
+)
+from bexp.explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.parameters import (
     count_attention,
     count_dense_ffn,
     count_head,
     count_moe_ffn,
     count_parameters,
 )
-from explorer.cost_model.part_costs import again_work, part_work
-from explorer.cost_model.work import Work
-from explorer.spec.context_parallel import Sharing, busiest_pairs
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.part_costs import again_work, part_work
+from bexp.explorer.cost_model.work import Work
+from bexp.explorer.spec.context_parallel import Sharing, busiest_pairs
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 BACKWARD_FLOPS = 2.0  # a matmul's backward is two matmuls
 FLASH_BACKWARD_FLOPS = 2.5  # flash attention's backward recomputes the scores: five matmuls for two

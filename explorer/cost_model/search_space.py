@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from explorer.spec.candidate import Candidate, Recompute, check_number, in_order
-from explorer.spec.context_parallel import Sharing
-from explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
-from explorer.spec.hardware import BackendSupport, DeviceReport
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.candidate import Candidate, Recompute, check_number, in_order
+from bexp.explorer.spec.context_parallel import Sharing
+from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.spelling import did_you_mean
 
 
 class EmptySpaceError(ValueError):

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.components import Component
-from explorer.cost_model.roofline import PredictedSeconds, predict_component_seconds
-from explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, expert_rows, shard_of
-from explorer.cost_model.work import ComponentBytes
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.roofline import PredictedSeconds, predict_component_seconds
+from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, expert_rows, shard_of
+from bexp.explorer.cost_model.work import ComponentBytes
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def predict_shard_seconds(

@@ -15,12 +15,11 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-
-from explorer.cost_model.components import Component
-from explorer.spec.model import ModelSpec, MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routes import draw_batch_routes, draw_routes
-from explorer.spec.routing import RoutingSpec
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.spec.model import ModelSpec, MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routes import draw_batch_routes, draw_routes
+from bexp.explorer.spec.routing import RoutingSpec
 
 SHARED_EXPERTS = "shared_experts"
 """The part that a dense FFN stands for if it is that of a layer's shared experts."""

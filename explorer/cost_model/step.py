@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
+from bexp.explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_itemsize
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 from pydantic import Field
-
-from explorer.cost_model.activation_memory import FLOAT32_BYTES
-from explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_itemsize
-from explorer.cost_model.parameters import count_parameters
-from explorer.spec.base import Frozen
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
 
 GIB = 2**30
 FRAGMENTATION = {"default": 0.05, "expandable_segments": 0.02}

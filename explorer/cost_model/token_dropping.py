@@ -6,10 +6,9 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-
-from explorer.spec.model import MoESpec
-from explorer.spec.routes import draw_batch_routes
-from explorer.spec.routing import RoutingSpec
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.routes import draw_batch_routes
+from bexp.explorer.spec.routing import RoutingSpec
 
 
 @lru_cache(maxsize=512)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.exports.document import Export, yaml_export
-from explorer.exports.exchanges import gathering_notes, reduces_each_batch
-from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from explorer.exports.plan import Plan
-from explorer.exports.transformers import PRECISION
-from explorer.spec.candidate import Recompute
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
+from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.transformers import PRECISION
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.training import Sharding
 
 FRAMEWORK = Framework(title="accelerate", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, compiled_layers=True)
 

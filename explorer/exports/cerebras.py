@@ -1,15 +1,15 @@
-"""A part of a Cerebras Model Zoo configuration, as YAML, by the names of release 2.10 that `explorer.formats` reads."""
+"""A part of a Cerebras Model Zoo configuration, as YAML, by the names of release 2.10, as `formats` reads it."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from explorer.exports.document import Export, yaml_export
-from explorer.exports.framework import Framework
-from explorer.exports.plan import Plan
-from explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
-from explorer.spec.candidate import Recompute
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.framework import Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.training import Sharding
 
 FRAMEWORK = Framework(
     title="Cerebras Model Zoo",

@@ -6,17 +6,17 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from statistics import geometric_mean
 
-from explorer.cost_model.step import required_bytes
-from explorer.exports.exploration import ExportError
-from explorer.exports.framework import Framework, compute_dtype, find_missing
-from explorer.records.measurement import Outcome
-from explorer.records.plan import MeshPlan
-from explorer.records.recommendation import Alternative, Recommendation
-from explorer.records.trial import Trial, TrialKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import DType
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.step import required_bytes
+from bexp.explorer.exports.exploration import ExportError
+from bexp.explorer.exports.framework import Framework, compute_dtype, find_missing
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.recommendation import Alternative, Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,12 +13,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from explorer.exports.accelerate import script_notes
-from explorer.exports.document import Export, decided_fields
-from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from explorer.exports.plan import Plan
-from explorer.exports.transformers import PRECISION
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.accelerate import script_notes
+from bexp.explorer.exports.document import Export, decided_fields
+from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.transformers import PRECISION
+from bexp.explorer.spec.training import Sharding
 
 FRAMEWORK = Framework(
     title="DeepSpeed", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, sharding=frozenset(Sharding)

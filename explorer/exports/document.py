@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
-
-from explorer.exports.plan import ALLOCATOR_VARIABLE, Plan
+from bexp.explorer.exports.plan import ALLOCATOR_VARIABLE, Plan
 
 OF_THE_CODE = frozenset(
     {

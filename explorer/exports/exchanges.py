@@ -1,13 +1,13 @@
 """What frameworks exchange at other times than was measured, in lines of an export's header.
 
 Measured with ZeRO-2, parameters are gathered once a step. Measured without sharding, gradients are reduced once a step,
-while the last backward goes on: see `explorer.cost_model.collectives`.
+while the last backward goes on: see `bexp.explorer.cost_model.collectives`.
 """
 
 from __future__ import annotations
 
-from explorer.exports.plan import Plan
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.spec.training import Sharding
 
 
 def gathering_notes(plan: Plan) -> list[str]:

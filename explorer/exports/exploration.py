@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 class ExportError(ValueError):

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Kernels
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.mesh import Schedule
-from explorer.spec.model import DType
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 TORCH_CHOICE = "sdpa"
 """torch's scaled_dot_product_attention, which chooses its kernel by itself."""

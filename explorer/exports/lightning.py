@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from explorer.exports.document import Export, python_export
-from explorer.exports.exchanges import gathering_notes
-from explorer.exports.framework import TORCH_CHOICE, Framework
-from explorer.exports.plan import Plan
-from explorer.exports.transformers import PRECISION
-from explorer.spec.candidate import Recompute
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, python_export
+from bexp.explorer.exports.exchanges import gathering_notes
+from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.transformers import PRECISION
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.training import Sharding
 
 KERNELS = {
     "flash": "FLASH_ATTENTION",

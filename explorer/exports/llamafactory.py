@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.exports.document import Export, yaml_export
-from explorer.exports.exchanges import gathering_notes
-from explorer.exports.framework import TORCH_CHOICE, Framework
-from explorer.exports.plan import Plan
-from explorer.exports.transformers import precision_fields, sharding_fields
-from explorer.spec.candidate import Recompute
+from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.exchanges import gathering_notes
+from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.transformers import precision_fields, sharding_fields
+from bexp.explorer.spec.candidate import Recompute
 
 ATTENTION = {TORCH_CHOICE: "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
 FRAMEWORK = Framework(title="LLaMA-Factory", attention=frozenset(ATTENTION))

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from explorer.exports.document import Export, shell_export
-from explorer.exports.framework import TORCH_CHOICE, Framework
-from explorer.exports.plan import Plan
-from explorer.exports.transformers import PRECISION
-from explorer.records.plan import MeshPlan
-from explorer.spec.candidate import Recompute
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.model import DType
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, shell_export
+from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.transformers import PRECISION
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import Sharding
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
 """Megatron's name of the kernel that stands nearest; its flash attention is the flash-attn package's."""

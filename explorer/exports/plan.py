@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from explorer.exports.choice import Choice, choose
-from explorer.exports.exploration import Exploration, ExportError
-from explorer.exports.framework import (
+from bexp.explorer.exports.choice import Choice, choose
+from bexp.explorer.exports.exploration import Exploration, ExportError
+from bexp.explorer.exports.framework import (
     Framework,
     attention_name,
     compute_dtype,
@@ -20,14 +20,14 @@ from explorer.exports.framework import (
     is_compiled,
     sharding_of,
 )
-from explorer.records.plan import MeshPlan
-from explorer.records.recommendation import Recommendation
-from explorer.spec.candidate import Candidate, Recompute, recomputed_layers
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import DType
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, TRANSFORMERS, describe_target
-from explorer.spec.training import Sharding
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.candidate import Candidate, Recompute, recomputed_layers
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS, describe_target
+from bexp.explorer.spec.training import Sharding
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from explorer.exports.document import Export, python_export
-from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from explorer.exports.plan import Plan
-from explorer.spec.candidate import Recompute
-from explorer.spec.target import TRANSFORMERS
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, python_export
+from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.spec.training import Sharding
 
 FRAMEWORK = Framework(
     title="bexp.apply",

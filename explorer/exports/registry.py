@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from explorer.exports import (
+from bexp.explorer.exports import (
     accelerate,
     axolotl,
     cerebras,
@@ -17,11 +17,11 @@ from explorer.exports import (
     torchtitan,
     transformers,
 )
-from explorer.exports.document import Export
-from explorer.exports.exploration import Exploration, UnknownFormatError
-from explorer.exports.framework import Framework
-from explorer.exports.plan import Plan, build_plan
-from explorer.records.recommendation import Recommendation
+from bexp.explorer.exports.document import Export
+from bexp.explorer.exports.exploration import Exploration, UnknownFormatError
+from bexp.explorer.exports.framework import Framework
+from bexp.explorer.exports.plan import Plan, build_plan
+from bexp.explorer.records.recommendation import Recommendation
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,15 +6,15 @@ parser, so it stands last.
 
 from __future__ import annotations
 
-from explorer.exports.document import Export, shell_export
-from explorer.exports.exchanges import gathering_notes
-from explorer.exports.exploration import ExportError
-from explorer.exports.framework import Framework
-from explorer.exports.plan import Plan
-from explorer.records.plan import MeshPlan
-from explorer.spec.candidate import Recompute
-from explorer.spec.mesh import Schedule
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, shell_export
+from bexp.explorer.exports.exchanges import gathering_notes
+from bexp.explorer.exports.exploration import ExportError
+from bexp.explorer.exports.framework import Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.training import Sharding
 
 FRAMEWORK = Framework(
     title="torchtitan",

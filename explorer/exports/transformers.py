@@ -8,14 +8,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.exports.document import Export, json_export
-from explorer.exports.exchanges import gathering_notes, reduces_each_batch
-from explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from explorer.exports.plan import Plan
-from explorer.spec.candidate import Recompute
-from explorer.spec.model import DType
-from explorer.spec.target import TRANSFORMERS
-from explorer.spec.training import Sharding
+from bexp.explorer.exports.document import Export, json_export
+from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
+from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.plan import Plan
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.spec.training import Sharding
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
 """The policies that recompute one layer of every so many."""

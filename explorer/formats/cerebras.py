@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from explorer.formats.cerebras_trainer import check_callback, check_trainer
-from explorer.formats.document import Location
-from explorer.formats.modelzoo import DTYPES, refuse_network
-from explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.cerebras_trainer import check_callback, check_trainer
+from bexp.explorer.formats.document import Location
+from bexp.explorer.formats.modelzoo import DTYPES, refuse_network
+from bexp.explorer.formats.translation import Section, Translation
 
 RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "model")
 MARKS = frozenset(RUN_KEYS[:4])

@@ -10,8 +10,7 @@ from itertools import islice
 from typing import Any
 
 import yaml
-
-from explorer.formats.yaml_events import EventCheck, RefusedError
+from bexp.explorer.formats.yaml_events import EventCheck, RefusedError
 
 try:
     from yaml import CSafeLoader as _Base

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from explorer.formats.document import Location
-from explorer.formats.families import (
+from bexp.explorer.formats.document import Location
+from bexp.explorer.formats.families import (
     ACTIVATIONS,
     DTYPES,
     FAMILIES,
@@ -22,11 +22,11 @@ from explorer.formats.families import (
     UNSUPPORTED_TYPES,
     Family,
 )
-from explorer.formats.layers import find_layer_pattern
-from explorer.formats.translation import Section, Translation
-from explorer.formats.vision import refuse_vision
-from explorer.spec.request import name_of_config
-from explorer.spec.spelling import did_you_mean
+from bexp.explorer.formats.layers import find_layer_pattern
+from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.spec.request import name_of_config
+from bexp.explorer.spec.spelling import did_you_mean
 
 DEFAULT_SEQ_LENGTH = 4096
 """The longest sequence that is assumed where config.json only says how long it can be; `seq_length` overrides it."""

@@ -12,11 +12,11 @@ import shlex
 from collections.abc import Mapping
 from typing import Any
 
-from explorer.formats.document import Location
-from explorer.formats.layers import find_layer_pattern
-from explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
-from explorer.formats.translation import Section, Translation
-from explorer.spec.candidate import Recompute
+from bexp.explorer.formats.document import Location
+from bexp.explorer.formats.layers import find_layer_pattern
+from bexp.explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
+from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.spec.candidate import Recompute
 
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
     name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))

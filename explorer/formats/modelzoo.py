@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from explorer.formats.document import Location
-from explorer.formats.modelzoo_fields import (
+from bexp.explorer.formats.document import Location
+from bexp.explorer.formats.modelzoo_fields import (
     IGNORED,
     MOE_IGNORED,
     NETWORKS,
@@ -17,8 +17,8 @@ from explorer.formats.modelzoo_fields import (
     REFUSED,
     UNSUPPORTED_NETWORKS,
 )
-from explorer.formats.translation import Section, Translation
-from explorer.formats.vision import refuse_vision
+from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.vision import refuse_vision
 
 MARKS = frozenset({"num_heads", "filter_size"})
 """A model section with either of these keys is one of Model Zoo's."""

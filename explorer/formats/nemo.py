@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from explorer.formats.document import Location
-from explorer.formats.megatron import translate_arguments
-from explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.document import Location
+from bexp.explorer.formats.megatron import translate_arguments
+from bexp.explorer.formats.translation import Section, Translation
 
 MARKS = frozenset(
     {

@@ -6,17 +6,22 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
+from bexp.explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
+from bexp.explorer.formats.document import FormatError, Location, find_problems
+from bexp.explorer.formats.errors import explain, relocate
+from bexp.explorer.formats.huggingface import (
+    OWN_FIELDS,
+    assume_seq_length,
+    drop_remote_code,
+    pass_config,
+    translate_config,
+)
+from bexp.explorer.formats.translation import Translation
+from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS, default_target, unlike_the_config
 from pydantic import ValidationError
-
-from explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
-from explorer.formats.document import FormatError, Location, find_problems
-from explorer.formats.errors import explain, relocate
-from explorer.formats.huggingface import OWN_FIELDS, assume_seq_length, drop_remote_code, pass_config, translate_config
-from explorer.formats.translation import Translation
-from explorer.formats.vision import refuse_vision
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.spelling import did_you_mean
-from explorer.spec.target import BEXP, TRANSFORMERS, default_target, unlike_the_config
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50

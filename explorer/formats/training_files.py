@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from explorer.formats.training_fields import (
+from bexp.explorer.formats.training_fields import (
     ARGUMENTS_IGNORED,
     ARGUMENTS_IGNORED_PREFIXES,
     ARGUMENTS_REFUSED,
@@ -17,7 +17,7 @@ from explorer.formats.training_fields import (
     DEEPSPEED_REFUSED,
     ZERO_IGNORED,
 )
-from explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.translation import Section, Translation
 
 KEYS = ("deepspeed", "training_arguments")
 """The fields of a document that hold these files."""

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from explorer.formats.document import Location, Problem
+from bexp.explorer.formats.document import Location, Problem
 
 MAX_NAMED_KEYS = 12
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from explorer.formats.translation import Section
+from bexp.explorer.formats.translation import Section
 
 VISION_FIELDS = (
     "vision_config",

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.base import Frozen
 from pydantic import Field
-
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.base import Frozen
 
 
 class EarlierRun(Frozen):

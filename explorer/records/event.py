@@ -7,11 +7,10 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from typing import Annotated, Any
 
+from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.base import Frozen
 from pydantic import Field
-
-from explorer.records.recommendation import Answer, Recommendation
-from explorer.records.trial import Trial
-from explorer.spec.base import Frozen
 
 
 class EventCode(IntEnum):

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.mesh import Mesh
 from pydantic import Field
-
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Candidate
-from explorer.spec.mesh import Mesh
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

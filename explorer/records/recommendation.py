@@ -5,15 +5,14 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.earlier_runs import ReusedComponents
+from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.spec.base import Frozen, is_null
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.mesh import Mesh
 from pydantic import Field
-
-from explorer.cost_model.step import MemoryParts
-from explorer.records.earlier_runs import ReusedComponents
-from explorer.records.measurement import Outcome, WholeModelMeasurement
-from explorer.records.plan import MeshPlan
-from explorer.spec.base import Frozen, is_null
-from explorer.spec.candidate import Candidate
-from explorer.spec.mesh import Mesh
 
 
 class Alternative(Frozen):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from bexp.explorer.spec.base import Frozen
 from pydantic import AwareDatetime, Field
-
-from explorer.spec.base import Frozen
 
 MAX_VERSIONS = 32
 

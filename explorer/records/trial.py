@@ -6,17 +6,16 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Self
 
+from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
 from pydantic import Field, model_validator
-
-from explorer.cost_model.collectives import is_exchange_timed
-from explorer.cost_model.components import Component
-from explorer.records.measurement import Measurement
-from explorer.records.plan import MeshRun
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
 
 
 class TrialKind(StrEnum):

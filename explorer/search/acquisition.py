@@ -14,12 +14,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
-from explorer.cost_model.components import Component
-from explorer.search.candidate_posterior import CandidatePosterior
-from explorer.search.search_state import SearchState
-from explorer.search.suggestion import Suggestion, measuring_seconds
+from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.search.candidate_posterior import CandidatePosterior
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
 
 NEGLIGIBLE = 0.03
 """A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Mask, SpaceTable
-from explorer.search.preference import smallest_position
-from explorer.search.search_state import BestCandidate, SearchState
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.candidate_table import Mask, SpaceTable
+from bexp.explorer.search.preference import smallest_position
+from bexp.explorer.search.search_state import BestCandidate, SearchState
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:

@@ -7,12 +7,11 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
-from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
-from explorer.search.candidate_throughput import CandidateThroughput
-from explorer.surrogate.blocks import sample_in_blocks
-from explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
+from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
+from bexp.explorer.search.candidate_throughput import CandidateThroughput
+from bexp.explorer.surrogate.blocks import sample_in_blocks
+from bexp.explorer.surrogate.gaussian_process import Surrogate
 
 PREDICTED_STD = 0.001
 """A component need not be measured if its uncertainty moves a candidate's micro-step by less than this share.

@@ -6,14 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import optuna
-from optuna.study import Study
-from optuna.trial import Trial as OptunaTrial
-from optuna.trial import TrialState
-
-from explorer.records.measurement import Measurement
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.optuna_sampler import CandidateSampler, ComponentSampler
-from explorer.search.optuna_trials import (
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.optuna_sampler import CandidateSampler, ComponentSampler
+from bexp.explorer.search.optuna_trials import (
     FEASIBLE,
     REASON,
     distributions,
@@ -25,9 +21,12 @@ from explorer.search.optuna_trials import (
     user_attrs,
     violation,
 )
-from explorer.search.search_state import SearchState
-from explorer.search.stock_sampler import STOCK_SAMPLERS, StockCandidateSampler
-from explorer.search.suggestion import Suggestion
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.stock_sampler import STOCK_SAMPLERS, StockCandidateSampler
+from bexp.explorer.search.suggestion import Suggestion
+from optuna.study import Study
+from optuna.trial import Trial as OptunaTrial
+from optuna.trial import TrialState
 
 CopyStudy = Callable[[str, Study], None]
 """A function that is called with a variant's study when it is opened and after each stored trial.

@@ -6,14 +6,13 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Ints, SpaceTable
-from explorer.cost_model.step import StepSeconds, combine_seconds
-from explorer.spec.request import ExplorationRequest
-from explorer.surrogate.blocks import sample_in_blocks
-from explorer.surrogate.gaussian_process import Surrogate
-from explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError
-from explorer.surrogate.whole_model_noise import WholeModelRun
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, SpaceTable
+from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.surrogate.blocks import sample_in_blocks
+from bexp.explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError
+from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-
-from explorer.records.recommendation import DividingCandidate, MemoryChoice
-from explorer.records.trial import Trial
-from explorer.search.batch_division import accumulate, nearest_batch_sizes, recommend_dividing
-from explorer.search.candidate_posterior import confidence_score
-from explorer.search.preference import smallest_position
-from explorer.search.search_state import SearchState
-from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
-from explorer.spec.candidate import Candidate
+from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.batch_division import accumulate, nearest_batch_sizes, recommend_dividing
+from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.preference import smallest_position
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
+from bexp.explorer.spec.candidate import Candidate
 
 MEMORY_LOSSES = (0.01, 0.03)
 """Shares of the fastest candidate's tokens/s for which the answer says how much memory can be saved."""

@@ -13,13 +13,13 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from explorer.cost_model.collectives import is_exchange_timed
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import LayerPart, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import LayerPart, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 Subject = tuple[ComponentKind, str | None]
 """A kind of component, and the kind of layer that it stands for, if any."""

@@ -12,14 +12,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Ints, SpaceTable
-from explorer.cost_model.components import Component
-from explorer.records.earlier_runs import EarlierRuns, ReusedComponents
-from explorer.records.event import EventCode, EventDraft
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS
-from explorer.surrogate.gaussian_process import Surrogate
-from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations, ObservationLog
+from bexp.explorer.cost_model.candidate_table import Ints, SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS
+from bexp.explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations, ObservationLog
 
 MOST_CHECKED = 2
 """Components that are measured again."""

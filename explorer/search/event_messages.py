@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.cost_model.components import ComponentKind
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.search_space import LegalSpace
-from explorer.cost_model.step import GIB
-from explorer.records.event import EventCode, EventDraft
-from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
-from explorer.records.trial import Trial
-from explorer.search.suggestion import Suggestion
-from explorer.spec.candidate import Candidate
-from explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.search_space import LegalSpace
+from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
 
 
 def variant_event(model: ExploredModel) -> EventDraft:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.records.plan import MeshAlternative, PlainMesh
-from explorer.search.plan_space import PlanSpace, RankedCandidate
-from explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.records.plan import MeshAlternative, PlainMesh
+from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
+from bexp.explorer.spec.expert_modes import ExpertMode
 
 
 def compare_expert_modes(

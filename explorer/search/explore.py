@@ -5,26 +5,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.search_space import EmptySpaceError, explored_models
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.trial import Measure, Trial
+from bexp.explorer.search.candidate_study import CopyStudy
+from bexp.explorer.search.event_messages import end_event
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.plan_search import explore_plan
+from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.pruned_space import PruneSpace, prune_space
+from bexp.explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
+from bexp.explorer.search.trial_executor import executor_of
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.search.variant_search import VariantSearch
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
 from optuna.study import Study
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.search_space import EmptySpaceError, explored_models
-from explorer.cost_model.step import memory_limit
-from explorer.records.event import Progress
-from explorer.records.recommendation import Answer, VariantAnswer
-from explorer.records.trial import Measure, Trial
-from explorer.search.candidate_study import CopyStudy
-from explorer.search.event_messages import end_event
-from explorer.search.history import TrialHistory
-from explorer.search.plan_search import explore_plan
-from explorer.search.progress_log import ProgressLog
-from explorer.search.pruned_space import PruneSpace, prune_space
-from explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
-from explorer.search.trial_executor import executor_of
-from explorer.search.variant_context import VariantContext
-from explorer.search.variant_search import VariantSearch
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
 
 
 def explore(

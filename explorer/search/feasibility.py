@@ -6,12 +6,11 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
-from explorer.cost_model.components import BlockRecompute, Component
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome
-from explorer.spec.candidate import Candidate
-from explorer.surrogate.observations import ObservationLog
+from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
+from bexp.explorer.cost_model.components import BlockRecompute, Component
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.surrogate.observations import ObservationLog
 
 BREAKING = frozenset({Outcome.CRASHED, Outcome.TIMED_OUT})
 """Outcomes that do not depend on memory, so that a recomputing block fails as well."""

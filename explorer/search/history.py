@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
-from explorer.records.trial import Trial, TrialKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.options import Budget
-from explorer.spec.variant import Variant
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.options import Budget
+from bexp.explorer.spec.variant import Variant
 
 GRACE = 2.0
 """Comparisons may use this multiple of the budget, so that every answer has them."""

@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterable
 from statistics import fmean
 
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
-from explorer.records.plan import MeshRun
-from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.plan_posterior import COMPOSITION_ERROR, Expected
-from explorer.search.plan_space import LEAST_ERROR, PlanSpace
-from explorer.search.verification import REFUTING
-from explorer.spec.mesh import Mesh
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.plan_posterior import COMPOSITION_ERROR, Expected
+from bexp.explorer.search.plan_space import LEAST_ERROR, PlanSpace
+from bexp.explorer.search.verification import REFUTING
+from bexp.explorer.spec.mesh import Mesh
 
 MOST_RUN = 6
 """The most whole models of an exploration."""

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.training import Sharding
+from bexp.explorer.spec.variant import Variant
 from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.trial import FrozenTrial, TrialState, create_trial
-
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import Trial
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.training import Sharding
-from explorer.spec.variant import Variant
 
 MEASUREMENT = "measurement"
 """User attribute: the `Measurement` of a trial, as JSON."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from explorer.cost_model.fabric_exchange import GIGA
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.step import GIB
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.measurement import Outcome
-from explorer.records.trial import Trial
-from explorer.search.event_messages import size_text
-from explorer.search.plan_space import PlanSpace
+from bexp.explorer.cost_model.fabric_exchange import GIGA
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.event_messages import size_text
+from bexp.explorer.search.plan_space import PlanSpace
 
 
 def opening(space: PlanSpace, number: int, base: MeshCandidate | None) -> Progress:

@@ -9,10 +9,9 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
-
-from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Link
-from explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.fabric_exchange import Link
+from bexp.explorer.cost_model.mesh_step import MeshStep
 
 NUM_SAMPLES = 512
 DESCRIBED_ERROR = 0.25

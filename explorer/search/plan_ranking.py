@@ -7,13 +7,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
-from explorer.search.mesh_check import MeshChecks
-from explorer.search.plan_posterior import confidence_in, sample_throughput
-from explorer.search.plan_space import PlanSpace, RankedCandidate
-from explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.plan_posterior import confidence_in, sample_throughput
+from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
+from bexp.explorer.spec.expert_modes import ExpertMode
 
 MOST_SCREENED = 4000
 """The most candidates that are ranked in one stage; of larger spaces, meshes are ranked first."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from explorer.cost_model.search_space import EmptySpaceError
-from explorer.cost_model.step import GIB, memory_limit
-from explorer.records.recommendation import Relaxation, RelaxationKind
-from explorer.search.plan_space import POLICIES, PlanSpace
-from explorer.spec.candidate import Recompute
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.options import divisors
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.sizes import named_sizes
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.search.plan_space import POLICIES, PlanSpace
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.options import divisors
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.sizes import named_sizes
+from bexp.explorer.spec.training import Sharding
 
 MOST_DEVICES = 4096
 SIZES = ("tensor", "pipeline", "expert")

@@ -5,23 +5,23 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Link
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep, reduces_late
-from explorer.cost_model.pipeline_picture import draw_pipeline
-from explorer.cost_model.token_dropping import dropped_share
-from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
-from explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
-from explorer.search.candidate_posterior import confidence_score
-from explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
-from explorer.search.mesh_check import MeshChecks
-from explorer.search.plan_space import PlanSpace, RankedCandidate
-from explorer.spec.expert_modes import ExpertMode
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.fabric_exchange import Link
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.mesh_step import MeshStep, reduces_late
+from bexp.explorer.cost_model.pipeline_picture import draw_pipeline
+from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
+from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
+from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
+from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.request import ExplorationRequest
 
 MOST_ALTERNATIVES = 5
 LINK_NAMES = {

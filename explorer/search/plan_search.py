@@ -9,26 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from explorer.cost_model.components import Component
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.search_space import EmptySpaceError
-from explorer.records.event import EventDraft, Progress, recommendation_event, render_message
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
-from explorer.records.plan import MeshRun
-from explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
-from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan, timeout_seconds
-from explorer.search.event_messages import end_event, whole_model_event
-from explorer.search.history import TrialHistory
-from explorer.search.mesh_check import MeshChecks
-from explorer.search.plan_events import blocks_event, exchange_event, opening
-from explorer.search.plan_ranking import PlanRanker, Ranking, plainness
-from explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
-from explorer.search.plan_report import recommend_plan
-from explorer.search.plan_space import PlanSpace
-from explorer.search.trial_executor import executor_of
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.records.event import EventDraft, Progress, recommendation_event, render_message
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
+from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan, timeout_seconds
+from bexp.explorer.search.event_messages import end_event, whole_model_event
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.plan_events import blocks_event, exchange_event, opening
+from bexp.explorer.search.plan_ranking import PlanRanker, Ranking, plainness
+from bexp.explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
+from bexp.explorer.search.plan_report import recommend_plan
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.trial_executor import executor_of
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
 
 SCREENINGS = 3
 """How often the whole space is ranked, each time with what has been measured until then."""
@@ -42,7 +42,7 @@ def explore_plan(
     history: Sequence[Trial],
     clock: Callable[[], float],
 ) -> Iterator[Progress]:
-    """Run a plan and yield the results step by step, as `explorer.search.explore.explore` does."""
+    """Run a plan and yield the results step by step, as `bexp.explorer.search.explore.explore` does."""
     answer = VariantAnswer(
         num_query_groups=request.model.query_groups,
         num_parameters=count_parameters(request.model),

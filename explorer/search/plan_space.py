@@ -8,24 +8,24 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any
 
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.fabric_exchange import Exchanges, Fabric
-from explorer.cost_model.measured_exchange import MeasuredExchanges, exchange_components
-from explorer.cost_model.mesh_costs import BlockCost, TogetherCost
-from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
-from explorer.cost_model.mesh_step import MeshComposer, MeshStep
-from explorer.cost_model.search_space import usable_backends
-from explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
-from explorer.cost_model.step import memory_limit, required_bytes
-from explorer.records.measurement import ComponentMeasurement
-from explorer.records.plan import MeshAlternative, MeshRun
-from explorer.search.expert_mode_choice import ExpertModeChoice
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.expert_modes import ExpertMode
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.legal_meshes import legal_meshes
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.fabric_exchange import Exchanges, Fabric
+from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges, exchange_components
+from bexp.explorer.cost_model.mesh_costs import BlockCost, TogetherCost
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
+from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
+from bexp.explorer.cost_model.search_space import usable_backends
+from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
+from bexp.explorer.cost_model.step import memory_limit, required_bytes
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.records.plan import MeshAlternative, MeshRun
+from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.legal_meshes import legal_meshes
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.request import ExplorationRequest
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""

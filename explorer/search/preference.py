@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Ints
-from explorer.search.candidate_posterior import CandidatePosterior
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.candidate_table import Floats, Ints
+from bexp.explorer.search.candidate_posterior import CandidatePosterior
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def recommended_position(posterior: CandidatePosterior, required_C: Floats, request: ExplorationRequest) -> int | None:

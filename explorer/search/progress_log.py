@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.cost_model.step import memory_limit
-from explorer.records.event import EventDraft, Progress, recommendation_event, render_message
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial
-from explorer.search.event_messages import space_event, variant_event
-from explorer.search.pruned_space import PrunedSpace
-from explorer.search.variant_context import VariantContext
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.event import EventDraft, Progress, recommendation_event, render_message
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.event_messages import space_event, variant_event
+from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 class ProgressLog:

@@ -8,14 +8,14 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 
-from explorer.cost_model.candidate_table import SpaceTable, predict_memory
-from explorer.cost_model.collectives import is_exchange_timed
-from explorer.cost_model.search_space import LegalSpace, base_candidates, enumerate_candidates
-from explorer.cost_model.step import memory_limit
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.search_space import LegalSpace, base_candidates, enumerate_candidates
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
 
 OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out only if it would not fit even with this share of its predicted activations."""

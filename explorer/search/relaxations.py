@@ -7,17 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
-from explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
-from explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
-from explorer.records.recommendation import Relaxation, RelaxationKind
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.options import BTASpec, divisors
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from bexp.explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
+from bexp.explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
+from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.options import BTASpec, divisors
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 MAX_DEVICES = 1024
 SIZES = tuple(1 << i for i in range(8, -1, -1))

@@ -6,26 +6,25 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.step import StepSeconds
-from explorer.cost_model.token_dropping import dropped_share
-from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
-from explorer.records.trial import Trial
-from explorer.search.batch_division import accumulate
-from explorer.search.candidate_posterior import confidence_score
-from explorer.search.choices import dividing_batch_sizes, memory_choices
-from explorer.search.earlier_check import describe_reused
-from explorer.search.reported_runs import describe_reported
-from explorer.search.runner_up import find_runner_up
-from explorer.search.search_state import BestCandidate, SearchState
-from explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import BackendSupport, DeviceReport
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.step import StepSeconds
+from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.batch_division import accumulate
+from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.choices import dividing_batch_sizes, memory_choices
+from bexp.explorer.search.earlier_check import describe_reused
+from bexp.explorer.search.reported_runs import describe_reported
+from bexp.explorer.search.runner_up import find_runner_up
+from bexp.explorer.search.search_state import BestCandidate, SearchState
+from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 """A vocabulary that is a multiple of the first has weight rows of 16 bytes; the second is a common padding."""

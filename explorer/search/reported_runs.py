@@ -5,13 +5,13 @@ from __future__ import annotations
 import statistics
 from collections.abc import Sequence
 
-from explorer.records.event import EventCode, EventDraft
-from explorer.records.recommendation import Recommendation
-from explorer.records.run_report import RunReport
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.reported_run import ReportedRun
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.reported_run import ReportedRun
+from bexp.explorer.spec.request import ExplorationRequest
 
 FURTHEST_OFF = 1.25
 """A run that is faster or slower than composed by more than this factor was not limited by what is composed.

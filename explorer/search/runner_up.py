@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.search.preference import recommended_position
-from explorer.search.search_state import SearchState
+from bexp.explorer.search.preference import recommended_position
+from bexp.explorer.search.search_state import SearchState
 
 MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""

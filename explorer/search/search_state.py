@@ -9,37 +9,36 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from optuna.study import Study
-
-from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
-from explorer.records.earlier_runs import EarlierRuns, ReusedComponents
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
-from explorer.search.candidate_memory import CandidateMemory, MemoryErrors
-from explorer.search.candidate_posterior import (
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
+from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
+from bexp.explorer.search.candidate_posterior import (
     CandidatePosterior,
     compute_posterior,
     find_contenders,
     missing_components,
     wanted_components,
 )
-from explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
-from explorer.search.earlier_check import ComponentReuse, choose_check
-from explorer.search.feasibility import Failures
-from explorer.search.optuna_trials import read_measurement
-from explorer.search.preference import recommended_position
-from explorer.search.reported_runs import peak_factor
-from explorer.search.suggestion import Suggestion
-from explorer.search.whole_model_runs import WholeModelRuns
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.reported_run import ReportedRun
-from explorer.spec.request import ExplorationRequest
-from explorer.surrogate.ageing import age_run
-from explorer.surrogate.gaussian_process import Surrogate
-from explorer.surrogate.observations import ObservationLog
-from explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
+from bexp.explorer.search.candidate_throughput import NUM_SAMPLES, CandidateThroughput
+from bexp.explorer.search.earlier_check import ComponentReuse, choose_check
+from bexp.explorer.search.feasibility import Failures
+from bexp.explorer.search.optuna_trials import read_measurement
+from bexp.explorer.search.preference import recommended_position
+from bexp.explorer.search.reported_runs import peak_factor
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.search.whole_model_runs import WholeModelRuns
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.reported_run import ReportedRun
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.surrogate.ageing import age_run
+from bexp.explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.surrogate.observations import ObservationLog
+from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
+from optuna.study import Study
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.

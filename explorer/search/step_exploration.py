@@ -11,25 +11,24 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Literal
 
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.step import memory_limit, required_bytes, static_parts
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.step_timings import StepTimings, mean_and_error
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE, Budget
+from bexp.explorer.spec.parts import ExploredModel, ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
+from bexp.explorer.spec.training import OptimizerSpec, TrainingSpec
 from pydantic import Field
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.step import memory_limit, required_bytes, static_parts
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.candidate_posterior import confidence_score
-from explorer.search.explore import explore
-from explorer.search.pruned_space import PrunedSpace, prune_space
-from explorer.search.step_timings import StepTimings, mean_and_error
-from explorer.spec.base import Frozen
-from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType
-from explorer.spec.options import MAX_MICRO_BATCH_SIZE, Budget
-from explorer.spec.parts import ExploredModel, ModelParts, Part
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import LOCAL, OWN_ATTENTION
-from explorer.spec.training import OptimizerSpec, TrainingSpec
 
 PASSES = 3
 """Forward and backward take about three times the operations of the forward pass."""

@@ -3,7 +3,7 @@
 The search interpolates between sizes. If timings scatter, or a step does not scale as blocks of layers do, it can take
 a measured difference for noise. Its answer is therefore checked against the timings alone: each size has a speed of its
 own, of which nothing is known beforehand. How much two measurements of a size differ beyond their repeats is learnt
-from sizes that were measured again; its prior is that of the search (`explorer.surrogate.hyperparameters`).
+from sizes that were measured again; its prior is that of the search (`bexp.explorer.surrogate.hyperparameters`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats
-from explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
+from bexp.explorer.cost_model.candidate_table import Floats
+from bexp.explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
 
 NUM_SAMPLES = 4096
 FEW_REPEATS_ERROR = 0.1

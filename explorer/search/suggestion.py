@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, SpaceTable
-from explorer.cost_model.components import Component
-from explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.surrogate.gaussian_process import Surrogate
 
 TRIAL_OVERHEAD_SECONDS = 0.15
 """Seconds to build and warm up one component."""

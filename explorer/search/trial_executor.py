@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 
-from explorer.records.measurement import Measurement
-from explorer.records.trial import Measure, TrialPlan
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import Measure, TrialPlan
 
 
 class TrialExecutor(ABC):

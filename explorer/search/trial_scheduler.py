@@ -6,15 +6,15 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import GIB
-from explorer.records.measurement import Measurement, Outcome, judge
-from explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
-from explorer.search.candidate_study import AskedTrial, CandidateStudy
-from explorer.search.search_state import SearchState
-from explorer.search.suggestion import Suggestion, split_suggestion
-from explorer.search.variant_context import VariantContext
-from explorer.spec.candidate import Candidate
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.records.measurement import Measurement, Outcome, judge
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
+from bexp.explorer.search.candidate_study import AskedTrial, CandidateStudy
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion, split_suggestion
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.spec.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True)

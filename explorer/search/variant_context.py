@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from explorer.records.trial import Trial
-from explorer.search.candidate_study import CopyStudy
-from explorer.search.history import TrialHistory
-from explorer.search.trial_executor import TrialExecutor
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.variant import Variant
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.candidate_study import CopyStudy
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,38 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterator
 
-from explorer.records.event import Progress
-from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.candidate_study import CandidateStudy, make_sampler
-from explorer.search.choices import find_dividing
-from explorer.search.earlier_check import ignored_event
-from explorer.search.event_messages import (
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.candidate_study import CandidateStudy, make_sampler
+from bexp.explorer.search.choices import find_dividing
+from bexp.explorer.search.earlier_check import ignored_event
+from bexp.explorer.search.event_messages import (
     answer_changed_event,
     base_event,
     no_base_event,
     trial_event,
     whole_model_event,
 )
-from explorer.search.progress_log import ProgressLog
-from explorer.search.pruned_space import PrunedSpace
-from explorer.search.relaxations import SmallestCandidate
-from explorer.search.report import (
+from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.relaxations import SmallestCandidate
+from bexp.explorer.search.report import (
     References,
     best_stock,
     build_recommendation,
     largest_untiled,
     largest_without_recompute,
 )
-from explorer.search.reported_runs import peak_factor, reported_event
-from explorer.search.search_state import SearchState
-from explorer.search.suggestion import Suggestion
-from explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
-from explorer.search.variant_context import VariantContext
-from explorer.search.verification import NextCheck, WholeModels, next_comparison
-from explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
-from explorer.spec.candidate import Candidate
+from bexp.explorer.search.reported_runs import peak_factor, reported_event
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.search.verification import NextCheck, WholeModels, next_comparison
+from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
+from bexp.explorer.spec.candidate import Candidate
 
 MOST_COMPARISONS = 6
 """The most trials in a row for the answer's comparisons. Each measures what another needs, or finds that it cannot."""

@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
-from explorer.records.recommendation import RunnerUpCheck
-from explorer.records.trial import Trial
-from explorer.search.choices import promising_row
-from explorer.search.history import TrialHistory
-from explorer.search.report import best_stock, largest_untiled
-from explorer.search.runner_up import find_above_limit, find_runner_up
-from explorer.search.search_state import BestCandidate, SearchState
-from explorer.search.suggestion import Suggestion, measuring_seconds
-from explorer.search.whole_model_check import check_whole_model, compare_whole_run
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
+from bexp.explorer.records.recommendation import RunnerUpCheck
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.choices import promising_row
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.report import best_stock, largest_untiled
+from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
+from bexp.explorer.search.search_state import BestCandidate, SearchState
+from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
+from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
 
 ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from explorer.cost_model.step import StepSeconds, combine_seconds
-from explorer.records.measurement import Outcome, WholeModelMeasurement
-from explorer.records.recommendation import WholeModelCheck
-from explorer.records.trial import Trial, TrialKind, count_processes
-from explorer.search.search_state import SearchState
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
+from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.explorer.records.recommendation import WholeModelCheck
+from bexp.explorer.records.trial import Trial, TrialKind, count_processes
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def compare_whole_run(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from explorer.surrogate.whole_model_noise import WholeModelRun
+from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
 
 
 class WholeModelRuns:

@@ -10,9 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
+from bexp.explorer.spec.base import Frozen
 from pydantic import Field
-
-from explorer.spec.base import Frozen
 
 LayoutName = Literal["ring", "striped", "zigzag"]
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from explorer.spec.base import RuleError
-from explorer.spec.context_parallel import refuse_layout
-from explorer.spec.execution import Execution
-from explorer.spec.legal_meshes import check_sizes, schedules_of
-from explorer.spec.target import BEXP
-from explorer.spec.training import Sharding
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.context_parallel import refuse_layout
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.legal_meshes import check_sizes, schedules_of
+from bexp.explorer.spec.target import BEXP
+from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
-    from explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.request import ExplorationRequest
 
 
 def check_sharing(request: ExplorationRequest) -> None:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from explorer.spec.base import RuleError
-from explorer.spec.candidate import Recompute, check_number
-from explorer.spec.execution import Execution, Kernels
-from explorer.spec.target import BEXP, TRANSFORMERS
-from explorer.spec.training import Sharding
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.candidate import Recompute, check_number
+from bexp.explorer.spec.execution import Execution, Kernels
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
-    from explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.request import ExplorationRequest
 
 
 def check_kernels(request: ExplorationRequest) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from bexp.explorer.spec.base import Frozen, RuleError
+from bexp.explorer.spec.sizes import Sizes, named_sizes
 from pydantic import Field
 
-from explorer.spec.base import Frozen, RuleError
-from explorer.spec.sizes import Sizes, named_sizes
-
 if TYPE_CHECKING:
-    from explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.request import ExplorationRequest
 
 Degree = Annotated[int, Field(ge=2, le=32)]
 OVERLAP_DEGREES = (2, 4, 8)

@@ -5,15 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from explorer.spec.base import RuleError
-from explorer.spec.mesh import MOST_VIRTUAL_STAGES, PLAN_SIZES, Mesh, Schedule
-from explorer.spec.options import divisors
-from explorer.spec.sizes import Sizes, named_sizes, nearest_sizes
-from explorer.spec.training import Sharding
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.mesh import MOST_VIRTUAL_STAGES, PLAN_SIZES, Mesh, Schedule
+from bexp.explorer.spec.options import divisors
+from bexp.explorer.spec.sizes import Sizes, named_sizes, nearest_sizes
+from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
-    from explorer.spec.model import ModelSpec
-    from explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.model import ModelSpec
+    from bexp.explorer.spec.request import ExplorationRequest
 
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:

@@ -10,19 +10,18 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.expert_modes import ExpertMode, ExpertModes
+from bexp.explorer.spec.sizes import Sizes, named_sizes
+from bexp.explorer.spec.training import Sharding
 from pydantic import Field
-
-from explorer.spec.base import Frozen
-from explorer.spec.expert_modes import ExpertMode, ExpertModes
-from explorer.spec.sizes import Sizes, named_sizes
-from explorer.spec.training import Sharding
 
 MOST_VIRTUAL_STAGES = 8
 """The most stages of one rank that `explore` tries."""
 
 
 class Schedule(StrEnum):
-    """In which order the stages of a pipeline run: see `explorer.cost_model.pipeline_order`."""
+    """In which order the stages of a pipeline run: see `bexp.explorer.cost_model.pipeline_order`."""
 
     ONE_F_ONE_B = "1f1b"
     INTERLEAVED = "interleaved"

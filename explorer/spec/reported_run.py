@@ -5,10 +5,9 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Candidate
 from pydantic import Field
-
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Candidate
 
 
 class ReportedRun(Frozen):

@@ -5,19 +5,18 @@ from __future__ import annotations
 import re
 from typing import Any, Self
 
+from bexp.explorer.spec.candidate import Candidate, Recompute, distinct_policies
+from bexp.explorer.spec.context_parallel import ALONE, Sharing
+from bexp.explorer.spec.device_rules import find_sharing_problem
+from bexp.explorer.spec.execution import Execution, Kernels
+from bexp.explorer.spec.model import ModelSpec, MoESpec
+from bexp.explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
+from bexp.explorer.spec.request_fields import RequestFields
+from bexp.explorer.spec.request_rules import MESH_RULES, RULES
+from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS
+from bexp.explorer.spec.training import Sharding
+from bexp.explorer.spec.variant import Variant
 from pydantic import model_validator
-
-from explorer.spec.candidate import Candidate, Recompute, distinct_policies
-from explorer.spec.context_parallel import ALONE, Sharing
-from explorer.spec.device_rules import find_sharing_problem
-from explorer.spec.execution import Execution, Kernels
-from explorer.spec.model import ModelSpec, MoESpec
-from explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
-from explorer.spec.request_fields import RequestFields
-from explorer.spec.request_rules import MESH_RULES, RULES
-from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS
-from explorer.spec.training import Sharding
-from explorer.spec.variant import Variant
 
 
 class ExplorationRequest(RequestFields):

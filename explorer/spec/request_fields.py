@@ -4,17 +4,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from pydantic import AliasChoices, Field, field_validator, model_validator
-
-from explorer.spec.base import Frozen, is_null
-from explorer.spec.candidate import Recompute
-from explorer.spec.context_parallel import ContextParallelSpec
-from explorer.spec.execution import Execution, Kernels
-from explorer.spec.fabric import FabricSpec, expand_fabric
-from explorer.spec.labels import Labels
-from explorer.spec.mesh import ParallelismSpec
-from explorer.spec.model import CapacityFactor, ModelSpec
-from explorer.spec.options import (
+from bexp.explorer.spec.base import Frozen, is_null
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.context_parallel import ContextParallelSpec
+from bexp.explorer.spec.execution import Execution, Kernels
+from bexp.explorer.spec.fabric import FabricSpec, expand_fabric
+from bexp.explorer.spec.labels import Labels
+from bexp.explorer.spec.mesh import ParallelismSpec
+from bexp.explorer.spec.model import CapacityFactor, ModelSpec
+from bexp.explorer.spec.options import (
     BackendName,
     BTASpec,
     Budget,
@@ -22,16 +20,17 @@ from explorer.spec.options import (
     MicroBatch,
     MicroBatchChoice,
 )
-from explorer.spec.routing import RoutingSpec
-from explorer.spec.shorthands import (
+from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.spec.shorthands import (
     expand_capacity_factors,
     expand_execution,
     expand_parallelism,
     expand_query_groups,
     expand_sharding,
 )
-from explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
-from explorer.spec.training import Sharding, TrainingSpec
+from bexp.explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
+from bexp.explorer.spec.training import Sharding, TrainingSpec
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
 MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
 MAX_POLICIES = 32

@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 NOT_ASKED = {"labels", "fresh", "notices", "budget", "target"}
 """Fields that do not say what is asked. The budget says how well it must be known, which is judged by the answer."""

@@ -8,29 +8,29 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from explorer.spec.base import RuleError
-from explorer.spec.device_rules import check_mesh, check_parallelism, check_sharding, check_sharing
-from explorer.spec.execution import Kernels
-from explorer.spec.execution_rules import (
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.device_rules import check_mesh, check_parallelism, check_sharding, check_sharing
+from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.execution_rules import (
     check_executions,
     check_kernels,
     check_numbered_policies,
     check_policies,
     check_policies_of_mode,
 )
-from explorer.spec.expert_modes import check_expert_modes
-from explorer.spec.legal_meshes import check_meshes
-from explorer.spec.space_rules import (
+from bexp.explorer.spec.expert_modes import check_expert_modes
+from bexp.explorer.spec.legal_meshes import check_meshes
+from bexp.explorer.spec.space_rules import (
     check_combinations,
     check_largest_tile,
     check_micro_batch_sizes,
     check_policies_of_tiles,
     check_tiles,
 )
-from explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 if TYPE_CHECKING:
-    from explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.request import ExplorationRequest
 
 
 def check_model_of_target(request: ExplorationRequest) -> None:

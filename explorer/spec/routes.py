@@ -6,9 +6,8 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
-
-from explorer.spec.model import MoESpec
-from explorer.spec.routing import RoutingSpec
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.routing import RoutingSpec
 
 _MIN_DRAWN_TOKENS = 1 << 12
 _MAX_DRAWN_TOKENS = 1 << 16

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
+from bexp.explorer.spec.base import Frozen, RuleError
+from bexp.explorer.spec.model import MAX_EXPERTS, MoESpec
 from pydantic import Field, model_validator
-
-from explorer.spec.base import Frozen, RuleError
-from explorer.spec.model import MAX_EXPERTS, MoESpec
 
 
 class RoutingSpec(Frozen):

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.spec.base import RuleError
-from explorer.spec.execution import Execution
-from explorer.spec.target import BEXP
-from explorer.spec.training import Sharding
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.target import BEXP
+from bexp.explorer.spec.training import Sharding
 
 
 def expand_query_groups(data: dict[str, Any]) -> dict[str, Any]:

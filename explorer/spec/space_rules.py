@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from explorer.spec.base import RuleError
+from bexp.explorer.spec.base import RuleError
 
 if TYPE_CHECKING:
-    from explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.request import ExplorationRequest
 
 MAX_COMBINATIONS = 3072
 """The most combinations of micro-batch, tile and recomputation; back ends multiply them by about ten."""

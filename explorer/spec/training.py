@@ -5,10 +5,9 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.model import DType
 from pydantic import Field, field_validator
-
-from explorer.spec.base import Frozen
-from explorer.spec.model import DType
 
 
 class Sharding(StrEnum):

@@ -21,9 +21,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats
-from explorer.cost_model.components import Component
+from bexp.explorer.cost_model.candidate_table import Floats
+from bexp.explorer.cost_model.components import Component
 
 KIND_STD = 0.7
 BACKEND_STD = 0.35

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, SpaceTable
-from explorer.cost_model.collectives import FORWARD_SHARES
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
+from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
+from bexp.explorer.cost_model.collectives import FORWARD_SHARES
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
 HOST_STD_RUN = 0.1
 HOST_STD_NEAR = 0.15

@@ -1,8 +1,8 @@
 """The posterior of every component's seconds and bytes, given those that were measured.
 
 Seconds are modelled by a Gaussian process over the logarithm of measured over roofline seconds, one for each kind of
-component (`explorer.surrogate.covariance`). Its hyperparameters, noise included, are learnt with it
-(`explorer.surrogate.hyperparameters`). Each posterior sample has hyperparameters of its own, drawn from their
+component (`bexp.explorer.surrogate.covariance`). Its hyperparameters, noise included, are learnt with it
+(`bexp.explorer.surrogate.hyperparameters`). Each posterior sample has hyperparameters of its own, drawn from their
 posterior. It is computed by Matheron's rule (Wilson et al., 2020, arXiv:2002.09309) from prior samples that are drawn
 once a job, so a refit costs one solve in the number of measurements.
 """
@@ -13,17 +13,16 @@ import copy
 from collections.abc import Iterable, Mapping
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, predict_component_table
-from explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.roofline import predict_component_seconds
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.hardware import HardwareSpec
-from explorer.surrogate.covariance import Covariance
-from explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
-from explorer.surrogate.hyperparameters import Evidence, HyperparameterPosterior, Hyperparameters
-from explorer.surrogate.observations import ComponentObservations
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, predict_component_table
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.surrogate.covariance import Covariance
+from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
+from bexp.explorer.surrogate.hyperparameters import Evidence, HyperparameterPosterior, Hyperparameters
+from bexp.explorer.surrogate.observations import ComponentObservations
 
 JITTER = 1e-10
 

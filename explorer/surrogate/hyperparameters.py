@@ -23,10 +23,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats, Ints, Mask
-from explorer.surrogate.covariance import Covariance
-from explorer.surrogate.observations import ComponentObservations
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask
+from bexp.explorer.surrogate.covariance import Covariance
+from bexp.explorer.surrogate.observations import ComponentObservations
 
 RUN_MEDIAN = {"cuda": 0.006, "cpu": 0.05}
 OWN_MEDIAN = {"cuda": 0.01, "cpu": 0.02}

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement
 
 SHORTEST_SECONDS = 1e-9  # the least that a clock can show
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-
-from explorer.cost_model.candidate_table import Floats
+from bexp.explorer.cost_model.candidate_table import Floats
 
 RUN_STD = {"cuda": 0.001, "cpu": 0.01}
 """Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks."""

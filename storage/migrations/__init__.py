@@ -1,1 +1,1 @@
-"""Alembic migrations of the tables; `storage.schema.upgrade` runs them."""
+"""Alembic migrations of the tables; `bexp.storage.schema.upgrade` runs them."""

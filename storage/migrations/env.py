@@ -1,9 +1,8 @@
 """The script that Alembic runs. The caller passes its connection."""
 
 from alembic import context
-
-from storage.schema import VERSION_TABLE, include_name
-from storage.tables import metadata
+from bexp.storage.schema import VERSION_TABLE, include_name
+from bexp.storage.tables import metadata
 
 context.configure(
     connection=context.config.attributes["connection"],

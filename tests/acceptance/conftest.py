@@ -53,7 +53,7 @@ class Machine:
         number = len(self._started)
         with (self.folder / f"{number}.out").open("w") as out, (self.folder / f"{number}.err").open("w") as err:
             process = subprocess.Popen(
-                [sys.executable, "-P", "-m", "api.cli", *map(str, arguments)],
+                [sys.executable, "-P", "-m", "bexp.api.cli", *map(str, arguments)],
                 cwd=self.folder,
                 env=self.environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
                 stdin=subprocess.DEVNULL,
@@ -125,7 +125,7 @@ def wait_for(condition: Callable[[], bool], seconds: float, what: str) -> None:
 
 def profilers_of(process: psutil.Process) -> list[psutil.Process]:
     """The profiler processes below `process`."""
-    return [child for child in process.children(recursive=True) if "workers.profiler" in command_of(child)]
+    return [child for child in process.children(recursive=True) if "bexp.workers.profiler" in command_of(child)]
 
 
 def command_of(process: psutil.Process) -> list[str]:

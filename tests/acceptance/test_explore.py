@@ -10,15 +10,15 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.schema import upgrade
 
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.jobs import JobState
-from storage.listing import list_jobs
-from storage.queue import Queue
-from storage.schema import upgrade
 from tests.acceptance.conftest import TINY, Machine, await_gone, command_of, profilers_of, wait_for
 from tests.bexp.test_child_process import write_hostile_packages
 
@@ -118,7 +118,7 @@ def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
     command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
-    (worker,) = (child for child in children if {"workers", "cpu"} <= set(command_of(child)))
+    (worker,) = (child for child in children if {"bexp.workers", "cpu"} <= set(command_of(child)))
     worker.kill()
     assert command.wait(300) == 3
     assert "bexp: the embedded worker was ended by SIGKILL" in machine.err(command)

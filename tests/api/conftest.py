@@ -9,16 +9,16 @@ from dataclasses import dataclass, replace
 
 import pytest
 import uvicorn
+from bexp.api.app import create_app
+from bexp.api.connections import ConnectionLimits, guarded_protocol
+from bexp.api.serve import Server, bind
+from bexp.api.settings import ServiceSettings
+from bexp.storage.database import Database
+from bexp.storage.jobs import Job
+from bexp.storage.leases import Lease
+from bexp.storage.queue import Queue
 from fastapi.testclient import TestClient
 
-from api.app import create_app
-from api.connections import ConnectionLimits, guarded_protocol
-from api.serve import Server, bind
-from api.settings import ServiceSettings
-from storage.database import Database
-from storage.jobs import Job
-from storage.leases import Lease
-from storage.queue import Queue
 from tests.contracts.samples import make_report, make_request
 
 GRACE_SECONDS = 100

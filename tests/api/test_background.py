@@ -12,17 +12,17 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from bexp.api.app import create_app
+from bexp.api.background import Beat, Supervisor
+from bexp.api.examples import REQUEST
+from bexp.api.routes import explorations
+from bexp.api.settings import ServiceSettings
+from bexp.storage.database import Database, DatabaseLimits, open_database
+from bexp.storage.events import read_last_seqs
+from bexp.storage.jobs import Job
+from bexp.storage.queue import Queue
 from fastapi.testclient import TestClient
 
-from api.app import create_app
-from api.background import Beat, Supervisor
-from api.examples import REQUEST
-from api.routes import explorations
-from api.settings import ServiceSettings
-from storage.database import Database, DatabaseLimits, open_database
-from storage.events import read_last_seqs
-from storage.jobs import Job
-from storage.queue import Queue
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 
@@ -70,7 +70,7 @@ def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
         supervisor.start("hang", hang, interval_seconds=1.0)
         now = time.monotonic()
-        monkeypatch.setattr("api.background.time.monotonic", lambda: now + 12.0)
+        monkeypatch.setattr("bexp.api.background.time.monotonic", lambda: now + 12.0)
         try:
             return supervisor.find_trouble()
         finally:
@@ -91,7 +91,7 @@ def test_events_go_on_after_a_pool_of_connections_was_exhausted(
             raise faults.pop()
         return read_last_seqs(database, job_ids)
 
-    monkeypatch.setattr("api.streams.read_last_seqs", fail_twice)
+    monkeypatch.setattr("bexp.api.streams.read_last_seqs", fail_twice)
 
     def cancel() -> None:
         wait_until(lambda: feed.num_watchers > 0)
@@ -119,7 +119,7 @@ def test_ready_reports_a_background_task_that_failed(client: TestClient, monkeyp
 def impatient(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[TestClient]:
     """An application that does not wait long for a lock."""
     limits = DatabaseLimits(lock=SHORT.lock)
-    monkeypatch.setattr("api.service.open_database", lambda url, _: open_database(url, limits))
+    monkeypatch.setattr("bexp.api.service.open_database", lambda url, _: open_database(url, limits))
     settings = ServiceSettings(sqlite_url, waiting_check_seconds=60.0)
     with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
         yield client

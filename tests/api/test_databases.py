@@ -5,18 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import sqlalchemy as sa
+from bexp.api.app import create_app
+from bexp.api.examples import REQUEST
+from bexp.api.housekeeping import TERM
+from bexp.api.settings import ServiceSettings
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.leaders import HOUSEKEEPER, hold_role
+from bexp.storage.queue import Queue
+from bexp.storage.schema import VERSION_TABLE
+from bexp.storage.tables import leaders
 from fastapi.testclient import TestClient
 
-from api.app import create_app
-from api.examples import REQUEST
-from api.housekeeping import TERM
-from api.settings import ServiceSettings
-from storage.database import Database
-from storage.jobs import JobState
-from storage.leaders import HOUSEKEEPER, hold_role
-from storage.queue import Queue
-from storage.schema import VERSION_TABLE
-from storage.tables import leaders
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_report

@@ -7,8 +7,7 @@ import time
 from typing import Any
 
 import pytest
-
-from api.deadlines import DeadlineMiddleware
+from bexp.api.deadlines import DeadlineMiddleware
 
 SECONDS = 0.01
 

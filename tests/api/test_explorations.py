@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from bexp.api.examples import REQUEST
+from bexp.storage.jobs import Job, JobState
+from bexp.storage.leases import Lease
+from bexp.storage.queue import Queue
+from bexp.storage.tables import jobs
 from fastapi.testclient import TestClient
 
-from api.examples import REQUEST
-from storage.jobs import Job, JobState
-from storage.leases import Lease
-from storage.queue import Queue
-from storage.tables import jobs
 from tests.api.conftest import Served, wait_until
 from tests.api.problems import assert_problem
 from tests.api.test_logs import follow
@@ -111,7 +111,7 @@ def test_no_list_and_no_event_reads_a_stored_document(
     def refuse(*_: object) -> None:
         raise AssertionError("a stored document is parsed")
 
-    monkeypatch.setattr("storage.jobs.job_from_row", refuse)
+    monkeypatch.setattr("bexp.storage.jobs.job_from_row", refuse)
     (item,) = client.get(EXPLORATIONS).json()["items"]
     assert (item["model"], item["micro_batch_size"], item["confidence"]) == ("tiny", 1, 45)
     here = f"{EXPLORATIONS}/{lease.job_id}"

@@ -7,21 +7,21 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
+from bexp.api import housekeeping
+from bexp.api.app import create_app
+from bexp.api.housekeeping import Housekeeper
+from bexp.api.settings import ServiceSettings
+from bexp.explorer.records.event import EventCode
+from bexp.storage.audit import KEEP_AUDIT, read_audit
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState
+from bexp.storage.leaders import HOUSEKEEPER, hold_role
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.tables import audit, jobs, leaders
 from fastapi.testclient import TestClient
 
-from api import housekeeping
-from api.app import create_app
-from api.housekeeping import Housekeeper
-from api.settings import ServiceSettings
-from explorer.records.event import EventCode
-from storage.audit import KEEP_AUDIT, read_audit
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState
-from storage.leaders import HOUSEKEEPER, hold_role
-from storage.listing import JobFilter, list_jobs
-from storage.queue import Queue
-from storage.tables import audit, jobs, leaders
 from tests.contracts.samples import make_request
 
 

@@ -12,15 +12,15 @@ from typing import Any
 
 import httpx
 import pytest
+from bexp.api.settings import ServiceSettings
+from bexp.explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
+from bexp.storage.database import Database
+from bexp.storage.events import read_events, read_last_seqs
+from bexp.storage.jobs import Job, JobState
+from bexp.storage.leases import Lease
+from bexp.storage.queue import Queue
 from fastapi.testclient import TestClient
 
-from api.settings import ServiceSettings
-from explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
-from storage.database import Database
-from storage.events import read_events, read_last_seqs
-from storage.jobs import Job, JobState
-from storage.leases import Lease
-from storage.queue import Queue
 from tests.api.conftest import GRACE_SECONDS, Served, wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_recommendation
@@ -212,8 +212,8 @@ def test_watchers_of_one_job_share_its_polls_and_its_pages(
     for thread in threads:
         thread.start()
     wait_until(lambda: served.num_watchers == 8)
-    monkeypatch.setattr("api.streams.read_last_seqs", count_polls)
-    monkeypatch.setattr("api.streams.read_events", count_reads)
+    monkeypatch.setattr("bexp.api.streams.read_last_seqs", count_polls)
+    monkeypatch.setattr("bexp.api.streams.read_events", count_reads)
     start = time.monotonic()
     wait_until(lambda: len(polled) >= 10)
     assert len(polled) <= (time.monotonic() - start) / settings.poll_seconds + 2, "one in a tick, however many watch"

@@ -4,13 +4,12 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
+from bexp.api import administration, examples, resources
+from bexp.api.problems import Problem
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
 from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter
-
-from api import administration, examples, resources
-from api.problems import Problem
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
 
 
 def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

@@ -13,21 +13,21 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from bexp.api import tokens as api_tokens
+from bexp.api.app import create_app
+from bexp.api.examples import REQUEST
+from bexp.api.rate_limits import BURST_SECONDS, MAX_KEYS, RateLimiter, address_key
+from bexp.api.settings import ServiceSettings
+from bexp.storage.audit import Action, read_audit
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.owners import ALL_SCOPES, USUAL_SCOPES, Scope
+from bexp.storage.queue import Queue
+from bexp.storage.quotas import Quota, set_quota
+from bexp.storage.tables import tokens
+from bexp.storage.tokens import create_token, revoke_token, verify_token
 from fastapi.testclient import TestClient
 
-import api.tokens
-from api.app import create_app
-from api.examples import REQUEST
-from api.rate_limits import BURST_SECONDS, MAX_KEYS, RateLimiter, address_key
-from api.settings import ServiceSettings
-from storage.audit import Action, read_audit
-from storage.database import Database
-from storage.jobs import JobState
-from storage.owners import ALL_SCOPES, USUAL_SCOPES, Scope
-from storage.queue import Queue
-from storage.quotas import Quota, set_quota
-from storage.tables import tokens
-from storage.tokens import create_token, revoke_token, verify_token
 from tests.api.conftest import Served, wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress
@@ -148,7 +148,7 @@ def test_a_token_is_looked_up_once_for_many_requests(
         asked.append(secret)
         return verify_token(database, secret)
 
-    monkeypatch.setattr(api.tokens, "verify_token", count)
+    monkeypatch.setattr(api_tokens, "verify_token", count)
     app = create_app(replace(settings, require_token=True, token_check_seconds=60.0))
     headers = header(sqlite_database, "a")
     with TestClient(app, base_url="http://bexp.example.org") as client:
@@ -240,7 +240,7 @@ def test_a_token_has_a_limited_number_of_streams_and_all_leave_room_for_requests
 def test_requests_above_the_rate_get_429(
     settings: ServiceSettings, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("api.service.RateLimiter", partial(RateLimiter, clock=lambda: 100.0))
+    monkeypatch.setattr("bexp.api.service.RateLimiter", partial(RateLimiter, clock=lambda: 100.0))
     app = create_app(replace(settings, require_token=True, token_rate=1.0, address_rate=2.0))
     a, b = header(sqlite_database, "a"), header(sqlite_database, "b")
     with TestClient(app, base_url="http://bexp.example.org") as client:

@@ -11,16 +11,16 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from bexp.api import streams
+from bexp.api.app import create_app
+from bexp.api.examples import REQUEST
+from bexp.api.routes import explorations
+from bexp.api.settings import ServiceSettings
+from bexp.storage.database import Database, DatabaseLimits, open_database
+from bexp.storage.events import read_last_seqs
+from bexp.storage.queue import Queue
 from fastapi.testclient import TestClient
 
-from api import streams
-from api.app import create_app
-from api.examples import REQUEST
-from api.routes import explorations
-from api.settings import ServiceSettings
-from storage.database import Database, DatabaseLimits, open_database
-from storage.events import read_last_seqs
-from storage.queue import Queue
 from tests.api.conftest import wait_until
 from tests.contracts.samples import make_progress, make_report, make_request
 from tests.contracts.test_notifications import end_listeners
@@ -62,7 +62,7 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
         wait_until(lambda: feed._watches[job.id].last_seq == 3)
         wait_until(lambda: feed.num_watchers == 1)
         with monkeypatch.context() as silent:  # an event is written while nothing is told
-            silent.setattr("storage.events.notify_events", lambda *_: None)
+            silent.setattr("bexp.storage.events.notify_events", lambda *_: None)
             work.record(claim.lease, make_progress(1))
         assert is_quiet()
         assert feed._watches[job.id].last_seq == 3
@@ -97,7 +97,7 @@ def test_the_api_opens_no_more_connections_than_its_budget(
     monkeypatch.setattr(explorations, "list_jobs", list_slowly)
     patient = timedelta(seconds=60)
     monkeypatch.setattr(
-        "api.service.open_database", lambda url, limits: open_database(url, replace(limits, pool=patient))
+        "bexp.api.service.open_database", lambda url, limits: open_database(url, replace(limits, pool=patient))
     )
     app = create_app(ServiceSettings(postgresql_url, answer_seconds=60.0))
     with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(40) as pool:

@@ -1,16 +1,16 @@
 from __future__ import annotations
 
 import pytest
+from bexp.api import exports as api_exports
+from bexp.explorer.exports.exploration import Exploration, ExportError
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
+from bexp.explorer.records.trial import Trial
+from bexp.storage.jobs import Job, JobState
+from bexp.storage.leases import Lease
+from bexp.storage.queue import Queue
 from fastapi.testclient import TestClient
 
-import api.exports
-from explorer.exports.exploration import Exploration, ExportError
-from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
-from explorer.records.trial import Trial
-from storage.jobs import Job, JobState
-from storage.leases import Lease
-from storage.queue import Queue
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_recommendation, make_request, make_trial
 from tests.contracts.test_reuse import add_worker, measure
@@ -80,7 +80,7 @@ def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
         exported.append(found)
         raise ExportError("nothing")
 
-    monkeypatch.setattr(api.exports, "export", export)
+    monkeypatch.setattr(api_exports, "export", export)
     first = measure(queue)
     add_worker(queue.database)
     second, _ = queue.enqueue(make_request())

@@ -11,17 +11,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-
-from api.examples import REQUEST
-from api.serve import HOW_TO_ADMIT, ServeError, bind
-from storage.database import open_database
-from storage.schema import upgrade
-from storage.tokens import create_token
+from bexp.api.examples import REQUEST
+from bexp.api.serve import HOW_TO_ADMIT, ServeError, bind
+from bexp.storage.database import open_database
+from bexp.storage.schema import upgrade
+from bexp.storage.tokens import create_token
 
 SCRIPT = """\
 import sys
-from api.serve import serve
-from api.settings import ServiceSettings
+from bexp.api.serve import serve
+from bexp.api.settings import ServiceSettings
 host, url = sys.argv[1:]
 serve(ServiceSettings(url), host, 0, on_ready=lambda url: print(url, flush=True))
 """
@@ -82,7 +81,7 @@ def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> No
     upgrade(database)
     secret = create_token(database, "test")
     database.dispose()
-    command = [sys.executable, "-m", "api.cli", "serve", "--port", "0", "--require-token"]
+    command = [sys.executable, "-m", "bexp.api.cli", "serve", "--port", "0", "--require-token"]
     environment = os.environ | {"BEXP_DATABASE_URL": database_url}
     root = Path(__file__).parents[2]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=root, env=environment) as process:

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
+from bexp.api.web.assets import CONTENT_SECURITY_POLICY, read_assets
+from bexp.api.web.report import render_report
 from fastapi.testclient import TestClient
-
-from api.web.assets import CONTENT_SECURITY_POLICY, read_assets
-from api.web.report import render_report
 
 
 @pytest.mark.parametrize(

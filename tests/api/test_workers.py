@@ -7,15 +7,15 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.storage.jobs import JobState
+from bexp.storage.leases import Lease
+from bexp.storage.queue import Queue
+from bexp.storage.tables import workers
+from bexp.storage.workers import WorkerInfo, register_worker
 from fastapi.testclient import TestClient
 
-from explorer.records.event import Progress
-from explorer.records.recommendation import Answer, VariantAnswer
-from storage.jobs import JobState
-from storage.leases import Lease
-from storage.queue import Queue
-from storage.tables import workers
-from storage.workers import WorkerInfo, register_worker
 from tests.contracts.samples import make_recommendation, make_report, make_request
 
 EXPLORATIONS = "/v1/explorations"

@@ -5,17 +5,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 from benchmarks import context_parallel_step
 from benchmarks.context_parallel_cells import Setup
 from benchmarks.context_parallel_summary import seconds_once_a_step
-from explorer.cost_model.components import ComponentKind
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers
 

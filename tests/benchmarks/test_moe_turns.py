@@ -4,12 +4,12 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.spec.model import ModelSpec, MoESpec
 
 from benchmarks import moe_contenders, moe_turns
 from benchmarks.moe_summary import GRAPH, compare_with_dense
 from benchmarks.moe_turns import CELLS, Cell, describe, missing
 from bexp.measure.turns import TurnsBudget
-from explorer.spec.model import ModelSpec, MoESpec
 
 CPU = torch.device("cpu")
 

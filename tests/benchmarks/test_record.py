@@ -4,20 +4,20 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.replay.device import RecordedDevice
+from bexp.workers.replay.recording import Recording, RecordingError
 
 from benchmarks.record import Recorder, main, open_table, take_over
 from benchmarks.replay.ground_truth import GroundTruth
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import Conditions, Measurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers
 from tests.workers.replay.samples import recording, request, table_of
-from workers.replay.device import RecordedDevice
-from workers.replay.recording import Recording, RecordingError
 
 SHARED = Conditions(foreign_processes=1)
 

@@ -4,11 +4,11 @@ import json
 from pathlib import Path
 
 import pytest
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.replay.rows import encode_row
 
 from benchmarks import recorded_fidelity
-from explorer.records.measurement import Outcome
 from tests.workers.replay import samples
-from workers.replay.rows import encode_row
 
 
 def _write(path: Path, whole_model_share: float) -> None:

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bexp.explorer.formats.request import parse_request
 
 from benchmarks import published_plans
 from benchmarks.refresh import run as runs
@@ -26,7 +27,6 @@ from benchmarks.refresh.result import Recorded, Results, State, Step, in_order
 from benchmarks.refresh.run import Refresh, build, run_child
 from benchmarks.refresh.waiting import VARIANTS
 from bexp.kernels.experts.auto.digest import kernels_digest
-from explorer.formats.request import parse_request
 
 WRITER = """
 import json, os, pathlib, signal, sys, time

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.replay.recording import Recording
 
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import run_search
 from benchmarks.simulated_tables import DEVICES, h200_report, simulate
-from explorer.records.measurement import Outcome
 from tests.workers.replay.samples import request
-from workers.replay.recording import Recording
 
 
 def table(kind: str, seed: int = 1, share: float = 1.0) -> Recording:

@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routing import RoutingSpec
+from bexp.workers.process.environment import CHILD_DEFAULTS
 from torch import Tensor, nn
 
 from benchmarks import transformers_curve, transformers_models
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.transformers_curve import Curve, main, prepare
 from benchmarks.transformers_models import build, config_of, expert_loads, impose_routes, time_training
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import SimulatedDevice, report
-from workers.process.environment import CHILD_DEFAULTS
 
 DENSE: dict[str, Any] = {
     "name": "tiny",

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.records.run_report import RunReport
 
 import bexp
 from bexp.model_setup import device_name
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
-from explorer.records.run_report import RunReport
 from tests.bexp.recommendations import document
 from tests.bexp.transformers import models
 

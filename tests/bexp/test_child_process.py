@@ -33,7 +33,7 @@ def write_hostile_packages(folder: Path) -> Path:
 def test_an_unsafe_child_would_import_from_the_folder(tmp_path: Path) -> None:
     """The folder is hostile indeed: Python's usual way to start a module runs its code."""
     imported = write_hostile_packages(tmp_path)
-    command = [sys.executable, "-m", "workers", "doctor"]
+    command = [sys.executable, "-m", "bexp.workers", "doctor"]
     environment = {**os.environ, "PYTHONPATH": str(PACKAGES_FOLDER)}
     assert subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, check=False).returncode
     assert imported.exists()
@@ -46,14 +46,37 @@ def test_the_working_directory_leaves_the_path_and_other_entries_stay(
     other = tmp_path / "other"
     given = {"PYTHONPATH": os.pathsep.join(("", ".", str(tmp_path), str(other))), "HOME": "/root"}
     safe = safe_environment(given)
-    assert safe["PYTHONPATH"].split(os.pathsep) == [str(PACKAGES_FOLDER), str(other)]
+    assert safe["PYTHONPATH"] == str(other)
     assert (safe["PYTHONSAFEPATH"], safe["HOME"]) == ("1", "/root")
 
 
-def test_an_installed_package_needs_no_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("site.getsitepackages", lambda: [str(PACKAGES_FOLDER)])
-    assert "PYTHONPATH" not in safe_environment({})
+def test_a_folder_that_holds_the_whole_package_is_found_by_children(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bexp" / "workers").mkdir(parents=True)
+    monkeypatch.setattr("bexp.child_process.PACKAGES_FOLDER", tmp_path)
+    assert safe_environment({"PYTHONPATH": "/other"})["PYTHONPATH"] == os.pathsep.join((str(tmp_path), "/other"))
+    monkeypatch.setattr("site.getsitepackages", lambda: [str(tmp_path)])
+    assert "PYTHONPATH" not in safe_environment({}), "it is installed"
+
+
+@pytest.mark.parametrize("has_init", [True, False])
+def test_a_persons_folders_of_the_same_names_work_beside_bexp(tmp_path: Path, has_init: bool) -> None:
+    names = ("api", "workers", "storage", "explorer")
+    for name in names:
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine.py").write_text("OWNER = 'the person'")
+        if has_init:
+            (tmp_path / name / "__init__.py").touch()
+    code = f"""
+import sys; sys.path.insert(0, '')
+import {", ".join(f"{name}.mine" for name in names)}
+import bexp.api.cli, bexp.workers.settings, bexp.storage.queue, bexp.explorer.search.explore
+assert {{m.mine.OWNER for m in ({", ".join(names)})}} == {{'the person'}}
+"""
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
 
 
 def test_a_child_runs_a_module_without_the_working_directory() -> None:
-    assert module_command("workers", "--once") == [sys.executable, "-P", "-m", "workers", "--once"]
+    assert module_command("bexp.workers", "--once") == [sys.executable, "-P", "-m", "bexp.workers", "--once"]

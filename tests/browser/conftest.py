@@ -10,22 +10,22 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from bexp.api.app import create_app
+from bexp.api.client import Client
+from bexp.api.serve import Server, bind
+from bexp.api.settings import ServiceSettings
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.storage.database import Database, open_database
+from bexp.storage.queue import Queue
+from bexp.storage.tokens import create_token
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.replay.profiler import ReplayProfiler
 from starlette.types import Receive, Scope, Send
 
-from api.app import create_app
-from api.client import Client
-from api.serve import Server, bind
-from api.settings import ServiceSettings
 from benchmarks.simulated_tables import write
-from explorer.records.measurement import Measurement
-from explorer.records.trial import TrialPlan
-from storage.database import Database, open_database
-from storage.queue import Queue
-from storage.tokens import create_token
 from tests.browser.chromium import Chromium, find_chromium
 from tests.workers.replay.samples import recording, request
-from workers.jobs.worker import Worker
-from workers.replay.profiler import ReplayProfiler
 
 PREFIX = "/team/bexp"
 

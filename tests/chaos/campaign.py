@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from storage.database import Database, DatabaseLimits, open_database
-from storage.jobs import JobState, get_job
-from storage.schema import upgrade
-from storage.trials import read_trials
+from bexp.storage.database import Database, DatabaseLimits, open_database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.schema import upgrade
+from bexp.storage.trials import read_trials
+
 from tests.chaos.clients import Clients
 from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
 from tests.chaos.faults import Faults

@@ -11,12 +11,12 @@ from typing import Any
 
 import httpx
 import sqlalchemy as sa
+from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.jobs import JobState, get_summary
+from bexp.storage.tables import jobs
+from bexp.workers.replay.recording import Recording
 
-from storage.database import DATABASE_TROUBLE, Database
-from storage.jobs import JobState, get_summary
-from storage.tables import jobs
 from tests.chaos.processes import TABLE, Service
-from workers.replay.recording import Recording
 
 PAUSE_SECONDS = 0.3
 CANCEL_SHARE = 0.1

@@ -137,8 +137,8 @@ FAULTS = {
 
 def install() -> None:
     """Let a fault strike where a profiler process opens its device, begins a job and measures."""
-    from workers.profiler import device as opening
-    from workers.profiler import instruments, phases, session
+    from bexp.workers.profiler import device as opening
+    from bexp.workers.profiler import instruments, phases, session
 
     def before(owner: Any, name: str, place: str) -> None:
         original = getattr(owner, name)
@@ -181,13 +181,13 @@ def _device_of(arguments: tuple[Any, ...]) -> object:
 
 
 def main() -> int:
-    """Serve as `python -m workers.profiler` does."""
+    """Serve as `python -m bexp.workers.profiler` does."""
     strike("start")
-    from workers.profiler.parent import connect_to_parent
+    from bexp.workers.profiler.parent import connect_to_parent
 
     parent = connect_to_parent("tests.chaos.faulty_profiler")
     install()
-    from workers.profiler.device import serve_device
+    from bexp.workers.profiler.device import serve_device
 
     return serve_device(parent)
 

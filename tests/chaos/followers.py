@@ -11,12 +11,13 @@ from datetime import timedelta
 from random import Random
 from typing import Any
 
-from explorer.records.event import EventCode, EventDraft, Progress
-from storage.database import DATABASE_TROUBLE, Database
-from storage.jobs import JobState, get_summary
-from storage.leases import Lease
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.jobs import JobState, get_summary
+from bexp.storage.leases import Lease
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+
 from tests.chaos.processes import Service
 from tests.contracts.samples import make_request
 

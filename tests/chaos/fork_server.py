@@ -23,10 +23,10 @@ from pathlib import Path
 from typing import IO, Protocol
 
 PRELOADED = (
-    "workers.__main__",
-    "workers.replay.profiler",
-    "api.cli",
-    "api.serve",
+    "bexp.workers.__main__",
+    "bexp.workers.replay.profiler",
+    "bexp.api.cli",
+    "bexp.api.serve",
     "uvicorn.protocols.http.h11_impl",
     "uvicorn.lifespan.on",
 )

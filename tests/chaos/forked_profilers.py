@@ -15,18 +15,19 @@ from random import Random
 from types import SimpleNamespace
 from typing import IO, Any
 
+from bexp.workers.process import child
+from bexp.workers.process.environment import profiler_environment
+from bexp.workers.process.kernel_cache import kernel_cache
+
 from bexp.child_process import module_command, safe_environment
 from tests.chaos.fork_server import ForkedProcess, ForkServer
-from workers.process import child
-from workers.process.environment import profiler_environment
-from workers.process.kernel_cache import kernel_cache
 
 MODULE = "tests.chaos.faulty_profiler"
 PRELOADED = (
-    "workers.profiler.device",
+    "bexp.workers.profiler.device",
     "transformers.modeling_layers",
     "transformers.models.auto.modeling_auto",
-    "workers.targets.transformers.target",
+    "bexp.workers.targets.transformers.target",
 )
 
 

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
-from explorer.formats.document import MAX_BYTES
+from bexp.explorer.formats.document import MAX_BYTES
+
 from tests.chaos.requests import BASES, FIELDS, FILLERS, LEAVES, SPACES, put
 
 JOBS = "/v1/explorations"

@@ -32,26 +32,27 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-from explorer.records.measurement import Outcome
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.explore import explore
-from explorer.spec.model import DType, ModelSpec
-from explorer.spec.options import BTASpec, Budget
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database, open_database
-from storage.jobs import Job, JobState, get_job, get_summary
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
-from storage.schema import upgrade
-from storage.trials import read_all_trials
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.options import BTASpec, Budget
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database, open_database
+from bexp.storage.jobs import Job, JobState, get_job, get_summary
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.schema import upgrade
+from bexp.storage.trials import read_all_trials
+from bexp.workers.devices.gpu import open_gpu
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.process.profiler import Profiler
+
 from tests.chaos.faulty_profiler import SHARED_VARIABLE, VARIABLE
 from tests.chaos.forked_profilers import Starts, faulty_profilers
 from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds
 from tests.chaos.gpu_tenant import HOLDS
 from tests.chaos.result import read_commit
-from workers.devices.gpu import open_gpu
-from workers.jobs.worker import Worker
-from workers.process.profiler import Profiler
 
 JOB_SECONDS = {"cpu": 240.0, "cuda": 60.0}
 """After this time without an end, a job is stuck."""

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from explorer.records.event import EventCode
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import Job, JobState
-from storage.trials import read_trials
+from bexp.explorer.records.event import EventCode
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import Job, JobState
+from bexp.storage.trials import read_trials
 
 OF_A_TRIAL = {EventCode.TRIAL, EventCode.WHOLE_MODEL, EventCode.INFEASIBLE, EventCode.WARNING}
 """One of these is stored with each trial."""

@@ -130,7 +130,7 @@ class Service:
 
     def _start_api(self) -> StartedProcess:
         self.api_answers_since = None
-        return self._start("api.cli", "serve", "--port", str(self.port))
+        return self._start("bexp.api.cli", "serve", "--port", str(self.port))
 
     def _start_worker(self) -> StartedProcess:
         return self._start("tests.chaos.slow_worker", "--device", f"replay:{TABLE}")

@@ -10,10 +10,10 @@ import os
 import sys
 import time
 
-from explorer.records.measurement import Measurement
-from explorer.records.trial import TrialPlan
-from workers.__main__ import main
-from workers.replay.profiler import ReplayProfiler
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.workers.__main__ import main
+from bexp.workers.replay.profiler import ReplayProfiler
 
 VARIABLE = "BEXP_CHAOS_TRIAL_SECONDS"
 

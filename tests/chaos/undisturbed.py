@@ -6,12 +6,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import cached_property
 
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial
-from explorer.search.explore import explore
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.replay.profiler import ReplayProfiler
+
 from tests.chaos.processes import TABLE
-from workers.replay.profiler import ReplayProfiler
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,15 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from bexp.api.cli import app
+from bexp.api.embedded import EmbeddedService
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.recommendation import Answer
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.queue import Queue
 from typer.testing import CliRunner
 
-from api.cli import app
-from api.embedded import EmbeddedService
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.recommendation import Answer
-from storage.database import Database
-from storage.jobs import JobState
-from storage.queue import Queue
 from tests.cli.samples import ANSWER, EVENTS, RECOMMENDATION
 
 Run = Callable[..., "Finished"]

@@ -5,10 +5,10 @@ from __future__ import annotations
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
-from explorer.cost_model.step import MemoryParts
-from explorer.records.event import Event, EventCode
-from explorer.records.measurement import Outcome, WholeModelMeasurement
-from explorer.records.recommendation import (
+from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.event import Event, EventCode
+from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.explorer.records.recommendation import (
     Alternative,
     Answer,
     DividingCandidate,
@@ -18,8 +18,8 @@ from explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
 
 GIB = 1 << 30
 

@@ -6,15 +6,14 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from bexp.api.cli import app
+from bexp.api.cli.errors import ExitCode
+from bexp.storage.audit import Action, read_audit
+from bexp.storage.database import Database
+from bexp.storage.owners import Scope
+from bexp.storage.quotas import EVERYBODY, Quota, list_quotas
+from bexp.storage.tokens import list_tokens, verify_token
 from typer.testing import CliRunner, Result
-
-from api.cli import app
-from api.cli.errors import ExitCode
-from storage.audit import Action, read_audit
-from storage.database import Database
-from storage.owners import Scope
-from storage.quotas import EVERYBODY, Quota, list_quotas
-from storage.tokens import list_tokens, verify_token
 
 
 @pytest.fixture(autouse=True)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import pytest
-
-from api.answer import render_answer, render_recommendation
-from api.cli.results import usage_rows
-from api.client import Job
-from api.text import bytes_text
-from explorer.records.measurement import Outcome
-from explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
-from explorer.records.recommendation import (
+from bexp.api.answer import render_answer, render_recommendation
+from bexp.api.cli.results import usage_rows
+from bexp.api.client import Job
+from bexp.api.text import bytes_text
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.records.recommendation import (
     Alternative,
     Answer,
     Recommendation,
@@ -19,9 +18,10 @@ from explorer.records.recommendation import (
     RunnerUpCheck,
     VariantAnswer,
 )
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+
 from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
 
 

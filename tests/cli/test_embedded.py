@@ -12,19 +12,19 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bexp.api.client import Client, ServiceError
+from bexp.api.embedded import Child, EmbeddedService
+from bexp.explorer.records.event import EventCode
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, get_job
 
-from api.client import Client, ServiceError
-from api.embedded import Child, EmbeddedService
-from explorer.records.event import EventCode
-from storage.database import Database
-from storage.jobs import JobState, get_job
 from tests.cli.samples import REQUEST
 
 COMMAND = """
 import os, sys, time
-from api.client import Client
-from api.embedded import EmbeddedService
-from explorer.spec.request import ExplorationRequest
+from bexp.api.client import Client
+from bexp.api.embedded import EmbeddedService
+from bexp.explorer.spec.request import ExplorationRequest
 with EmbeddedService(sys.argv[1], with_worker=False) as service, Client(service.url) as client:
     job = client.submit(ExplorationRequest.model_validate_json(sys.stdin.read()))
     service.adopt(job.id)

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from bexp.api.cli import main
+from bexp.storage.queue import Queue
+from bexp.storage.tokens import list_tokens
 
-from api.cli import main
-from storage.queue import Queue
-from storage.tokens import list_tokens
 from tests.cli.conftest import Finished, Run
 from tests.cli.samples import TINY
 
@@ -124,7 +124,7 @@ def test_a_database_that_is_not_supported_is_exit_2(bexp: Run, monkeypatch: pyte
 def test_a_reading_command_refuses_a_database_that_is_not_supported(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("BEXP_DATABASE_URL", "mysql://me:secret@localhost/x")
     monkeypatch.delenv("BEXP_API_URL")
-    monkeypatch.setattr("api.client.Client.is_alive", lambda self: False)  # nor at the default address
+    monkeypatch.setattr("bexp.api.client.Client.is_alive", lambda self: False)  # nor at the default address
     done = bexp("list")
     assert_usage(done, "database 'mysql' is not supported")
     assert "secret" not in done.stderr
@@ -178,7 +178,7 @@ def test_an_unexpected_error_is_a_line_and_a_file(
     def fail(*_: object) -> None:
         raise ZeroDivisionError("oh")
 
-    monkeypatch.setattr("api.cli.jobs.connect_or_embed", fail)
+    monkeypatch.setattr("bexp.api.cli.jobs.connect_or_embed", fail)
     monkeypatch.setattr("sys.argv", ["bexp", "list"])
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     with pytest.raises(SystemExit) as raised:

@@ -9,14 +9,14 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from bexp.api.cli import explore, resume
+from bexp.api.cli import submit as submission
+from bexp.api.cli.connection import shown_url
+from bexp.api.cli.errors import CommandError
+from bexp.api.cli.options import parse_fields, split_target
+from bexp.api.client import ProblemError
+from bexp.explorer.spec.request import ExplorationRequest
 
-from api.cli import explore, resume
-from api.cli import submit as submission
-from api.cli.connection import shown_url
-from api.cli.errors import CommandError
-from api.cli.options import parse_fields, split_target
-from api.client import ProblemError
-from explorer.spec.request import ExplorationRequest
 from tests.cli.samples import REQUEST
 
 
@@ -98,8 +98,8 @@ def test_an_id_is_printed_before_the_service_is_asked_for_its_workers(
 ) -> None:
     client = Mock(**{"submit.return_value": Mock(is_final=False, id="abc"), "workers.side_effect": KeyboardInterrupt})
     monkeypatch.setattr(submission, "connect", lambda: nullcontext(client))
-    monkeypatch.setattr("api.cli.options.read_request", lambda *_: REQUEST)
-    monkeypatch.setattr("api.cli.options.collect_fields", dict)
+    monkeypatch.setattr("bexp.api.cli.options.read_request", lambda *_: REQUEST)
+    monkeypatch.setattr("bexp.api.cli.options.collect_fields", dict)
     with pytest.raises(KeyboardInterrupt):
         submission.submit(config=Path(), device=None, target=None, priority=0, watch=False, as_json=False)
     assert capsys.readouterr().out == "abc\n"

@@ -7,10 +7,9 @@ import subprocess
 import sys
 
 import pytest
+from bexp.api.cli import app
+from bexp.api.cli.commands import COMMANDS, load_command
 from typer.testing import CliRunner
-
-from api.cli import app
-from api.cli.commands import COMMANDS, load_command
 
 
 def commands() -> list[tuple[str, ...]]:
@@ -27,7 +26,7 @@ def test_the_list_of_commands_says_what_each_command_says_first(name: str) -> No
 
 
 def test_the_list_of_commands_needs_neither_the_client_nor_the_formats() -> None:
-    script = "import sys; from api.cli import app; app(['-h'], standalone_mode=False); print(*sys.modules)"
+    script = "import sys; from bexp.api.cli import app; app(['-h'], standalone_mode=False); print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
     assert not {"httpx", "numpy", "pydantic", "yaml", "sqlalchemy"} & set(loaded)
 
@@ -35,7 +34,7 @@ def test_the_list_of_commands_needs_neither_the_client_nor_the_formats() -> None
 def test_the_best_is_printed_without_numpy() -> None:
     script = "import sys, api.cli.best; print(*sys.modules)"
     loaded = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True).stdout.split()
-    assert not {"numpy", "sqlalchemy", "explorer.formats.request"} & set(loaded)
+    assert not {"numpy", "sqlalchemy", "bexp.explorer.formats.request"} & set(loaded)
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)

@@ -12,15 +12,15 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import yaml
+from bexp.api.client import Client
+from bexp.api.examples import RUN_REPORT
+from bexp.explorer.records.event import EventCode
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.run_report import RunReport
+from bexp.storage.jobs import JobState
+from bexp.storage.queue import Queue
+from bexp.storage.tables import jobs
 
-from api.client import Client
-from api.examples import RUN_REPORT
-from explorer.records.event import EventCode
-from explorer.records.recommendation import Answer, VariantAnswer
-from explorer.records.run_report import RunReport
-from storage.jobs import JobState
-from storage.queue import Queue
-from storage.tables import jobs
 from tests.cli.conftest import Run
 from tests.cli.samples import ANSWER, TINY, UNDIVIDED
 
@@ -43,7 +43,7 @@ def config(tmp_path: Path) -> Path:
 def _empty(queue: Queue) -> Any:
     yield
     for state in (JobState.QUEUED, JobState.RUNNING):
-        from storage.listing import JobFilter, list_jobs
+        from bexp.storage.listing import JobFilter, list_jobs
 
         for job in list_jobs(queue.database, JobFilter(state=state))[0]:
             queue.request_cancel(job.id)
@@ -243,7 +243,7 @@ def test_ctrl_c_leaves_a_watched_job_alone(bexp: Run, config: Path, monkeypatch:
     def interrupted(*_: object, **__: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("api.cli.jobs.follow", interrupted)
+    monkeypatch.setattr("bexp.api.cli.jobs.follow", interrupted)
     done = bexp("submit", config, "--watch")
     assert done.code == 130
     assert "the exploration goes on; `bexp watch " in done.stderr

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from bexp.api.cli import app
+from bexp.api.cli.errors import ExitCode
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
 from typer.testing import CliRunner
 
-from api.cli import app
-from api.cli.errors import ExitCode
-from storage.database import Database
-from storage.jobs import JobState
-from storage.listing import list_jobs
-from storage.queue import Queue
 from tests.contracts.samples import make_request
 
 

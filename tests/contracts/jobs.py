@@ -5,16 +5,16 @@ from __future__ import annotations
 from datetime import timedelta
 
 import sqlalchemy as sa
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.trial import Trial
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import get_job
+from bexp.storage.leases import Claim
+from bexp.storage.queue import Queue
+from bexp.storage.tables import jobs
+from bexp.storage.trials import read_trials
 
-from explorer.records.recommendation import Answer, VariantAnswer
-from explorer.records.trial import Trial
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import get_job
-from storage.leases import Claim
-from storage.queue import Queue
-from storage.tables import jobs
-from storage.trials import read_trials
 from tests.contracts.samples import (
     make_recommendation,
     make_report,

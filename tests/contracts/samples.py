@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.step import MemoryParts
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType, ModelSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 MODEL = ModelSpec(
     name="tiny", num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, vocab_size=64, seq_length=16

@@ -9,17 +9,17 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.event import EventCode
+from bexp.explorer.spec.context_parallel import ContextParallelSpec
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.leases import Claim, HardwareMismatchError
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.tables import trials
 
-from explorer.records.event import EventCode
-from explorer.spec.context_parallel import ContextParallelSpec
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.leases import Claim, HardwareMismatchError
-from storage.listing import list_jobs
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
-from storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
 from tests.contracts.samples import make_progress, make_report, make_request
 
@@ -93,9 +93,9 @@ def test_threads_claim_each_job_once(database: Database) -> None:
 DRAIN = """
 import sys
 from datetime import timedelta
-from storage.database import open_database
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
+from bexp.storage.database import open_database
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 database = open_database(sys.argv[1])
 queue = Queue(database, QueueSettings(lease=timedelta(hours=1)))
 print("ready", flush=True)

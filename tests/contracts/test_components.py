@@ -7,16 +7,16 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.earlier_runs import EarlierRuns
+from bexp.explorer.records.measurement import Conditions
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage import components as storage_components
+from bexp.storage.components import find_earlier_runs, keep_components, prune_components
+from bexp.storage.database import Database
+from bexp.storage.queue import Queue
+from bexp.storage.tables import components
 
-import storage.components
-from explorer.records.earlier_runs import EarlierRuns
-from explorer.records.measurement import Conditions
-from explorer.records.trial import Trial
-from explorer.spec.request import ExplorationRequest
-from storage.components import find_earlier_runs, keep_components, prune_components
-from storage.database import Database
-from storage.queue import Queue
-from storage.tables import components
 from tests.contracts.samples import MODEL, make_report, make_request, make_trial
 
 SOFTWARE = {"bexp": "1.0"}
@@ -56,7 +56,7 @@ def test_of_each_component_the_newest_runs_are_reused(database: Database) -> Non
         keep(database, f"job {number}", make_trial(0))
         make_older(database, timedelta(minutes=5 - number))
     found = find(database)
-    assert len(found.runs) == found.num_explorations == storage.components.MAX_RUNS
+    assert len(found.runs) == found.num_explorations == storage_components.MAX_RUNS
 
 
 def test_a_job_that_is_kept_twice_counts_once(database: Database) -> None:
@@ -88,7 +88,7 @@ def test_nothing_is_reused_where_that_is_not_wanted(database: Database, changes:
 
 
 def test_rows_are_bounded_by_number_and_by_age(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage.components, "MAX_ROWS", 2)
+    monkeypatch.setattr(storage_components, "MAX_ROWS", 2)
     for number in range(4):
         keep(database, f"job {number}", make_trial(0))
         make_older(database, timedelta(minutes=4 - number))
@@ -96,7 +96,7 @@ def test_rows_are_bounded_by_number_and_by_age(database: Database, monkeypatch: 
     with database.read() as connection:
         assert connection.scalar(sa.select(sa.func.count()).select_from(components)) == 2
     with database.begin() as connection:
-        at = database.now(connection) - storage.components.MAX_AGE - timedelta(days=1)
+        at = database.now(connection) - storage_components.MAX_AGE - timedelta(days=1)
         connection.execute(sa.update(components).values(at=at))
     keep(database, "last", make_trial(0))
     assert find(database).num_explorations == 1

@@ -7,10 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.leaders import give_up_role, hold_role
-from storage.tables import leaders
+from bexp.storage.database import Database
+from bexp.storage.leaders import give_up_role, hold_role
+from bexp.storage.tables import leaders
 
 TERM = timedelta(seconds=60)
 

@@ -8,16 +8,16 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.leases import LONGEST_LEASE, Lease, LeaseLostError, is_held
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.tables import jobs
+from bexp.storage.trials import read_trials
 
-from explorer.records.event import EventCode, EventDraft, Progress
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.leases import LONGEST_LEASE, Lease, LeaseLostError, is_held
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
-from storage.tables import jobs
-from storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, store, stored_trials
 from tests.contracts.samples import make_progress, make_recommendation, make_report, make_request, make_trial
 

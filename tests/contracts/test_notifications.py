@@ -7,9 +7,8 @@ from collections.abc import Callable
 
 import pytest
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.notifications import NEW_EVENTS, Listener, notify_events, parse_events_message
+from bexp.storage.database import Database
+from bexp.storage.notifications import NEW_EVENTS, Listener, notify_events, parse_events_message
 
 
 def end_listeners(database: Database) -> int:

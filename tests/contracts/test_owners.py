@@ -6,16 +6,15 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
-
-from storage.audit import Action, prune_audit, read_audit
-from storage.database import Database
-from storage.jobs import JobNotFoundError, JobState, get_job, get_summary
-from storage.listing import JobFilter, list_jobs
-from storage.owners import ALL_SCOPES, LOCAL, USUAL_SCOPES, Caller, Scope
-from storage.queue import Queue
-from storage.submission import IdempotencyConflictError
-from storage.tables import audit, jobs
-from storage.tokens import (
+from bexp.storage.audit import Action, prune_audit, read_audit
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.owners import ALL_SCOPES, LOCAL, USUAL_SCOPES, Caller, Scope
+from bexp.storage.queue import Queue
+from bexp.storage.submission import IdempotencyConflictError
+from bexp.storage.tables import audit, jobs
+from bexp.storage.tokens import (
     create_token,
     digest_of,
     find_revoked,
@@ -24,6 +23,7 @@ from storage.tokens import (
     revoke_token,
     verify_token,
 )
+
 from tests.contracts.samples import make_request
 
 A = Caller("team-a", USUAL_SCOPES, "ci", "10.0.0.1")

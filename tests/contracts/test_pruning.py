@@ -6,16 +6,16 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from bexp.storage import pruning
+from bexp.storage.audit import Action, read_audit
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.pruning import JobNotFinishedError, delete_job, drop_finished_studies, find_prunable, prune
+from bexp.storage.queue import Queue
+from bexp.storage.studies import write_studies
+from bexp.storage.tables import events, jobs, trials
 
-import storage.pruning
-from storage.audit import Action, read_audit
-from storage.database import Database
-from storage.jobs import JobState, get_job
-from storage.listing import JobFilter, list_jobs
-from storage.pruning import JobNotFinishedError, delete_job, drop_finished_studies, find_prunable, prune
-from storage.queue import Queue
-from storage.studies import write_studies
-from storage.tables import events, jobs, trials
 from tests.contracts.samples import make_progress, make_report, make_request
 
 
@@ -59,7 +59,7 @@ def test_an_owner_with_many_jobs_does_not_displace_those_of_another(database: Da
 def test_a_job_that_is_resumed_meanwhile_is_not_deleted(
     database: Database, finished: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.pruning, "_drop_studies", lambda *_: Queue(database).resume(finished[0]))
+    monkeypatch.setattr(pruning, "_drop_studies", lambda *_: Queue(database).resume(finished[0]))
     with pytest.raises(JobNotFinishedError, match="is queued"):
         delete_job(database, finished[0])
     assert get_job(database, finished[0]).state is JobState.QUEUED

@@ -8,20 +8,20 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobNotFoundError, JobState, get_job
+from bexp.storage.leases import Lease
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.trials import read_trials
 from pydantic import BaseModel
 
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.recommendation import Answer, Recommendation
-from explorer.records.trial import Trial
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobNotFoundError, JobState, get_job
-from storage.leases import Lease
-from storage.listing import JobFilter, list_jobs
-from storage.queue import Queue
-from storage.trials import read_trials
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, stored_trials
 from tests.contracts.samples import (
     make_candidate,

@@ -8,23 +8,23 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.spec.request_key import request_key
+from bexp.storage.audit import Action, read_audit
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import Job, JobNotFoundError, JobState, get_job
+from bexp.storage.leases import Claim
+from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
+from bexp.storage.pruning import delete_job, prune
+from bexp.storage.queue import Queue
+from bexp.storage.quotas import QueuedQuotaError, Quota, set_quota
+from bexp.storage.reuse import find_answer
+from bexp.storage.run_reports import insert_run_report
+from bexp.storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
 
-from explorer.records.event import EventCode, Progress
-from explorer.records.recommendation import Answer, VariantAnswer
-from explorer.records.run_report import RunReport
-from explorer.spec.request_key import request_key
-from storage.audit import Action, read_audit
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import Job, JobNotFoundError, JobState, get_job
-from storage.leases import Claim
-from storage.owners import LOCAL, USUAL_SCOPES, Caller
-from storage.pruning import delete_job, prune
-from storage.queue import Queue
-from storage.quotas import QueuedQuotaError, Quota, set_quota
-from storage.reuse import find_answer
-from storage.run_reports import insert_run_report
-from storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
 from tests.contracts.jobs import expire
 from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
 
@@ -235,7 +235,7 @@ def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_w
         others.append(claim_next(queue))  # it answers the job from what is stored
         return stored
 
-    monkeypatch.setattr("storage.claims.find_answer", freeze)
+    monkeypatch.setattr("bexp.storage.claims.find_answer", freeze)
     assert claim_next(queue) is None
     assert others == [None]
     codes = [event.code for event in read_events(database, taken.id)]

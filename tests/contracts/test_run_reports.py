@@ -5,17 +5,17 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.storage import run_reports as storage_run_reports
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobNotFoundError
+from bexp.storage.leases import Lease
+from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
+from bexp.storage.queue import Queue
+from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 from pydantic import ValidationError
 
-import storage.run_reports
-from explorer.records.run_report import RunReport
-from explorer.spec.hardware import DeviceReport
-from storage.database import Database
-from storage.jobs import JobNotFoundError
-from storage.leases import Lease
-from storage.owners import LOCAL, USUAL_SCOPES, Caller
-from storage.queue import Queue
-from storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
 from tests.contracts.samples import make_progress, make_report, make_request
 
 REPORT: dict[str, Any] = {
@@ -70,7 +70,7 @@ def test_a_report_needs_a_recommendation(database: Database) -> None:
 def test_an_exploration_keeps_a_bounded_number(
     database: Database, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage.run_reports, "MAX_REPORTS", 2)
+    monkeypatch.setattr(storage_run_reports, "MAX_REPORTS", 2)
     insert_run_report(database, job_id, make())
     insert_run_report(database, job_id, make())
     with pytest.raises(TooManyReportsError):

@@ -16,28 +16,28 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage import migrations
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.owners import ALL_SCOPES, LOCAL_OWNER
+from bexp.storage.queue import Queue
+from bexp.storage.schema import VERSION_TABLE, NewerSchemaError, include_name, is_current, latest_revision, upgrade
+from bexp.storage.tables import jobs, metadata
+from bexp.storage.tokens import digest_of, verify_token
+from bexp.storage.trials import StoredTrial, read_trials
 
-import storage.migrations
-from explorer.formats.request import parse_request
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.trial import Trial
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.listing import JobFilter, list_jobs
-from storage.owners import ALL_SCOPES, LOCAL_OWNER
-from storage.queue import Queue
-from storage.schema import VERSION_TABLE, NewerSchemaError, include_name, is_current, latest_revision, upgrade
-from storage.tables import jobs, metadata
-from storage.tokens import digest_of, verify_token
-from storage.trials import StoredTrial, read_trials
 from tests.contracts.samples import make_progress, make_request, make_trial
 
 UPGRADE = """
 import sys
-from storage.database import open_database
-from storage.schema import is_current, upgrade
+from bexp.storage.database import open_database
+from bexp.storage.schema import is_current, upgrade
 database = open_database(sys.argv[1])
 upgrade(database)
 assert is_current(database)
@@ -62,7 +62,7 @@ def without_texts(schema: Any) -> Any:
 def migrate(database: Database, direction: Callable[[Config, str], None], revision: str) -> None:
     """Bring the tables to a version that is not the latest."""
     config = Config()
-    config.set_main_option("script_location", str(Path(storage.migrations.__file__).parent))
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     with database.begin() as connection:
         config.attributes["connection"] = connection
         direction(config, revision)
@@ -70,7 +70,7 @@ def migrate(database: Database, direction: Callable[[Config, str], None], revisi
 
 def test_the_file_of_the_last_migration_is_named_after_its_revision() -> None:
     config = Config()
-    config.set_main_option("script_location", str(Path(storage.migrations.__file__).parent))
+    config.set_main_option("script_location", str(Path(migrations.__file__).parent))
     assert latest_revision() == ScriptDirectory.from_config(config).get_current_head()
 
 

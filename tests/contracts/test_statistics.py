@@ -2,14 +2,15 @@ from __future__ import annotations
 
 from datetime import timedelta
 
-from explorer.records.event import Progress
-from explorer.records.measurement import Outcome
-from storage.database import Database
-from storage.jobs import JobState
-from storage.queue import Queue
-from storage.quotas import EVERYBODY, Quota, set_quota
-from storage.statistics import read_statistics
-from storage.workers import WorkerInfo, register_worker
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.measurement import Outcome
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.queue import Queue
+from bexp.storage.quotas import EVERYBODY, Quota, set_quota
+from bexp.storage.statistics import read_statistics
+from bexp.storage.workers import WorkerInfo, register_worker
+
 from tests.contracts.samples import make_request, make_trial
 
 

@@ -2,10 +2,9 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
-
-from storage.database import Database
-from storage.tables import tokens
-from storage.tokens import TokenExistsError, create_token, list_tokens, revoke_token, verify_token
+from bexp.storage.database import Database
+from bexp.storage.tables import tokens
+from bexp.storage.tokens import TokenExistsError, create_token, list_tokens, revoke_token, verify_token
 
 
 def name_of(database: Database, secret: str) -> str | None:

@@ -9,18 +9,18 @@ from threading import Barrier
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.event import EventCode
+from bexp.storage.audit import Action, read_audit
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.leases import Claim
+from bexp.storage.owners import USUAL_SCOPES, Caller
+from bexp.storage.queue import Queue
+from bexp.storage.quotas import EVERYBODY, QueuedQuotaError, Quota, list_quotas, set_quota
+from bexp.storage.tables import jobs, usage
+from bexp.storage.workers import WorkerInfo, register_worker
 
-from explorer.records.event import EventCode
-from storage.audit import Action, read_audit
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.leases import Claim
-from storage.owners import USUAL_SCOPES, Caller
-from storage.queue import Queue
-from storage.quotas import EVERYBODY, QueuedQuotaError, Quota, list_quotas, set_quota
-from storage.tables import jobs, usage
-from storage.workers import WorkerInfo, register_worker
 from tests.contracts.samples import make_request
 
 MANY = 1000

@@ -6,15 +6,15 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.tables import events, jobs
+from bexp.storage.waiting import describe_duration
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
-from storage.tables import events, jobs
-from storage.waiting import describe_duration
-from storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
 from tests.contracts.samples import make_report, make_request
 
 NO_GRACE = timedelta(0)

@@ -33,7 +33,7 @@ def explore(folder: Path, target: str, config: Mapping[str, object], device: str
     environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
     paths = [str(ROOT), *filter(None, [environment.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, "-m", "api.cli", "explore", path, "--target", target, "--device", device, "--json"],
+        [sys.executable, "-m", "bexp.api.cli", "explore", path, "--target", target, "--device", device, "--json"],
         check=False,
         cwd=folder,
         env=environment
@@ -112,7 +112,7 @@ def test_torchtitans_own_llama_is_explored(tmp_path: Path) -> None:
 
 
 def test_the_request_for_the_examples_is_a_valid_one() -> None:
-    from explorer.formats.request import parse_request
+    from bexp.explorer.formats.request import parse_request
 
     request = parse_request(yaml.safe_load((TARGETS / "gpt.yaml").read_text()), overrides={"target": "local"})
     assert request.target_config is not None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.cost_model.components import ComponentKind
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialPlan
-from explorer.search.explore import explore
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.explorations import pruned
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -7,17 +7,16 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
-
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.collectives import FORWARD_SHARES, Overlap
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.mesh_layers import MeshCandidate
-from explorer.cost_model.roofline import roofline_seconds
-from explorer.cost_model.shard_costs import predict_shard_bytes
-from explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, shard_of
-from explorer.cost_model.step import combine_seconds
-from explorer.records.measurement import (
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.collectives import FORWARD_SHARES, Overlap
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.cost_model.roofline import roofline_seconds
+from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
+from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, shard_of
+from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Conditions,
     Measurement,
@@ -25,14 +24,14 @@ from explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from explorer.records.plan import MeshRun
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType, ModelSpec
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
 
 GIB = 2**30
 ATTENTION_SPEED = {"cudnn": 0.8, "flash": 0.55, "efficient": 0.3, "math": 0.5}

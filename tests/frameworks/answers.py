@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from explorer.spec.candidate import Recompute
-from explorer.spec.mesh import Schedule
-from explorer.spec.training import Sharding
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.training import Sharding
+
 from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
 from tests.explorer.exports.test_plans import planned
 

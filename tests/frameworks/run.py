@@ -16,7 +16,8 @@ import zipfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from explorer.exports.registry import export, formats_for
+from bexp.explorer.exports.registry import export, formats_for
+
 from tests.frameworks.answers import ANSWERS
 
 HERE = Path(__file__).parent

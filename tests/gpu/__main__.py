@@ -25,8 +25,9 @@ from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from bexp.workers.devices.discovery import visible_devices
+
 from tests.gpu.results import FINAL, OPTION, Plan, last_failed, last_results
-from workers.devices.discovery import visible_devices
 
 ROOT = Path(__file__).parents[2]
 GRACE_SECONDS = 15.0

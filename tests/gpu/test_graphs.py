@@ -10,6 +10,15 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.hardware import measure_hardware
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.profiler.training.run import ReferenceTrainingRun
+from bexp.workers.profiler.trials.whole_model import run_whole_model
+from bexp.workers.targets.transformers.target import TransformersTarget
 from torch import Tensor, nn
 
 import bexp
@@ -17,16 +26,7 @@ from bexp.graphs import GraphedLoss
 from bexp.transformers.graph import graphed
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
-from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
-from explorer.spec.request import ExplorationRequest
 from tests.bexp.recommendations import document
-from workers.profiler.hardware import measure_hardware
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.profiler.training.run import ReferenceTrainingRun
-from workers.profiler.trials.whole_model import run_whole_model
-from workers.targets.transformers.target import TransformersTarget
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 transformers = pytest.importorskip("transformers")

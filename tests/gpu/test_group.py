@@ -9,19 +9,19 @@ import time
 from collections.abc import Iterator
 
 import pytest
+from bexp.explorer.cost_model.collectives import ExchangeUnits
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
+from bexp.workers.devices.discovery import visible_devices
+from bexp.workers.process.profiler import Profiler
 
-from explorer.cost_model.collectives import ExchangeUnits
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.decomposition import Decomposer
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from explorer.spec.model import DType
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
 from tests.gpu.test_profiler import MODEL, REQUEST
-from workers.devices.discovery import visible_devices
-from workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,

@@ -8,17 +8,16 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.decomposition import Decomposer
-from explorer.cost_model.parameters import count_parameters
-from explorer.records.measurement import Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from explorer.spec.model import DType, ModelSpec, MoESpec
-from explorer.spec.request import ExplorationRequest
-from workers.devices.discovery import visible_devices
-from workers.process.profiler import Profiler
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.devices.discovery import visible_devices
+from bexp.workers.process.profiler import Profiler
 
 pytestmark = [
     pytest.mark.gpu,

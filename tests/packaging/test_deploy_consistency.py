@@ -9,13 +9,15 @@ from typing import Any
 
 import pytest
 import typer.main
+from bexp.api.app import create_app
+from bexp.api.cli import app as command_line
+from bexp.api.embedded import GRACE_SECONDS
+from bexp.api.serve import SHUTDOWN_SECONDS
+from bexp.api.settings import DEFAULT_PORT, ServiceSettings, read_environment
+from bexp.workers.devices.selection import parse_devices
+from bexp.workers.settings import read_settings
 from fastapi.testclient import TestClient
 
-from api.app import create_app
-from api.cli import app as command_line
-from api.embedded import GRACE_SECONDS
-from api.serve import SHUTDOWN_SECONDS
-from api.settings import DEFAULT_PORT, ServiceSettings, read_environment
 from tests.packaging.deployment_schemas import Document
 from tests.packaging.deployments import (
     DEPLOY,
@@ -31,8 +33,6 @@ from tests.packaging.deployments import (
     read_objects,
     seconds,
 )
-from workers.devices.selection import parse_devices
-from workers.settings import read_settings
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 PINS = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines())

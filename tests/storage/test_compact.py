@@ -6,17 +6,17 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.search.explore import explore
+from bexp.storage.compact import DEFLATED, PLAIN, pack, unpack
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.trials import read_all_trials
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.replay.profiler import ReplayProfiler
 
-from explorer.search.explore import explore
-from storage.compact import DEFLATED, PLAIN, pack, unpack
-from storage.database import Database
-from storage.jobs import JobState
-from storage.listing import list_jobs
-from storage.queue import Queue
-from storage.trials import read_all_trials
 from tests.contracts.samples import make_trial
-from workers.jobs.worker import Worker
-from workers.replay.profiler import ReplayProfiler
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
 MOST_BYTES = 30_000

@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
-
-from storage.database import SQLITE_WAL_IS_SAFE, Database, open_database
+from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, open_database
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])

@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from workers.devices.lock import FOLDER_VARIABLE
+from bexp.workers.devices.lock import FOLDER_VARIABLE
 
 
 @pytest.fixture(autouse=True)

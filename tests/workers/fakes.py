@@ -5,14 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from explorer.records.recommendation import Answer, VariantAnswer
-from explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
-from workers.process.interface import ProfilerError, ProfilerInterruptedError
 
 NUM_TRIALS = 3
 

@@ -12,11 +12,11 @@ import signal
 import sys
 from pathlib import Path
 
-from explorer.records.trial import TrialPlan
-from explorer.spec.base import Frozen
-from workers.__main__ import main
-from workers.process.child import ProfilerProcess
-from workers.process.protocol import RunTrial
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.__main__ import main
+from bexp.workers.process.child import ProfilerProcess
+from bexp.workers.process.protocol import RunTrial
 
 VARIABLE = "BEXP_TEST_HOLD"
 

@@ -5,11 +5,10 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-from explorer.spec.hardware import BackendSupport
-from workers import doctor
-from workers.doctor import Diagnosis, diagnose
-from workers.process.interface import ProfilerError
+from bexp.explorer.spec.hardware import BackendSupport
+from bexp.workers import doctor
+from bexp.workers.doctor import Diagnosis, diagnose
+from bexp.workers.process.interface import ProfilerError
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +55,6 @@ def test_a_device_that_cannot_be_used_says_why(
     def fail(self: object) -> None:
         raise ProfilerError("the driver is too old")
 
-    monkeypatch.setattr("workers.process.profiler.Profiler.start", fail)
+    monkeypatch.setattr("bexp.workers.process.profiler.Profiler.start", fail)
     assert doctor.main(json_output=False) == 1
     assert "the driver is too old" in capsys.readouterr().out

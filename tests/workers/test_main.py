@@ -11,17 +11,17 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from bexp.storage.database import Database, open_database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.schema import VERSION_TABLE
+from bexp.workers.__main__ import SERVICE_FAILED, database_limits, listen, main, serve_workers
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.process.interface import ProfilerError
 
-from storage.database import Database, open_database
-from storage.jobs import JobState, get_job
-from storage.listing import list_jobs
-from storage.queue import Queue
-from storage.schema import VERSION_TABLE
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
-from workers.__main__ import SERVICE_FAILED, database_limits, listen, main, serve_workers
-from workers.jobs.worker import Worker
-from workers.process.interface import ProfilerError
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_a_worker_ends_in_one_line_when_a_later_version_has_upgraded_the_databas
 def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
     postgresql_url: str, open_url: Callable[[str], Database], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.jobs.worker.MIN_POLL_SECONDS", 60.0)
+    monkeypatch.setattr("bexp.workers.jobs.worker.MIN_POLL_SECONDS", 60.0)
     limits = database_limits(1)
     database = open_database(postgresql_url, limits)
     client = open_url(postgresql_url)
@@ -119,7 +119,7 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
 def test_an_idle_worker_begins_at_once_with_a_job_that_standard_input_names(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workers.jobs.worker.MIN_POLL_SECONDS", 300.0)
+    monkeypatch.setattr("bexp.workers.jobs.worker.MIN_POLL_SECONDS", 300.0)
     queue = Queue(sqlite_database)
     forgotten, asked = (queue.enqueue(make_request())[0].id for _ in range(2))
     job_ids: list[str] = []

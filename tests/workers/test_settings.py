@@ -1,9 +1,8 @@
 from __future__ import annotations
 
 import pytest
-
-from api.settings import read_environment
-from workers.settings import read_settings
+from bexp.api.settings import read_environment
+from bexp.workers.settings import read_settings
 
 
 @pytest.mark.parametrize(

@@ -16,19 +16,19 @@ from pathlib import Path
 import psutil
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.options import BTASpec, Budget
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.queue import Queue
+from bexp.storage.tables import jobs
+from bexp.storage.trials import read_trials
+from bexp.storage.workers import list_workers
 
-from explorer.records.trial import Trial
-from explorer.spec.candidate import Recompute
-from explorer.spec.model import ModelSpec
-from explorer.spec.options import BTASpec, Budget
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.queue import Queue
-from storage.tables import jobs
-from storage.trials import read_trials
-from storage.workers import list_workers
 from tests.workers import held_worker
 
 pytestmark = pytest.mark.slow
@@ -58,7 +58,7 @@ REQUEST = ExplorationRequest(
 
 
 class Workers:
-    """Starts `python -m workers` and ends what is left of it. What `hold` names stands still once it has begun."""
+    """Starts `python -m bexp.workers` and ends what is left of it. What `hold` names stands still once it has begun."""
 
     def __init__(self, database: Database, folder: Path) -> None:
         # The device's lock lies in the temporary directory: with one of its own, a test waits for nobody.

@@ -12,9 +12,8 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import sqlalchemy as sa
-
-from storage.leases import Lease, LeaseLostError
-from storage.queue import Queue
+from bexp.storage.leases import Lease, LeaseLostError
+from bexp.storage.queue import Queue
 
 POLL = timedelta(seconds=0.5)
 

@@ -9,9 +9,8 @@ from types import TracebackType
 from typing import Self
 
 import sqlalchemy as sa
-
-from storage.database import DATABASE_TROUBLE, Database
-from storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker, worker_heartbeat
+from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker, worker_heartbeat
 
 _log = logging.getLogger(__name__)
 

@@ -15,21 +15,21 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
-from explorer.records.event import EventCode, EventDraft, Progress
-from explorer.records.measurement import Measurement
-from explorer.records.trial import Measure, Trial, TrialPlan
-from explorer.search.explore import explore
-from explorer.search.trial_executor import TrialExecutor
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
-from storage.components import keep_components
-from storage.database import DATABASE_TROUBLE
-from storage.jobs import JobState
-from storage.leases import Claim, HardwareMismatchError, LeaseLostError
-from storage.queue import Queue
-from workers.jobs.heartbeat import LeaseHeartbeat
-from workers.jobs.timings import JobTimings
-from workers.process.interface import DevicePool, DeviceProfiler, ProfilerError, ProfilerInterruptedError
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import Measure, Trial, TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.components import keep_components
+from bexp.storage.database import DATABASE_TROUBLE
+from bexp.storage.jobs import JobState
+from bexp.storage.leases import Claim, HardwareMismatchError, LeaseLostError
+from bexp.storage.queue import Queue
+from bexp.workers.jobs.heartbeat import LeaseHeartbeat
+from bexp.workers.jobs.timings import JobTimings
+from bexp.workers.process.interface import DevicePool, DeviceProfiler, ProfilerError, ProfilerInterruptedError
 
 HOST_TROUBLE = (OSError, MemoryError)
 """The worker's host lacks something; the job itself is well."""
@@ -43,7 +43,7 @@ T = TypeVar("T")
 
 
 class Explore(Protocol):
-    """The signature of `explorer.search.explore.explore`."""
+    """The signature of `bexp.explorer.search.explore.explore`."""
 
     def __call__(  # noqa: D102 - the protocol documents it
         self,

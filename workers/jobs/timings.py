@@ -7,7 +7,7 @@ from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from explorer.records.measurement import PhaseSeconds
+from bexp.explorer.records.measurement import PhaseSeconds
 
 PHASES = ("process_start", "build", "warm_up", "timed", "messaging", "suggest", "storage")
 

@@ -9,19 +9,20 @@ import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
 
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.leases import Claim
+from bexp.storage.notifications import Listener
+from bexp.storage.queue import Queue
+from bexp.storage.worker_ids import worker_prefix
+from bexp.storage.workers import WorkerInfo
+from bexp.workers.jobs.registration import Registration
+from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
+from bexp.workers.jobs.software import installed_software
+from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
+
 from bexp.target_registry import installed_targets
-from explorer.search.explore import explore
-from explorer.spec.hardware import HardwareSpec
-from storage.database import DATABASE_TROUBLE, Database
-from storage.leases import Claim
-from storage.notifications import Listener
-from storage.queue import Queue
-from storage.worker_ids import worker_prefix
-from storage.workers import WorkerInfo
-from workers.jobs.registration import Registration
-from workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
-from workers.jobs.software import installed_software
-from workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0

@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.process.protocol import REPLIES, Reply, encode
 
 from bexp.child_process import module_command, safe_environment
-from explorer.spec.base import Frozen
-from workers.process.protocol import REPLIES, Reply, encode
 
 TAIL_LINES = 200
 TAIL_LINE_LENGTH = 400
@@ -32,10 +32,10 @@ class ProcessEndedError(Exception):
 
 
 class ProfilerProcess:
-    """`python -m workers.profiler`, in a session of its own, so that it ends together with all its children.
+    """`python -m bexp.workers.profiler`, in a session of its own, so that it ends together with all its children.
 
-    Several devices take `workers.profiler.distributed`, whose ranks lead process groups of their own; `set_ranks` names
-    them. `inherited` are descriptors that the process keeps open while it lives (the devices' locks).
+    Several devices take `bexp.workers.profiler.distributed`, whose ranks lead process groups of their own; `set_ranks`
+    names them. `inherited` are descriptors that the process keeps open while it lives (the devices' locks).
     """
 
     def __init__(self, devices: Sequence[str], *, environment: Mapping[str, str], inherited: Sequence[int]) -> None:
@@ -44,7 +44,7 @@ class ProfilerProcess:
         with theirs:
             self._popen = subprocess.Popen(
                 module_command(
-                    "workers.profiler.distributed" if len(devices) > 1 else "workers.profiler",
+                    "bexp.workers.profiler.distributed" if len(devices) > 1 else "bexp.workers.profiler",
                     *("--devices", ",".join(devices)),
                     *("--socket", str(theirs.fileno())),
                     *("--parent", str(os.getpid())),

@@ -13,12 +13,12 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TypeVar
 
-from workers.devices.lock import DeviceLocks
-from workers.process.child import ProcessEndedError, ProfilerProcess
-from workers.process.exit_status import describe_status, name_ended
-from workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
-from workers.process.protocol import Command, HardwareReply, Hello, Open, RankLost, Refused, Reply, ReportReply
-from workers.process.trial_run import END_GRACE_SECONDS, TICK_SECONDS
+from bexp.workers.devices.lock import DeviceLocks
+from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
+from bexp.workers.process.exit_status import describe_status, name_ended
+from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
+from bexp.workers.process.protocol import Command, HardwareReply, Hello, Open, RankLost, Refused, Reply, ReportReply
+from bexp.workers.process.trial_run import END_GRACE_SECONDS, TICK_SECONDS
 
 R = TypeVar("R", Hello, HardwareReply, ReportReply)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 from pathlib import Path
 
-from explorer.records.measurement import Outcome
-from workers.process.protocol import RankLost
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.process.protocol import RankLost
 
 OTHERS_SIGNALS = (-signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
 """Exit statuses of a process that somebody else has ended. A fault of its own ends it by other signals."""

@@ -5,12 +5,12 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Protocol
 
-from explorer.records.event import EventDraft
-from explorer.records.measurement import Measurement
-from explorer.records.trial import TrialPlan
-from explorer.search.trial_executor import TrialExecutor
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.event import EventDraft
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 class ProfilerError(Exception):

@@ -12,21 +12,21 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from explorer.cost_model.step import memory_limit
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import TrialPlan
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
-from workers.devices.discovery import device_key
-from workers.devices.lock import DeviceLocks, lock_folder
-from workers.process.child import ProcessEndedError, ProfilerProcess
-from workers.process.device_process import DeviceProcess
-from workers.process.environment import profiler_environment
-from workers.process.exit_status import KILLED_HINT
-from workers.process.interface import ProfilerError, ProfilerStartError
-from workers.process.kernel_cache import kernel_cache
-from workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
-from workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.devices.discovery import device_key
+from bexp.workers.devices.lock import DeviceLocks, lock_folder
+from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
+from bexp.workers.process.device_process import DeviceProcess
+from bexp.workers.process.environment import profiler_environment
+from bexp.workers.process.exit_status import KILLED_HINT
+from bexp.workers.process.interface import ProfilerError, ProfilerStartError
+from bexp.workers.process.kernel_cache import kernel_cache
+from bexp.workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
+from bexp.workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
 
 START_PAUSES_SECONDS = (0.5, 1.0, 2.0, 4.0, 8.0, 16.0)
 """The pauses before a process that was killed as it started is started again."""
@@ -60,7 +60,7 @@ class Profiler:
         environment: of the profiler process; default: this process's own.
         on_wait: called once, with the reason, if another profiler holds the device.
         lock_timeout_seconds: how long to wait for the device; null: as long as it takes.
-        lock_directory: where the host's device locks lie; default: see `workers.devices.lock`.
+        lock_directory: where the host's device locks lie; default: see `bexp.workers.devices.lock`.
         start_timeout_seconds: for importing torch, and again for measuring the device.
         setup_allowance_seconds: added to the deadline of each trial.
         start_pauses_seconds: before each further attempt to start a process; empty: there is one attempt.

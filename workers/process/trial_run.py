@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
-from explorer.records.trial import TrialPlan
-from workers.process.child import ProcessEndedError, ProfilerProcess
-from workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
-from workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.trial import TrialPlan
+from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
+from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
+from bexp.workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished
 
 TICK_SECONDS = 0.025
 END_GRACE_SECONDS = 1.0

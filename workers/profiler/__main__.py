@@ -1,14 +1,14 @@
-"""`python -m workers.profiler` owns one device. A worker starts it; nobody starts it by hand."""
+"""`python -m bexp.workers.profiler` owns one device. A worker starts it; nobody starts it by hand."""
 
 from __future__ import annotations
 
-from workers.profiler.parent import connect_to_parent
+from bexp.workers.profiler.parent import connect_to_parent
 
 
 def main() -> int:
     """Answer the parent's commands until the parent ends, or until this process is no longer fit to measure."""
-    parent = connect_to_parent("workers.profiler")
-    from workers.profiler.device import serve_device  # noqa: PLC0415 - it imports torch, which takes seconds
+    parent = connect_to_parent("bexp.workers.profiler")
+    from bexp.workers.profiler.device import serve_device  # noqa: PLC0415 - it imports torch, which takes seconds
 
     return serve_device(parent)
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import asdict
 
+from bexp.explorer.records.measurement import Conditions
+
 from bexp.measure.device_monitor import Watch
-from explorer.records.measurement import Conditions
 
 
 def watched_conditions(watch: Watch) -> Conditions:

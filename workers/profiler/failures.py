@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from bexp.explorer.records.measurement import Outcome
 
 from bexp.out_of_memory import is_out_of_memory
-from explorer.records.measurement import Outcome
 
 UNSERVED = ("no available kernel", "invalid backend")
 """What torch says when the attention back end that is pinned cannot serve the arguments."""

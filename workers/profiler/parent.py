@@ -13,8 +13,8 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from explorer.spec.base import Frozen
-from workers.process.protocol import COMMANDS, Command, encode
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.process.protocol import COMMANDS, Command, encode
 
 PR_SET_PDEATHSIG = 1
 

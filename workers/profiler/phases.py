@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Literal
 
-from explorer.records.measurement import PhaseSeconds
+from bexp.explorer.records.measurement import PhaseSeconds
 
 
 class PhaseClock:

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.shards import shard_of
-from explorer.cost_model.step import memory_limit
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.process.protocol import (
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.shards import shard_of
+from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.protocol import (
     Begin,
     Command,
     ComponentMeasured,
@@ -26,19 +26,19 @@ from workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from workers.profiler.compilation import missing_compiler
-from workers.profiler.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
-from workers.profiler.hardware import measure_hardware
-from workers.profiler.instruments import Instruments, freeze_imports
-from workers.profiler.phases import PhaseClock
-from workers.profiler.rank_group import RankGroup, single_rank
-from workers.profiler.trials.communication import measure_communication
-from workers.profiler.trials.component import measure_component
-from workers.profiler.trials.exchange import measure_exchange
-from workers.profiler.trials.optimizer import measure_optimizer
-from workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
-from workers.targets.choice import import_target, open_target
-from workers.targets.target import Target, WholeTarget
+from bexp.workers.profiler.compilation import missing_compiler
+from bexp.workers.profiler.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
+from bexp.workers.profiler.hardware import measure_hardware
+from bexp.workers.profiler.instruments import Instruments, freeze_imports
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.profiler.rank_group import RankGroup, single_rank
+from bexp.workers.profiler.trials.communication import measure_communication
+from bexp.workers.profiler.trials.component import measure_component
+from bexp.workers.profiler.trials.exchange import measure_exchange
+from bexp.workers.profiler.trials.optimizer import measure_optimizer
+from bexp.workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
+from bexp.workers.targets.choice import import_target, open_target
+from bexp.workers.targets.target import Target, WholeTarget
 
 CALM_SECONDS = 5.0
 """The longest that a trial waits for the device to become calm if the previous trial was disturbed."""

@@ -10,10 +10,10 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from explorer.records.trial import TrialPlan
-from explorer.spec.request import ExplorationRequest
-from workers.process.interface import DeviceProfiler
-from workers.process.profiler import Profiler
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import DeviceProfiler
+from bexp.workers.process.profiler import Profiler
 
 OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], DeviceProfiler]
 """Makes a profiler from its devices, its environment, and the folder of its device locks (null: the host's)."""

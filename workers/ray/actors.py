@@ -7,11 +7,11 @@ import sys
 import time
 from collections.abc import Callable
 
-from explorer.records.event import EventCode, EventDraft
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
-from workers.process.interface import ProfilerError
-from workers.ray.cluster import ActorHandle, Cluster, describe_error
+from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import ProfilerError
+from bexp.workers.ray.cluster import ActorHandle, Cluster, describe_error
 
 TICK_SECONDS = 0.1
 MOST_REPLACEMENTS = 8

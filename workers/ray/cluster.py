@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from explorer.records.trial import TrialPlan
-from workers.process.interface import ProfilerError
-from workers.ray.actor import Actor, OpenProfiler
+from bexp.explorer.records.trial import TrialPlan
+from bexp.workers.process.interface import ProfilerError
+from bexp.workers.ray.actor import Actor, OpenProfiler
 
 
 @dataclass(eq=False)

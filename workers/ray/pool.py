@@ -7,15 +7,15 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
-from explorer.records.event import EventDraft
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import TrialPlan
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
-from workers.process.interface import DevicePool, ProfilerError, ProfilerInterruptedError
-from workers.ray.actor import OpenProfiler, open_profiler
-from workers.ray.actors import TICK_SECONDS, Actors
-from workers.ray.cluster import ActorHandle, Cluster, RunningTrial, describe_error
+from bexp.explorer.records.event import EventDraft
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.process.interface import DevicePool, ProfilerError, ProfilerInterruptedError
+from bexp.workers.ray.actor import OpenProfiler, open_profiler
+from bexp.workers.ray.actors import TICK_SECONDS, Actors
+from bexp.workers.ray.cluster import ActorHandle, Cluster, RunningTrial, describe_error
 
 MOST_LOSSES = 2
 """A trial that has lost this many actors is tried once more. If that fails too, the loss is its outcome."""

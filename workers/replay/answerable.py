@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP
-from storage.database import Database
-from storage.waiting_requests import list_waiting_ids, read_requests
-from workers.replay.profiler import mismatch
-from workers.replay.recording import Recording
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP
+from bexp.storage.database import Database
+from bexp.storage.waiting_requests import list_waiting_ids, read_requests
+from bexp.workers.replay.profiler import mismatch
+from bexp.workers.replay.recording import Recording
 
 _PAGE = 50
 

@@ -8,13 +8,18 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
-
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds, WholeModelMeasurement
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate
-from workers.replay.recording import Recording
-from workers.replay.rows import ComponentRow, WholeModelRow
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import (
+    ComponentMeasurement,
+    Measurement,
+    Outcome,
+    PhaseSeconds,
+    WholeModelMeasurement,
+)
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate
+from bexp.workers.replay.recording import Recording
+from bexp.workers.replay.rows import ComponentRow, WholeModelRow
 
 
 class VirtualClock:

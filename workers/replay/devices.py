@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from heapq import heappop, heappush
 
-from explorer.records.measurement import Measurement
-from explorer.records.trial import TrialPlan
-from explorer.search.trial_executor import TrialExecutor
-from workers.replay.device import RecordedDevice, VirtualClock
-from workers.replay.recording import Recording
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.search.trial_executor import TrialExecutor
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording
 
 
 class RecordedDevices(TrialExecutor):

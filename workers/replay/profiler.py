@@ -5,18 +5,18 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from explorer.cost_model.collectives import is_exchange_timed
-from explorer.cost_model.search_space import EmptySpaceError
-from explorer.records.measurement import Measurement
-from explorer.records.trial import TrialPlan
-from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
-from storage.workers import REPLAYED
-from workers.process.interface import ProfilerError, ProfilerInterruptedError
-from workers.replay.device import RecordedDevice, VirtualClock
-from workers.replay.recording import Recording
+from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+from bexp.storage.workers import REPLAYED
+from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording
 
 PREFIX = "replay:"
 SAME = ("mode", "routing", "execution", "training")

@@ -7,16 +7,15 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.rules import rule_of
+from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 from pydantic import ValidationError
-
-from explorer.cost_model.components import Component
-from explorer.records.measurement import Outcome
-from explorer.search.pruned_space import PrunedSpace, prune_space
-from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.rules import rule_of
-from workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 
 class RecordingError(ValueError):

@@ -7,8 +7,8 @@ Version 1. Every line is an object with a `type`:
   from the header's request and device, and share components.
 - `whole_model` (`WholeModelRow`): one run of a candidate's whole model.
 
-Fields with their default value are left out. Seconds and bytes are as in `explorer.records.measurement`. Lines are only
-appended, so that an interrupted recording can be continued; a last line without its end is ignored.
+Fields with their default value are left out. Seconds and bytes are as in `bexp.explorer.records.measurement`. Lines are
+only appended, so that an interrupted recording can be continued; a last line without its end is ignored.
 """
 
 from __future__ import annotations
@@ -17,10 +17,8 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, field_validator
-
-from explorer.cost_model.components import Component
-from explorer.records.measurement import (
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import (
     ComponentFigures,
     ComponentMeasurement,
     Conditions,
@@ -30,10 +28,11 @@ from explorer.records.measurement import (
     Seconds,
     WholeModelMeasurement,
 )
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from pydantic import Field, TypeAdapter, field_validator
 
 FORMAT = "bexp-recording"
 VERSION: Literal[1] = 1

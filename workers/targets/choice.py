@@ -7,21 +7,22 @@ from contextlib import suppress
 from functools import partial
 from importlib import import_module
 
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.settings import read_settings
+from bexp.workers.targets.custom.target import CustomTarget, TargetSource
+from bexp.workers.targets.target import Target, WholeTarget
+
 from bexp.target_registry import installed_targets, registered_targets
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.instruments import Instruments
-from workers.settings import read_settings
-from workers.targets.custom.target import CustomTarget, TargetSource
-from workers.targets.target import Target, WholeTarget
 
 _NEEDED_BY = {
-    BEXP: ("workers.targets.reference.target",),
+    BEXP: ("bexp.workers.targets.reference.target",),
     TRANSFORMERS: (
         "transformers.modeling_layers",
         "transformers.models.auto.modeling_auto",
-        "workers.targets.transformers.target",
+        "bexp.workers.targets.transformers.target",
     ),
 }
 """The modules that a target is made of. The process of a target of somebody else imports its own."""
@@ -35,11 +36,11 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Target
     """
     name = request.target_name
     if name == BEXP:
-        from workers.targets.reference.target import ReferenceTarget  # noqa: PLC0415 - brings the kernels
+        from bexp.workers.targets.reference.target import ReferenceTarget  # noqa: PLC0415 - brings the kernels
 
         return ReferenceTarget(request, instruments)
     if name == TRANSFORMERS:
-        from workers.targets.transformers.target import TransformersTarget  # noqa: PLC0415 - optional library
+        from bexp.workers.targets.transformers.target import TransformersTarget  # noqa: PLC0415 - optional library
 
         return TransformersTarget(request, instruments)
     return CustomTarget(find_source(name), request, str(instruments.device))

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
-
-from storage.compact import unpack
+from bexp.storage.compact import unpack
 
 revision: str = "0007"
 down_revision: str | None = "0006"

@@ -6,8 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
-
-from storage.compact import CompactJSON
+from bexp.storage.compact import CompactJSON
 
 revision: str = "0008"
 down_revision: str | None = "0007"

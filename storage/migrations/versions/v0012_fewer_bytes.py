@@ -6,9 +6,8 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
-
-from storage.compact import pack, unpack
-from storage.tables import PREFIX
+from bexp.storage.compact import pack, unpack
+from bexp.storage.tables import PREFIX
 
 revision: str = "0012"
 down_revision: str | None = "0011"

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from bexp.explorer.records.event import EventCode
+
 from bexp.client.events import FIRST_END_CODE
 from bexp.client.exploration import Event
 from bexp.client.view import INFEASIBLE, RECOMMENDATION, TRIAL, VARIANT, ExplorationView
-from explorer.records.event import EventCode
 from tests.cli.samples import EVENTS, event
 
 

@@ -17,6 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from bexp.workers.targets.reference.local_peers import LocalPeers
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,6 @@ from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels import references
 from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks
-from workers.targets.reference.local_peers import LocalPeers
 
 NUM_RANKS = 4
 SIZES = (2, 4)

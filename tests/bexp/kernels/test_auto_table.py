@@ -8,13 +8,13 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bexp.workers.process.kernel_cache import kernel_cache
 
 from bexp.kernels.experts.auto import plans
 from bexp.kernels.experts.auto.choice import ByLoad, choose
 from bexp.kernels.experts.auto.products import STOCK
 from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, folder, row_class, rows_of_class
 from tests.bexp.kernels.auto_tables import CPU, FASTER, OTHER, SLOWER, seconds
-from workers.process.kernel_cache import kernel_cache
 
 pytestmark = pytest.mark.usefixtures("tables")
 

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.parts import LayerPart, ModelParts, Part
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.cost_model.test_candidate_table import MODEL
 from tests.explorer.simulator import report
 

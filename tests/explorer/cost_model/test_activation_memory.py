@@ -8,18 +8,18 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.activation_memory import (
+from bexp.explorer.cost_model.activation_memory import (
     OPTIMIZER_BUCKET_BYTES,
     largest_share,
     local_length,
     local_tokens,
     predict_component_bytes,
 )
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.part_costs import predict_part_bytes
-from explorer.cost_model.work import ComponentBytes
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.part_costs import predict_part_bytes
+from bexp.explorer.cost_model.work import ComponentBytes
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.cost_model.tiny import MOE, model_of, parts, request
 
 HIDDEN = 3 * 16 * 8 * 2  # bytes of the block's input, of its output, and of its queries: 768

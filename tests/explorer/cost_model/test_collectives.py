@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
+from bexp.explorer.cost_model.roofline import roofline_seconds
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.records.trial import TrialKind, count_processes
+from bexp.explorer.spec.training import Sharding
+from bexp.explorer.surrogate.observations import ComponentObservations
 
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.parameters import count_embedding, count_head, count_parameters
-from explorer.cost_model.roofline import roofline_seconds
-from explorer.records.measurement import ComponentMeasurement
-from explorer.records.trial import TrialKind, count_processes
-from explorer.spec.training import Sharding
-from explorer.surrogate.observations import ComponentObservations
 from tests.explorer.exchanges import MODEL, candidate, request
 from tests.explorer.simulator import report
 

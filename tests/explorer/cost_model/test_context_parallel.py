@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.roofline import roofline_seconds
+from bexp.explorer.cost_model.search_space import EmptySpaceError, base_candidates, enumerate_candidates
+from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.search.batch_division import accumulate
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
 from pydantic import ValidationError
 
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.roofline import roofline_seconds
-from explorer.cost_model.search_space import EmptySpaceError, base_candidates, enumerate_candidates
-from explorer.cost_model.step import combine_seconds
-from explorer.search.batch_division import accumulate
-from explorer.spec.candidate import Candidate
-from explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
-from explorer.spec.hardware import BackendSupport, DeviceReport
-from explorer.spec.request import ExplorationRequest
 from tests.explorer.long_sequences import MODEL, SMALL, request
 from tests.explorer.simulator import report
 

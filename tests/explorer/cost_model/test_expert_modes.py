@@ -7,20 +7,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
+from bexp.explorer.cost_model.fabric_exchange import Fabric, Link, Transfer
+from bexp.explorer.cost_model.mesh_layers import MeshDecomposer
+from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
+from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, busiest_device, expert_chunk, expert_rows
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routing import RoutingSpec
 
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
-from explorer.cost_model.fabric_exchange import Fabric, Link, Transfer
-from explorer.cost_model.mesh_layers import MeshDecomposer
-from explorer.cost_model.shard_costs import predict_shard_bytes
-from explorer.cost_model.shards import SPREAD_EXPERTS, busiest_device, expert_chunk, expert_rows
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.expert_modes import ExpertMode
-from explorer.spec.mesh import Mesh
-from explorer.spec.model import MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routing import RoutingSpec
 from tests.explorer.simulator import report
 
 MOE = MoESpec(num_experts=8, top_k=1, expert_ffn_hidden_size=1024)

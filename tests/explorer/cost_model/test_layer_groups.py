@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-
-from explorer.cost_model.layer_groups import EqualLayers, group_chunks, group_layers
+from bexp.explorer.cost_model.layer_groups import EqualLayers, group_chunks, group_layers
 
 
 def test_layers_are_counted_by_sort_with_those_that_lie_below() -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-
-from explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
-from explorer.cost_model.fabric_exchange import Fabric, Group
-from explorer.cost_model.measured_exchange import MeasuredExchanges
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.fabric import FabricSpec
+from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
+from bexp.explorer.cost_model.fabric_exchange import Fabric, Group
+from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.fabric import FabricSpec
 
 
 def measured(operation: Operation, num_bytes: int, seconds: float) -> ComponentMeasurement:

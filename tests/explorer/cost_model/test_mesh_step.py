@@ -6,16 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.fabric_exchange import Fabric, Group, Link
-from explorer.cost_model.measured_exchange import ASSUMED_BYTES_PER_SECOND
-from explorer.cost_model.mesh_costs import DeviceShare
-from explorer.cost_model.mesh_layers import Block, MeshCandidate
-from explorer.cost_model.mesh_step import MeshStep
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.shards import (
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.fabric_exchange import Fabric, Group, Link
+from bexp.explorer.cost_model.measured_exchange import ASSUMED_BYTES_PER_SECOND
+from bexp.explorer.cost_model.mesh_costs import DeviceShare
+from bexp.explorer.cost_model.mesh_layers import Block, MeshCandidate
+from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.shards import (
     SHARED_EXPERTS,
     SPREAD_EXPERTS,
     busiest_device,
@@ -24,14 +23,15 @@ from explorer.cost_model.shards import (
     shard_of,
     tensor_shard,
 )
-from explorer.cost_model.step import static_parts
-from explorer.records.measurement import ComponentMeasurement
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.fabric import FabricSpec
-from explorer.spec.model import MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routes import draw_batch_routes
-from explorer.spec.routing import RoutingSpec
+from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.spec.fabric import FabricSpec
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routes import draw_batch_routes
+from bexp.explorer.spec.routing import RoutingSpec
+
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.parameters import (
+from bexp.explorer.cost_model.parameters import (
     count_attention,
     count_dense_ffn,
     count_embedding,
@@ -16,7 +15,7 @@ from explorer.cost_model.parameters import (
     count_norm,
     count_parameters,
 )
-from explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.model import LayerKind, ModelSpec
 
 
 def build(**changes: Any) -> ModelSpec:

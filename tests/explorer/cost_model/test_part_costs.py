@@ -6,20 +6,26 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.part_costs import COMPILED_SHARE, PartsDecomposer, again_work, part_work, predict_part_bytes
-from explorer.cost_model.roofline import roofline_seconds
-from explorer.cost_model.search_space import (
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.part_costs import (
+    COMPILED_SHARE,
+    PartsDecomposer,
+    again_work,
+    part_work,
+    predict_part_bytes,
+)
+from bexp.explorer.cost_model.roofline import roofline_seconds
+from bexp.explorer.cost_model.search_space import (
     enumerate_candidates,
 )
-from explorer.cost_model.step import static_parts
-from explorer.cost_model.work import ComponentBytes, Work
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution, Kernels
-from explorer.spec.hardware import BackendSupport
+from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.cost_model.work import ComponentBytes, Work
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.execution import Execution, Kernels
+from bexp.explorer.spec.hardware import BackendSupport
+
 from tests.explorer.cost_model.described import LAYERS, candidate, parts, request
 from tests.explorer.simulator import report
 

@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.search_space import (
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.search_space import (
     EmptySpaceError,
     base_candidates,
     enumerate_candidates,
     explored_models,
 )
-from explorer.spec.candidate import Recompute
-from explorer.spec.execution import Execution
-from explorer.spec.hardware import BackendSupport, DeviceReport
-from explorer.spec.target import OWN_ATTENTION
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.target import OWN_ATTENTION
+
 from tests.explorer.cost_model.described import device, parts, request
 from tests.explorer.simulator import report
 

@@ -7,12 +7,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-
-from explorer.cost_model import pipeline_picture
-from explorer.cost_model.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
-from explorer.cost_model.pipeline_balance import balance_layers
-from explorer.cost_model.pipeline_order import Pass, rank_order
-from explorer.spec.mesh import Schedule
+from bexp.explorer.cost_model import pipeline_picture
+from bexp.explorer.cost_model.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
+from bexp.explorer.cost_model.pipeline_balance import balance_layers
+from bexp.explorer.cost_model.pipeline_order import Pass, rank_order
+from bexp.explorer.spec.mesh import Schedule
 
 SIZES = [(2, 2), (2, 6), (4, 4), (4, 12), (8, 16)]
 

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind, block_recompute
+from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.cost_model.roofline import roofline_seconds
+from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.space_rules import MAX_COMBINATIONS
 from pydantic import ValidationError
 
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.components import BlockRecompute, ComponentKind, block_recompute
-from explorer.cost_model.decomposition import Decomposer
-from explorer.cost_model.roofline import roofline_seconds
-from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.space_rules import MAX_COMBINATIONS
 from tests.explorer.simulator import report
 
 DENSE: dict[str, Any] = {

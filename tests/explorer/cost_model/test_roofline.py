@@ -5,20 +5,20 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.activation_memory import predict_component_bytes
-from explorer.cost_model.components import Component
-from explorer.cost_model.roofline import (
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.roofline import (
     LEAST_SECONDS,
     LINK_BYTES_PER_SECOND,
     PredictedSeconds,
     predict_component_seconds,
     roofline_seconds,
 )
-from explorer.spec.context_parallel import Sharing, busiest_pairs
-from explorer.spec.hardware import HardwareSpec
-from explorer.spec.model import DType
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.context_parallel import Sharing, busiest_pairs
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.cost_model.tiny import (
     ATTENTION,
     BANDWIDTH,

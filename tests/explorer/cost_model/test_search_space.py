@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.search_space import (
+from bexp.explorer.cost_model.search_space import (
     EmptySpaceError,
     LegalSpace,
     base_candidates,
@@ -14,9 +13,10 @@ from explorer.cost_model.search_space import (
     explored_models,
     has_experts,
 )
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import BackendSupport, DeviceReport
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.cost_model import tiny
 from tests.explorer.simulator import report
 

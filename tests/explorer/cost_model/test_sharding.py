@@ -6,19 +6,19 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from bexp.explorer.cost_model.collectives import Overlap
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost_model.search_space import base_candidates, enumerate_candidates
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.relaxations import smallest_requirement
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
-from explorer.cost_model.candidate_table import SpaceTable, predict_memory
-from explorer.cost_model.collectives import Overlap
-from explorer.cost_model.components import ComponentKind
-from explorer.cost_model.search_space import base_candidates, enumerate_candidates
-from explorer.formats.request import parse_request
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import TrialPlan
-from explorer.search.explore import explore
-from explorer.search.relaxations import smallest_requirement
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
 from tests.explorer.exchanges import MODEL, exchanges_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 

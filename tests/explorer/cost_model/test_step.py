@@ -5,9 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.cost_model.step import (
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.step import (
     FRAGMENTATION,
     GIB,
     MARGIN_BYTES,
@@ -20,6 +19,7 @@ from explorer.cost_model.step import (
     required_bytes,
     static_parts,
 )
+
 from tests.explorer.cost_model.tiny import EMBEDDING, HEAD, LAYER, TOTAL, hardware, model_of, parts, request
 
 MIB = 2**20

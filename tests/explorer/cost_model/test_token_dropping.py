@@ -6,15 +6,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.activation_memory import rows_of_pair
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routes import draw_routes
+from bexp.explorer.spec.routing import RoutingSpec
 
-from explorer.cost_model.activation_memory import rows_of_pair
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.roofline import predict_component_seconds
-from explorer.cost_model.token_dropping import dropped_share
-from explorer.spec.model import MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routes import draw_routes
-from explorer.spec.routing import RoutingSpec
 from tests.contracts.samples import make_report
 
 ZIPF = RoutingSpec(kind="zipf")

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType, ModelSpec
-from explorer.spec.parts import LayerPart, ModelParts, Part
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
 
 ATTENTION = 200  # norm 8, QKV 8 x (8 + 2 x 4), output 8 x 8
 FFN = 392  # norm 8, three matrices of 8 x 16

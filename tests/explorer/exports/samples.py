@@ -6,16 +6,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from explorer.exports.exploration import Exploration
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.recommendation import Alternative, Recommendation
-from explorer.records.trial import Trial, TrialKind
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.model import DType
-from explorer.spec.parts import LayerPart, ModelParts, Part
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import OWN_ATTENTION
+from bexp.explorer.exports.exploration import Exploration
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Alternative, Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import OWN_ATTENTION
+
 from tests.contracts.samples import make_recommendation, make_report
 
 GIB = 1 << 30

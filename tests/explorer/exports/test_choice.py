@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from bexp.explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
+from bexp.explorer.exports.plan import Plan, build_plan
+from bexp.explorer.exports.registry import FORMATS, export, formats_for
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
+from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.training import Sharding
 
-from explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
-from explorer.exports.plan import Plan, build_plan
-from explorer.exports.registry import FORMATS, export, formats_for
-from explorer.records.measurement import Outcome
-from explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
-from explorer.records.trial import TrialKind
-from explorer.spec.candidate import Recompute
-from explorer.spec.training import Sharding
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
 from tests.explorer.search.small import whole
 

@@ -3,11 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.formats.document import FormatError, load_document
-from explorer.formats.modelzoo_fields import UNSUPPORTED_NETWORKS
-from explorer.formats.request import parse_request
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.modelzoo_fields import UNSUPPORTED_NETWORKS
+from bexp.explorer.formats.request import parse_request
 
 GPT_111M = {
     "hidden_size": 768,

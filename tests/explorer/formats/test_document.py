@@ -3,8 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
-
-from explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, load_document
+from bexp.explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, load_document
 
 
 @pytest.mark.parametrize(

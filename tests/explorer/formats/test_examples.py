@@ -5,11 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.formats.document import load_document
-from explorer.formats.request import parse_request
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.request import ExplorationRequest
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.formats.document import FormatError, load_document
-from explorer.formats.families import FAMILIES
-from explorer.formats.request import parse_request
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.families import FAMILIES
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
 
 VARIANTS: list[dict[str, Any]] = [
     *({"model_type": name} for name in FAMILIES),

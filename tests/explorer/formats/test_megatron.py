@@ -3,13 +3,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.formats import megatron_flags
-from explorer.formats import nemo as nemo_format
-from explorer.formats.document import FormatError, load_document
-from explorer.formats.request import parse_request
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.formats import megatron_flags
+from bexp.explorer.formats import nemo as nemo_format
+from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.training import Sharding
 
 FLAGS = """
 --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 128 --max-position-embeddings 256

@@ -3,9 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.formats.document import FormatError
-from explorer.formats.request import parse_request
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.formats.request import parse_request
 
 MODEL = {
     "num_layers": 2,

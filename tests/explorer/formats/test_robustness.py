@@ -6,13 +6,12 @@ import copy
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.formats.document import FormatError, Location, load_document
+from bexp.explorer.formats.families import FAMILIES
+from bexp.explorer.formats.request import parse_request
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-
-from explorer.cost_model.parameters import count_parameters
-from explorer.formats.document import FormatError, Location, load_document
-from explorer.formats.families import FAMILIES
-from explorer.formats.request import parse_request
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 

@@ -8,10 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-
-from explorer.formats.document import FormatError, load_document
-from explorer.formats.request import parse_request
-from explorer.spec.target import TRANSFORMERS
+from bexp.explorer.formats.document import FormatError, load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.target import TRANSFORMERS
 
 GEMMA: dict[str, Any] = {
     "model_type": "gemma2",

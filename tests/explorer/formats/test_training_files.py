@@ -3,11 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.formats.document import FormatError
-from explorer.formats.request import parse_request
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 CONFIG = {"model_type": "llama", "num_hidden_layers": 2, "num_devices": 4}
 MODEL = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "ffn_hidden_size": 64, "vocab_size": 128}

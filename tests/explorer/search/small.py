@@ -6,19 +6,20 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
-from explorer.cost_model.components import Component
-from explorer.cost_model.step import MemoryParts
-from explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Measure, Trial, TrialKind
-from explorer.search.history import TrialHistory
-from explorer.search.pruned_space import PrunedSpace, prune_space
-from explorer.search.search_state import SearchState
-from explorer.search.trial_executor import executor_of
-from explorer.search.variant_context import VariantContext
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Measure, Trial, TrialKind
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.trial_executor import executor_of
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.trial_executor import TrialExecutor
 
-from explorer.records.measurement import Measurement
-from explorer.records.trial import Trial, TrialPlan
-from explorer.search.explore import explore
-from explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import pruned, request
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -40,7 +40,7 @@ class OneSecondEach(TrialExecutor):
 
 @pytest.fixture(autouse=True)
 def _no_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more than the limit
+    monkeypatch.setattr("bexp.explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more than the limit
 
 
 def run(capacity: int, history: Sequence[Trial] = (), most: int | None = None) -> tuple[list[Trial], float]:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, required_bytes
-from explorer.search.candidate_memory import (
+from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, required_bytes
+from bexp.explorer.search.candidate_memory import (
     FRAGMENTATION_BYTES,
     HELD_SHARE,
     MOST_DEVIATIONS,
     CandidateMemory,
     MemoryErrors,
 )
-from explorer.search.search_state import SearchState
+from bexp.explorer.search.search_state import SearchState
+
 from tests.explorer.search.small import candidate, know, small_state
 
 ROWS = np.arange(12)

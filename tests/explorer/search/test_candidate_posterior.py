@@ -6,8 +6,7 @@ import math
 
 import numpy as np
 import pytest
-
-from explorer.search.candidate_posterior import (
+from bexp.explorer.search.candidate_posterior import (
     OPTIMISTIC_DEVIATIONS,
     PREDICTED_STD,
     CandidatePosterior,
@@ -16,7 +15,8 @@ from explorer.search.candidate_posterior import (
     missing_components,
     wanted_components,
 )
-from explorer.spec.candidate import Recompute
+from bexp.explorer.spec.candidate import Recompute
+
 from tests.explorer.search.small import candidate, know, small_state
 
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.candidate_study import AskedTrial, CandidateStudy
+from bexp.explorer.search.optuna_sampler import CandidateSampler
+from bexp.explorer.search.optuna_trials import FEASIBLE, MEASUREMENT, REASON, TRIAL_NUMBER, to_params
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion
 from optuna.trial import TrialState
 
-from explorer.records.measurement import Outcome
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.candidate_study import AskedTrial, CandidateStudy
-from explorer.search.optuna_sampler import CandidateSampler
-from explorer.search.optuna_trials import FEASIBLE, MEASUREMENT, REASON, TRIAL_NUMBER, to_params
-from explorer.search.search_state import SearchState
-from explorer.search.suggestion import Suggestion
 from tests.explorer.search.small import candidate, measure, small_state, trial
 
 

@@ -6,16 +6,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bexp.explorer.records.recommendation import DividingCandidate
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.batch_division import dividing_rows, recommend_dividing
+from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.choices import dividing_batch_sizes, find_dividing, memory_choices, promising_row
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.verification import next_comparison
+from bexp.explorer.search.whole_model_check import expected_tokens_per_second
+from bexp.explorer.spec.candidate import Candidate
 
-from explorer.records.recommendation import DividingCandidate
-from explorer.records.trial import Trial
-from explorer.search.batch_division import dividing_rows, recommend_dividing
-from explorer.search.candidate_posterior import confidence_score
-from explorer.search.choices import dividing_batch_sizes, find_dividing, memory_choices, promising_row
-from explorer.search.search_state import SearchState
-from explorer.search.verification import next_comparison
-from explorer.search.whole_model_check import expected_tokens_per_second
-from explorer.spec.candidate import Candidate
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 
 
@@ -117,7 +117,7 @@ def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:
 
 
 def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("explorer.search.choices.MEMORY_LOSSES", (0.2,))
+    monkeypatch.setattr("bexp.explorer.search.choices.MEMORY_LOSSES", (0.2,))
     state = state_of(1, 2, 4, tolerance=0.2, prefer="memory")  # it keeps the smaller ones among the contenders
     four = state.table.row[candidate(4)]
     assert memory_choices(state, four)[-1].candidate.micro_batch_size == 2

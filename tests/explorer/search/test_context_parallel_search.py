@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import pytest
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.search_space import enumerate_candidates
+from bexp.explorer.records.recommendation import Answer
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.feasibility import at_least
+from bexp.explorer.search.optuna_trials import DIMENSIONS, distributions, to_candidate, to_params
+from bexp.explorer.spec.context_parallel import LAYOUTS
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.variant import Variant
 
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.recommendation import Answer
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.explore import explore
-from explorer.search.feasibility import at_least
-from explorer.search.optuna_trials import DIMENSIONS, distributions, to_candidate, to_params
-from explorer.spec.context_parallel import LAYOUTS
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.variant import Variant
 from tests.explorer.explorations import pruned
 from tests.explorer.long_sequences import MODEL, SMALL, request
 from tests.explorer.simulator import SimulatedDevice, report

@@ -5,14 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.components import Component
-from explorer.records.event import EventCode
-from explorer.records.measurement import ComponentMeasurement, Conditions, Outcome
-from explorer.records.plan import MeshPlan
-from explorer.records.recommendation import Answer, VariantAnswer, WholeModelCheck
-from explorer.records.trial import TrialKind
-from explorer.search.event_messages import (
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.event import EventCode
+from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Outcome
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.recommendation import Answer, VariantAnswer, WholeModelCheck
+from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.search.event_messages import (
     answer_changed_event,
     base_event,
     end_event,
@@ -22,9 +21,10 @@ from explorer.search.event_messages import (
     variant_event,
     whole_model_event,
 )
-from explorer.search.suggestion import Suggestion
-from explorer.spec.mesh import Mesh
-from explorer.spec.training import Sharding
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.training import Sharding
+
 from tests.explorer.search.small import candidate, recommendation, small_request, small_space, trial, whole
 
 GIB = 2**30

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from bexp.explorer.records.measurement import Outcome, PhaseSeconds
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, HOPELESS_FAILURES, TrialHistory
+from bexp.explorer.spec.options import Budget
+from bexp.explorer.spec.variant import Variant
 
-from explorer.records.measurement import Outcome, PhaseSeconds
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.history import GRACE, HOPELESS_CONTAMINATED, HOPELESS_FAILURES, TrialHistory
-from explorer.spec.options import Budget
-from explorer.spec.variant import Variant
 from tests.explorer.search.small import candidate, trial
 
 
@@ -101,7 +101,7 @@ def test_a_contaminated_device_is_given_up_after_twelve_trials() -> None:
 
 
 def test_failures_of_one_component_do_not_make_a_device_hopeless() -> None:
-    from explorer.cost_model.components import Component, ComponentKind
+    from bexp.explorer.cost_model.components import Component, ComponentKind
 
     broken = Component(kind=ComponentKind.HEAD, micro_batch_size=1)
     trials = [trial(i, outcome=Outcome.CRASHED, reason="x", failed_component=broken) for i in range(9)]

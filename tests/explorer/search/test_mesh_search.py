@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bexp.explorer.cost_model.components import ComponentKind, Operation
+from bexp.explorer.cost_model.fabric_exchange import Group
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.spec.request import ExplorationRequest
 
-from explorer.cost_model.components import ComponentKind, Operation
-from explorer.cost_model.fabric_exchange import Group
-from explorer.records.event import EventCode, Progress
-from explorer.records.measurement import Outcome
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.explore import explore
-from explorer.search.plan_space import PlanSpace
-from explorer.spec.request import ExplorationRequest
 from tests.explorer.search.test_plan_search import MODEL
 from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
 

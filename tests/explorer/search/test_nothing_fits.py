@@ -5,20 +5,20 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost_model.step import GIB, required_bytes
+from bexp.explorer.records.event import EventCode
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.feasibility import MOST_TOO_LARGE
+from bexp.explorer.search.history import HOPELESS_FAILURES
+from bexp.explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.reported_run import ReportedRun
+from bexp.explorer.spec.request import ExplorationRequest
 
-from explorer.cost_model.components import ComponentKind
-from explorer.cost_model.step import GIB, required_bytes
-from explorer.records.event import EventCode
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.feasibility import MOST_TOO_LARGE
-from explorer.search.history import HOPELESS_FAILURES
-from explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
-from explorer.search.search_state import SearchState
-from explorer.spec.candidate import Candidate
-from explorer.spec.reported_run import ReportedRun
-from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
 from tests.explorer.simulator import SimulatedDevice, report

@@ -6,12 +6,12 @@ from typing import Any
 
 import optuna
 import pytest
+from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.search.optuna_sampler import CandidateSampler, ComponentSampler
+from bexp.explorer.search.optuna_trials import distributions, to_params
+from bexp.explorer.search.suggestion import Suggestion
 from optuna.study import Study
 
-from explorer.search.acquisition import suggest_measurement
-from explorer.search.optuna_sampler import CandidateSampler, ComponentSampler
-from explorer.search.optuna_trials import distributions, to_params
-from explorer.search.suggestion import Suggestion
 from tests.explorer.search.small import candidate, know, small_state
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from optuna.trial import TrialState
-
-from explorer.records.measurement import Outcome
-from explorer.search.optuna_trials import (
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.search.optuna_trials import (
     DIMENSIONS,
     FEASIBLE,
     MEASUREMENT,
@@ -18,8 +16,10 @@ from explorer.search.optuna_trials import (
     to_candidate,
     to_params,
 )
-from explorer.spec.candidate import Recompute
-from explorer.spec.variant import Variant
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.variant import Variant
+from optuna.trial import TrialState
+
 from tests.explorer.search.small import candidate, small_state, trial
 
 

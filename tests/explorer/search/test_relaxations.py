@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.candidate_table import SpaceTable, predict_memory
-from explorer.cost_model.search_space import enumerate_candidates
-from explorer.cost_model.step import GIB, memory_limit
-from explorer.records.recommendation import Relaxation, RelaxationKind
-from explorer.search.explore import explore
-from explorer.search.relaxations import (
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from bexp.explorer.cost_model.search_space import enumerate_candidates
+from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.relaxations import (
     _over,
     _shardings,
     _smaller,
@@ -20,8 +19,9 @@ from explorer.search.relaxations import (
     find_relaxations,
     smallest_requirement,
 )
-from explorer.spec.candidate import Recompute
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.explorer.explorations import answer_of, request
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -5,25 +5,25 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.step import combine_seconds
-from explorer.records.measurement import Outcome
-from explorer.records.recommendation import Recommendation, RunnerUpCheck
-from explorer.records.trial import Trial, TrialKind
-from explorer.search.batch_division import accumulate
-from explorer.search.report import (
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.recommendation import Recommendation, RunnerUpCheck
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.batch_division import accumulate
+from bexp.explorer.search.report import (
     References,
     best_stock,
     build_recommendation,
     largest_untiled,
     largest_without_recompute,
 )
-from explorer.search.runner_up import RunnerUp
-from explorer.search.search_state import BestCandidate, SearchState
-from explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
-from explorer.spec.execution import Execution
-from explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.search.runner_up import RunnerUp
+from bexp.explorer.search.search_state import BestCandidate, SearchState
+from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
 
 FULL = {"recompute": "full"}
@@ -208,7 +208,7 @@ def test_without_whole_models_a_rival_that_only_these_tell_apart_is_noted(monkey
     def noted(row: int = 0, chance: float = 0.46, confidence: float = 0.54, **changes: Any) -> list[str]:
         state = known_state(**{"verify": False} | changes)
         found = RunnerUp(row, chance, 0.01, 1.0)
-        monkeypatch.setattr("explorer.search.report.find_runner_up", lambda _: found)
+        monkeypatch.setattr("bexp.explorer.search.report.find_runner_up", lambda _: found)
         best = BestCandidate(state.table.row[candidate(4)], confidence)
         return [note for note in recommend(state, best=best, final=True).notes if "do not tell" in note]
 

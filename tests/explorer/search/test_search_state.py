@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import optuna
 import pytest
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
+from bexp.explorer.search.optuna_trials import distributions, frozen_trial
+from bexp.explorer.search.search_state import LEAST_SHARE, SearchState
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.spec.candidate import Recompute
 
-from explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
-from explorer.search.optuna_trials import distributions, frozen_trial
-from explorer.search.search_state import LEAST_SHARE, SearchState
-from explorer.search.suggestion import Suggestion
-from explorer.spec.candidate import Recompute
 from tests.explorer.search.small import candidate, know, measure, small_state, trial
 
 
@@ -35,7 +35,7 @@ def test_each_trial_of_a_study_is_learnt_once(monkeypatch: pytest.MonkeyPatch) -
     fits: list[object] = []
     monkeypatch.setattr(state.surrogate, "fit", fits.append)
     read: list[object] = []
-    monkeypatch.setattr("explorer.search.search_state.read_measurement", read.append)
+    monkeypatch.setattr("bexp.explorer.search.search_state.read_measurement", read.append)
     state.learn_study(study)
     assert (fits, read) == ([], [])
 

@@ -9,8 +9,7 @@ from itertools import cycle
 from statistics import mean
 
 import pytest
-
-from explorer.search.step_exploration import StepAnswer, StepDescription, StepResult, main, search_step
+from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, StepResult, main, search_step
 
 GIB = 1 << 30
 SIZES = (1, 2, 4, 8, 16, 32, 64)

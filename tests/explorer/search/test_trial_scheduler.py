@@ -8,16 +8,16 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.search_space import enumerate_candidates
+from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
+from bexp.explorer.search.trial_executor import TrialExecutor
 
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.measurement import Conditions, Measurement, Outcome
-from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.acquisition import suggest_measurement
-from explorer.search.explore import explore
-from explorer.search.search_state import SearchState
-from explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
-from explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, explored, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -121,7 +121,7 @@ def test_a_resume_measures_what_was_in_flight_and_nothing_that_is_stored(stop_af
 
 @pytest.mark.parametrize("most", [3, 7, 10])
 def test_the_budget_counts_what_is_in_flight(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more
+    monkeypatch.setattr("bexp.explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more
     req = request(budget={"max_trials": most, "confidence_target": 99}, verify=False)
     several = Several(SimulatedDevice(req), 4)
     steps = run(req, several)

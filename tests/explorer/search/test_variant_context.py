@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from explorer.spec.variant import Variant
+from bexp.explorer.spec.variant import Variant
+
 from tests.explorer.search.small import candidate, context, small_request, trial
 
 

@@ -7,17 +7,17 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.variant_search import VariantSearch
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.reported_run import ReportedRun
+from bexp.explorer.spec.request import ExplorationRequest
 
-from explorer.cost_model.components import ComponentKind
-from explorer.records.event import EventCode, Progress
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.progress_log import ProgressLog
-from explorer.search.variant_search import VariantSearch
-from explorer.spec.candidate import Candidate
-from explorer.spec.reported_run import ReportedRun
-from explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned, trials_of
 from tests.explorer.search.small import REPORT, candidate, context, small_request, small_space
 from tests.explorer.simulator import SimulatedDevice

@@ -6,19 +6,19 @@ from functools import cache
 from typing import Any
 
 import pytest
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.choices import find_dividing
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.report import References, build_recommendation
+from bexp.explorer.search.runner_up import RunnerUp
+from bexp.explorer.search.search_state import BestCandidate, SearchState
+from bexp.explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
+from bexp.explorer.spec.candidate import Candidate
 
-from explorer.records.event import EventCode, Progress
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.recommendation import Recommendation
-from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.choices import find_dividing
-from explorer.search.explore import explore
-from explorer.search.history import TrialHistory
-from explorer.search.report import References, build_recommendation
-from explorer.search.runner_up import RunnerUp
-from explorer.search.search_state import BestCandidate, SearchState
-from explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
-from explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole
@@ -312,6 +312,6 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain, 0.4)
     for each in ("find_runner_up", "find_above_limit"):
         found_by_it = rival if each == finder else None
-        monkeypatch.setattr(f"explorer.search.verification.{each}", lambda _, found=found_by_it: found)
+        monkeypatch.setattr(f"bexp.explorer.search.verification.{each}", lambda _, found=found_by_it: found)
     check = NextCheck(candidate(1), 0.3, None if finder == "find_runner_up" else 0.3)
     assert WholeModels(state, history, 0).next() == (check if is_run else None)

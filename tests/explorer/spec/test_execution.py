@@ -5,10 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bexp.explorer.spec.execution import Execution, Kernels
+from bexp.explorer.spec.request import ExplorationRequest
 from pydantic import ValidationError
-
-from explorer.spec.execution import Execution, Kernels
-from explorer.spec.request import ExplorationRequest
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 

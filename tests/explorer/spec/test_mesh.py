@@ -5,15 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.spec.fabric import FABRICS
+from bexp.explorer.spec.legal_meshes import legal_meshes
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 from pydantic import ValidationError
-
-from explorer.spec.execution import Execution
-from explorer.spec.expert_modes import ExpertMode
-from explorer.spec.fabric import FABRICS
-from explorer.spec.legal_meshes import legal_meshes
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
 
 MODEL = {
     "num_layers": 12,

@@ -3,11 +3,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.spec.options import ExploreRange
+from bexp.explorer.spec.request import ExplorationRequest
 from pydantic import ValidationError
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.spec.options import ExploreRange
-from explorer.spec.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,

@@ -5,11 +5,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from bexp.explorer.spec.model import MoESpec
+from bexp.explorer.spec.routes import draw_routes
+from bexp.explorer.spec.routing import RoutingSpec
 from pydantic import ValidationError
-
-from explorer.spec.model import MoESpec
-from explorer.spec.routes import draw_routes
-from explorer.spec.routing import RoutingSpec
 
 NUM_TOKENS = 50_000
 TOLERANCE = 0.004  # on a share: the noise of 50,000 tokens, and what the solver leaves

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from explorer.surrogate.blocks import BLOCK_ROWS, sample_in_blocks
+from bexp.explorer.surrogate.blocks import BLOCK_ROWS, sample_in_blocks
 
 
 @pytest.mark.parametrize("number", [0, 1, BLOCK_ROWS, BLOCK_ROWS + 1, 3 * BLOCK_ROWS])

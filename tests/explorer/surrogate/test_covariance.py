@@ -6,9 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.surrogate.covariance import Covariance
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.surrogate.covariance import Covariance
 
 
 def attention(size: int = 4, **changes: Any) -> Component:

@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.surrogate.covariance import Covariance
+from bexp.explorer.surrogate.gaussian_process import Surrogate
+from bexp.explorer.surrogate.hyperparameters import Hyperparameters
+from bexp.explorer.surrogate.observations import ComponentObservations
 
-from explorer.cost_model.candidate_table import SpaceTable, predict_component_table
-from explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.roofline import predict_component_seconds
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.candidate import Candidate
-from explorer.surrogate.covariance import Covariance
-from explorer.surrogate.gaussian_process import Surrogate
-from explorer.surrogate.hyperparameters import Hyperparameters
-from explorer.surrogate.observations import ComponentObservations
 from tests.explorer.cost_model.tiny import hardware, model_of, request
 
 NUM_SAMPLES = 20_000

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement
-from explorer.surrogate.covariance import Covariance
-from explorer.surrogate.hyperparameters import (
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.surrogate.covariance import Covariance
+from bexp.explorer.surrogate.hyperparameters import (
     AMPLITUDE_GRID,
     KIND_SHIFTS,
     OWN_GRID,
@@ -18,7 +17,7 @@ from explorer.surrogate.hyperparameters import (
     Hyperparameters,
     _invert,
 )
-from explorer.surrogate.observations import ComponentObservations, ObservationLog
+from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 KIND = ComponentKind.DENSE_FFN

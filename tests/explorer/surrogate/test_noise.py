@@ -7,19 +7,19 @@ from functools import cache
 
 import numpy as np
 import pytest
+from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.search_space import enumerate_candidates
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.search.candidate_posterior import CandidatePosterior
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.surrogate.extrapolation import BYTES_STD_NEAR
 
-from explorer.cost_model.candidate_table import SpaceTable, required_table
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.search_space import enumerate_candidates
-from explorer.records.event import EventCode, Progress
-from explorer.records.measurement import Measurement
-from explorer.records.trial import Trial, TrialKind, TrialPlan
-from explorer.search.acquisition import suggest_measurement
-from explorer.search.candidate_posterior import CandidatePosterior
-from explorer.search.search_state import SearchState
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
-from explorer.surrogate.extrapolation import BYTES_STD_NEAR
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

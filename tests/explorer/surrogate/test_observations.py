@@ -6,10 +6,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement, Conditions
-from explorer.surrogate.observations import ComponentObservations, ObservationLog
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import ComponentMeasurement, Conditions
+from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog
 
 HEAD = Component(kind=ComponentKind.HEAD, micro_batch_size=2)
 

@@ -6,9 +6,8 @@ import tracemalloc
 
 import numpy as np
 import pytest
-
-from explorer.cost_model.candidate_table import Floats
-from explorer.surrogate.peak_error import SCALE_GRID, SCALE_LOG_STD, SCALE_MEDIAN, PeakErrors, probability_below
+from bexp.explorer.cost_model.candidate_table import Floats
+from bexp.explorer.surrogate.peak_error import SCALE_GRID, SCALE_LOG_STD, SCALE_MEDIAN, PeakErrors, probability_below
 
 ROWS = np.arange(50)
 ERRORS = PeakErrors(50, 2000, np.random.default_rng(0))

@@ -6,11 +6,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.execution import Execution
-from explorer.spec.training import Sharding
-from explorer.surrogate.whole_model_error import (
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.training import Sharding
+from bexp.explorer.surrogate.whole_model_error import (
     COMMON_STD,
     OWN_STD,
     POLICY_STD,
@@ -21,7 +20,7 @@ from explorer.surrogate.whole_model_error import (
     CompositionErrors,
     ReportedError,
 )
-from explorer.surrogate.whole_model_noise import WholeModelRun
+from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
 
 NUM_SAMPLES = 40_000
 CANDIDATES = [

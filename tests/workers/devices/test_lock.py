@@ -6,8 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
-
-from workers.devices.lock import DeviceBusyError, DeviceLock
+from bexp.workers.devices.lock import DeviceBusyError, DeviceLock
 
 
 def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:

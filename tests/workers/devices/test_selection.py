@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import pytest
-
-from workers.devices.selection import default_devices, parse_counts, parse_devices
+from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
 
 
 @pytest.mark.parametrize(

@@ -9,16 +9,16 @@ from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.leases import Claim, HeartbeatStatus, Lease
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.tables import jobs
+from bexp.workers.jobs import heartbeat
+from bexp.workers.jobs.heartbeat import Interruption, LeaseHeartbeat
 
-from storage.database import Database
-from storage.jobs import JobState, get_job
-from storage.leases import Claim, HeartbeatStatus, Lease
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
-from storage.tables import jobs
 from tests.contracts.samples import make_request
-from workers.jobs import heartbeat
-from workers.jobs.heartbeat import Interruption, LeaseHeartbeat
 
 POLL = timedelta(milliseconds=20)
 

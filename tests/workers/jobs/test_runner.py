@@ -9,23 +9,23 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from bexp.explorer.records.event import EventDraft, Progress
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import Trial
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import Job, JobState, get_job
+from bexp.storage.leases import Claim
+from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.tables import jobs
+from bexp.storage.trials import read_trials
+from bexp.workers.jobs import heartbeat, runner
+from bexp.workers.jobs.runner import JobEnd, run_job
+from bexp.workers.process.interface import ProfilerError
 
-from explorer.records.event import EventDraft, Progress
-from explorer.records.measurement import Outcome
-from explorer.records.trial import Trial
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import Job, JobState, get_job
-from storage.leases import Claim
-from storage.queue import Queue
-from storage.queue_settings import QueueSettings
-from storage.tables import jobs
-from storage.trials import read_trials
 from tests.contracts.samples import make_progress, make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
-from workers.jobs import heartbeat, runner
-from workers.jobs.runner import JobEnd, run_job
-from workers.process.interface import ProfilerError
 
 FINGERPRINT = make_report().hardware.fingerprint
 

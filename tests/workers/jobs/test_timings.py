@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 import pytest
-
-from explorer.records.measurement import PhaseSeconds
-from workers.jobs import timings as accounting
-from workers.jobs.timings import PHASES, JobTimings
+from bexp.explorer.records.measurement import PhaseSeconds
+from bexp.workers.jobs import timings as accounting
+from bexp.workers.jobs.timings import PHASES, JobTimings
 
 
 class Clock:

@@ -6,18 +6,18 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+from bexp.storage.database import Database, DatabaseLimits, open_database
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.schema import upgrade
+from bexp.storage.workers import list_workers
+from bexp.workers.jobs.software import installed_software
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 
-from storage.database import Database, DatabaseLimits, open_database
-from storage.jobs import JobState, get_job
-from storage.listing import list_jobs
-from storage.queue import Queue
-from storage.schema import upgrade
-from storage.workers import list_workers
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
-from workers.jobs.software import installed_software
-from workers.jobs.worker import Worker
-from workers.process.interface import ProfilerError, ProfilerStartError
 
 
 def make_worker(database: Database, profiler: FakeProfiler) -> Worker:

@@ -7,11 +7,10 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
-
-from explorer.cost_model.components import ComponentKind
-from workers.process import trial_run
-from workers.process.child import ProfilerProcess
-from workers.process.protocol import ComponentStarted, Reply
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.workers.process import trial_run
+from bexp.workers.process.child import ProfilerProcess
+from bexp.workers.process.protocol import ComponentStarted, Reply
 
 Act = Callable[[Callable[[], object]], None]
 

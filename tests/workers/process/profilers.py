@@ -7,10 +7,11 @@ import threading
 import time
 from collections.abc import Callable
 
-from explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
-from explorer.records.trial import TrialPlan
+from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.workers.process.profiler import Profiler
+
 from tests.workers.profiler.samples import MODEL, candidate, components_of, plan
-from workers.process.profiler import Profiler
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
 """Threads that wait for each other on a busy host take longer than one alone."""

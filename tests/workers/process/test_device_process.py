@@ -6,10 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-from workers.devices.lock import DeviceLocks
-from workers.process.device_process import DeviceProcess
-from workers.process.interface import ProfilerError
+from bexp.workers.devices.lock import DeviceLocks
+from bexp.workers.process.device_process import DeviceProcess
+from bexp.workers.process.interface import ProfilerError
 
 
 class Unending:

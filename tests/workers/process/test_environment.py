@@ -1,6 +1,6 @@
 from __future__ import annotations
 
-from workers.process.environment import CHILD_DEFAULTS, GROUP_DEFAULTS, profiler_environment
+from bexp.workers.process.environment import CHILD_DEFAULTS, GROUP_DEFAULTS, profiler_environment
 
 
 def test_defaults_yield_to_what_the_user_has_set() -> None:

@@ -3,10 +3,9 @@ from __future__ import annotations
 import signal
 
 import pytest
-
-from explorer.records.measurement import Outcome
-from workers.process.exit_status import classify_exit, describe_status, is_unexplained, name_ended
-from workers.process.protocol import RankLost
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.process.exit_status import classify_exit, describe_status, is_unexplained, name_ended
+from bexp.workers.process.protocol import RankLost
 
 
 @pytest.mark.parametrize(

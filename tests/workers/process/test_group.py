@@ -11,20 +11,20 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.training import Sharding, TrainingSpec
+from bexp.workers.devices.lock import DeviceBusyError
+from bexp.workers.process.interface import ProfilerInterruptedError
+from bexp.workers.process.profiler import Profiler
 
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.plan import MeshRun
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.model import ModelSpec
-from explorer.spec.training import Sharding, TrainingSpec
 from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import ENVIRONMENT, HUGE, measured_whole
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
-from workers.devices.lock import DeviceBusyError
-from workers.process.interface import ProfilerInterruptedError
-from workers.process.profiler import Profiler
 
 pytestmark = pytest.mark.slow(together="forked")
 

@@ -7,19 +7,19 @@ import subprocess
 from pathlib import Path
 
 import pytest
+from bexp.explorer.records.trial import TrialKind
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.context_parallel import ContextParallelSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.options import BTASpec, Budget
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.queue import Queue
+from bexp.storage.trials import read_trials
 
 from bexp.child_process import PACKAGES_FOLDER, module_command
-from explorer.records.trial import TrialKind
-from explorer.spec.candidate import Recompute
-from explorer.spec.context_parallel import ContextParallelSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.options import BTASpec, Budget
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.queue import Queue
-from storage.trials import read_trials
 from tests.bexp.test_child_process import write_hostile_packages
 
 pytestmark = pytest.mark.slow
@@ -50,7 +50,7 @@ REQUEST = ExplorationRequest(
 def run_worker(database: Database, folder: Path, *options: str) -> int:
     environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(PACKAGES_FOLDER)
-    command = module_command("workers", *options, "--once")
+    command = module_command("bexp.workers", *options, "--once")
     return subprocess.run(
         command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, timeout=500, check=False
     ).returncode

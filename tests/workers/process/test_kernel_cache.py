@@ -7,9 +7,8 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-from workers.process.kernel_cache import LIBRARY_FOLDERS, kernel_cache
-from workers.process.profiler import Profiler
+from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS, kernel_cache
+from bexp.workers.process.profiler import Profiler
 
 
 def folder_of(variables: dict[str, str]) -> Path:
@@ -60,7 +59,7 @@ def test_a_profiler_process_gets_the_folders_unless_the_user_has_set_them(
         def __init__(self, *_: object, environment: dict[str, str], **__: object) -> None:
             given.append(environment)
 
-    monkeypatch.setattr("workers.process.profiler.DeviceProcess", Process)
+    monkeypatch.setattr("bexp.workers.process.profiler.DeviceProcess", Process)
     Profiler("cpu", environment={"BEXP_KERNEL_CACHE": str(tmp_path), "TRITON_CACHE_DIR": "/mine"})
     assert given[0]["TRITON_CACHE_DIR"] == "/mine"
     assert given[0]["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")

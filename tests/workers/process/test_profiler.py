@@ -11,12 +11,18 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.devices.lock import DeviceBusyError
+from bexp.workers.process.child import ProfilerProcess
+from bexp.workers.process.exit_status import KILLED_HINT
+from bexp.workers.process.interface import ProfilerInterruptedError
+from bexp.workers.process.profiler import Profiler
+from bexp.workers.process.protocol import Begin, Reply, ReportReply, RunTrial
 
-from explorer.cost_model.components import ComponentKind
-from explorer.records.measurement import Measurement, Outcome
-from explorer.spec.base import Frozen
-from explorer.spec.candidate import Recompute
-from explorer.spec.request import ExplorationRequest
 from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import (
@@ -29,12 +35,6 @@ from tests.workers.process.profilers import (
     works,
 )
 from tests.workers.profiler.samples import MODEL, REQUEST, candidate, components_of, plan, whole_model_plan
-from workers.devices.lock import DeviceBusyError
-from workers.process.child import ProfilerProcess
-from workers.process.exit_status import KILLED_HINT
-from workers.process.interface import ProfilerInterruptedError
-from workers.process.profiler import Profiler
-from workers.process.protocol import Begin, Reply, ReportReply, RunTrial
 
 pytestmark = pytest.mark.slow(together="forked")
 
@@ -112,7 +112,7 @@ def test_recomputation_and_tiles_trade_bytes_for_seconds(profiler: Profiler) -> 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
 def test_the_whole_model_weighs_its_state_and_more(profiler: Profiler, recompute: Recompute) -> None:
-    from explorer.cost_model.parameters import count_parameters
+    from bexp.explorer.cost_model.parameters import count_parameters
 
     profiler.begin(REQUEST)
     whole = measured_whole(profiler, whole_model_plan(candidate(2, recompute=recompute)))

@@ -11,9 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.execution import Execution
+from bexp.workers.devices.lock import DeviceLocks
+from bexp.workers.process.interface import ProfilerError, ProfilerStartError
+from bexp.workers.process.profiler import Profiler
 
-from explorer.records.measurement import Outcome
-from explorer.spec.execution import Execution
 from tests.workers.process.profilers import (
     ENVIRONMENT,
     kill_while_starting,
@@ -21,9 +24,6 @@ from tests.workers.process.profilers import (
     works,
 )
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan
-from workers.devices.lock import DeviceLocks
-from workers.process.interface import ProfilerError, ProfilerStartError
-from workers.process.profiler import Profiler
 
 pytestmark = pytest.mark.slow
 
@@ -32,7 +32,7 @@ def test_worker_and_api_start_without_what_they_seldom_need() -> None:
     """Torch takes seconds to import. Alembic changes tables, rich prints for people."""
     script = """
 import sys
-import api.embedded_api, workers.__main__
+import bexp.api.embedded_api, bexp.workers.__main__
 sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers"}))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=500, cwd=Path(__file__).parents[3])
@@ -92,7 +92,7 @@ def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) ->
 import pathlib
 from tests.workers.profiler.samples import REQUEST
 from tests.workers.process.profilers import ENVIRONMENT, slow_trial
-from workers.process.profiler import Profiler
+from bexp.workers.process.profiler import Profiler
 profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=pathlib.Path({str(tmp_path)!r}))
 profiler.start()
 profiler.begin(REQUEST)

@@ -7,12 +7,12 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.workers.process.protocol import RankLost, Reply, TrialFinished
+from bexp.workers.process.trial_run import TrialRun
 
-from explorer.records.measurement import Measurement, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
 from tests.contracts.samples import make_candidate, make_request
-from workers.process.protocol import RankLost, Reply, TrialFinished
-from workers.process.trial_run import TrialRun
 
 
 def follow(reply: Reply, exit_status: int = 0) -> tuple[TrialRun, Measurement]:

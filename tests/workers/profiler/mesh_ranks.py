@@ -15,31 +15,31 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
+from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import LossSpec, Sharding, TrainingSpec
+from bexp.workers.profiler.distributed.process_groups import ProcessGroups
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.profiler.training.mesh import MeshTrainingRun
+from bexp.workers.profiler.trials.component import measure_component
+from bexp.workers.profiler.trials.exchange import measure_exchange
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import random_tokens
+from bexp.workers.targets.reference.optimizer import own
+from bexp.workers.targets.reference.target import ReferenceTarget
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
-from explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
-from explorer.cost_model.shards import SPREAD_EXPERTS
-from explorer.records.plan import MeshRun
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.mesh import Mesh, Schedule
-from explorer.spec.model import DType, ModelSpec, MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import LossSpec, Sharding, TrainingSpec
 from tests.forked_ranks import SHARDING, fork_ranks
-from workers.profiler.distributed.process_groups import ProcessGroups
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.profiler.training.mesh import MeshTrainingRun
-from workers.profiler.trials.component import measure_component
-from workers.profiler.trials.exchange import measure_exchange
-from workers.targets.reference.decoder import DecoderModel
-from workers.targets.reference.factory import random_tokens
-from workers.targets.reference.optimizer import own
-from workers.targets.reference.target import ReferenceTarget
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
 IMPORTED_LATE = (*SHARDING, "torch.distributed.pipelining")

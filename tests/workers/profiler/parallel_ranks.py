@@ -15,20 +15,20 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
+from bexp.workers.profiler.training.choice import data_parallel
+from bexp.workers.profiler.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import random_tokens
+from bexp.workers.targets.reference.optimizer import build_optimizer
+from bexp.workers.targets.reference.shapes import torch_dtype
 from torch import Tensor, nn
 from torch._C._distributed_c10d import FileStore
 
-from explorer.spec.model import DType, ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate
-from workers.profiler.training.choice import data_parallel
-from workers.profiler.training.data_parallel import DataParallel, SingleProcess
-from workers.targets.reference.decoder import DecoderModel
-from workers.targets.reference.factory import random_tokens
-from workers.targets.reference.optimizer import build_optimizer
-from workers.targets.reference.shapes import torch_dtype
 
 NUM_RANKS = 2
 MICRO_STEPS = 3

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from explorer.cost_model.components import Component
-from explorer.cost_model.decomposition import Decomposer
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.model import DType, ModelSpec, MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
 
 MODEL = ModelSpec(
     name="small",

@@ -1,10 +1,11 @@
 from __future__ import annotations
 
+from bexp.explorer.records import measurement
+from bexp.workers.profiler.conditions import watched_conditions
+
 from bexp.measure import nvml
 from bexp.measure.device_monitor import DeviceMonitor
-from explorer.records import measurement
 from tests.workers.profiler.fakes import FakeGpu
-from workers.profiler.conditions import watched_conditions
 
 
 def test_conditions_are_stored_as_they_were_watched() -> None:

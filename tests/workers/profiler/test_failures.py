@@ -1,8 +1,7 @@
 import pytest
 import torch
-
-from explorer.records.measurement import Outcome
-from workers.profiler.failures import UnsupportedTrialError, classify
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.profiler.failures import UnsupportedTrialError, classify
 
 
 @pytest.mark.parametrize(

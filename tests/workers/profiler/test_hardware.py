@@ -2,8 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-
-from workers.profiler import hardware
+from bexp.workers.profiler import hardware
 
 GIB = 2**30
 DEVICE = torch.device("cuda:0")

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import torch
+from bexp.workers.profiler.report import report_device
 
 from tests.contracts.samples import make_report
 from tests.workers.profiler.samples import MODEL
-from workers.profiler.report import report_device
 
 
 def test_a_report_says_which_attention_serves_sequences_that_devices_share() -> None:

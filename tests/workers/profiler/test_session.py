@@ -8,27 +8,34 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.process.protocol import (
+    Begin,
+    ComponentMeasured,
+    ComponentStarted,
+    ReportReply,
+    RunTrial,
+    TrialFinished,
+)
+from bexp.workers.profiler import phases
+from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.session import Session
+from bexp.workers.targets.reference import target as reference_target
 from torch import nn
 
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.probe import failure_of
 from bexp.measure.device_monitor import DeviceMonitor
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.shards import SPREAD_EXPERTS
-from explorer.records.measurement import Measurement, Outcome
-from explorer.spec.base import Frozen
-from explorer.spec.execution import Execution
-from explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType
-from explorer.spec.training import Sharding
 from tests.workers.profiler.fakes import FakeGpu
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
-from workers.process.protocol import Begin, ComponentMeasured, ComponentStarted, ReportReply, RunTrial, TrialFinished
-from workers.profiler import phases
-from workers.profiler.failures import TargetKilledError, TrialFailedError
-from workers.profiler.instruments import Instruments
-from workers.profiler.session import Session
-from workers.targets.reference import target as reference_target
 
 HARDWARE = HardwareSpec(
     device_kind="cpu",

@@ -35,7 +35,7 @@ class FakeActorHandle:
 
 
 class FakeRay:
-    """What `workers.ray` uses of Ray."""
+    """What `bexp.workers.ray` uses of Ray."""
 
     exceptions = SimpleNamespace(RayError=FakeRayError)
 

@@ -7,10 +7,11 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from explorer.records.trial import TrialPlan
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.request import ExplorationRequest
+from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
+
 from tests.contracts.samples import make_report
 
 SLOW, DEADLY, CRASHING, BROKEN = 64, 65, 66, 67

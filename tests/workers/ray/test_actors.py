@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.workers.process.interface import ProfilerError
+from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 
-from explorer.records.measurement import Outcome
-from explorer.records.trial import TrialKind, TrialPlan
 from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.workers.ray import fakes
 from tests.workers.ray.fake_cluster import FakeRay, UnlikeProfilers
 from tests.workers.ray.fakes import BROKEN, CRASHING, SLOW, open_fake
-from workers.process.interface import ProfilerError
-from workers.ray.pool import MOST_LOSSES, RayDevicePool
 
 
 @pytest.fixture
@@ -70,7 +70,7 @@ def test_a_trial_has_the_time_to_run_twice_before_its_actor_counts_as_lost(
     monkeypatch.setattr(fakes, "SLOW_SECONDS", 0.2)
     pool.submit(plan(0, SLOW).model_copy(update={"timeout_seconds": 10.0}))
     later = SimpleNamespace(monotonic=lambda: time.monotonic() + late_seconds, sleep=time.sleep)
-    monkeypatch.setattr("workers.ray.pool.time", later)
+    monkeypatch.setattr("bexp.workers.ray.pool.time", later)
     assert pool.wait()[1].outcome is Outcome.OK
     assert ray.num_killed == num_killed
 

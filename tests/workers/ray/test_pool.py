@@ -10,20 +10,20 @@ from typing import Any
 
 import psutil
 import pytest
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.queue import Queue
+from bexp.storage.trials import read_trials
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
+from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 
-from explorer.records.measurement import Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import JobState, get_job
-from storage.queue import Queue
-from storage.trials import read_trials
 from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, GATE, OPEN, SLOW, open_fake, open_unlike
-from workers.jobs.worker import Worker
-from workers.process.interface import ProfilerError, ProfilerInterruptedError
-from workers.ray.pool import MOST_LOSSES, RayDevicePool
 
 ray: Any = pytest.importorskip("ray")
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]  # Ray's own: open sockets, deprecations

@@ -5,17 +5,18 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentFigures, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.replay.recording import Recording
+from bexp.workers.replay.rows import ComponentRow, RecordingHeader
+
 from benchmarks.simulated_tables import h200_report, simulate
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentFigures, Outcome
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.search.pruned_space import PrunedSpace
-from explorer.spec.candidate import Candidate
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from workers.replay.recording import Recording
-from workers.replay.rows import ComponentRow, RecordingHeader
 
 MODEL: dict[str, Any] = {
     "name": "small",

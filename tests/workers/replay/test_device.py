@@ -2,11 +2,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from bexp.explorer.records.measurement import Outcome, PhaseSeconds
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.rows import WholeModelRow
 
-from explorer.records.measurement import Outcome, PhaseSeconds
 from tests.workers.replay.samples import empty, figures, plan, recording, row, table_of
-from workers.replay.device import RecordedDevice, VirtualClock
-from workers.replay.rows import WholeModelRow
 
 
 def test_answers_have_the_spread_of_the_recorded_runs() -> None:

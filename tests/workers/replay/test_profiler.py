@@ -8,23 +8,23 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import Job, JobState, get_job
+from bexp.storage.queue import Queue
+from bexp.storage.trials import read_trials
+from bexp.workers.jobs.runner import JobEnd, run_job
+from bexp.workers.jobs.worker import Worker
+from bexp.workers.process.interface import ProfilerInterruptedError
+from bexp.workers.replay.answerable import AnswerableJobs
+from bexp.workers.replay.profiler import ReplayProfiler, mismatch
+from bexp.workers.replay.recording import Recording
 
 from benchmarks.simulated_tables import write
-from explorer.records.event import EventCode, Progress
-from explorer.search.explore import explore
-from explorer.spec.request import ExplorationRequest
-from storage.database import Database
-from storage.events import read_events
-from storage.jobs import Job, JobState, get_job
-from storage.queue import Queue
-from storage.trials import read_trials
 from tests.workers.replay.samples import MODEL, recording, request, table_of
-from workers.jobs.runner import JobEnd, run_job
-from workers.jobs.worker import Worker
-from workers.process.interface import ProfilerInterruptedError
-from workers.replay.answerable import AnswerableJobs
-from workers.replay.profiler import ReplayProfiler, mismatch
-from workers.replay.recording import Recording
 
 
 @pytest.fixture

@@ -6,8 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
-
-from workers.replay.recording import Recording
+from bexp.workers.replay.recording import Recording
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"
 

@@ -4,10 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
-
-from benchmarks.simulated_tables import write
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import (
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import (
     ComponentFigures,
     ComponentMeasurement,
     Conditions,
@@ -16,9 +14,11 @@ from explorer.records.measurement import (
     PhaseSeconds,
     judge,
 )
+from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
+from bexp.workers.replay.rows import ROWS, ComponentRow, encode_row
+
+from benchmarks.simulated_tables import write
 from tests.workers.replay.samples import empty, figures, recording, row, table_of
-from workers.replay.recording import Recording, RecordingError, RecordingFile
-from workers.replay.rows import ROWS, ComponentRow, encode_row
 
 
 def test_a_table_is_read_as_it_was_written(tmp_path: Path) -> None:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.explore import explore
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording
 
-from explorer.records.trial import Trial
-from explorer.search.explore import explore
 from tests.workers.replay.samples import recording, request
-from workers.replay.device import RecordedDevice, VirtualClock
-from workers.replay.recording import Recording
 
 
 def trials(

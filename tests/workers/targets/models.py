@@ -6,9 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from bexp.explorer.spec.model import ModelSpec, MoESpec
 from torch import Tensor, nn
-
-from explorer.spec.model import ModelSpec, MoESpec
 
 CPU = torch.device("cpu")
 

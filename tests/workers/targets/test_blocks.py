@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.cost_model.components import BlockRecompute
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.attention_block import AttentionBlock
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.ffn_block import DenseFFN
+from bexp.workers.targets.reference.moe_block import MoEFFN
 from torch import Tensor
 
-from explorer.cost_model.components import BlockRecompute
-from explorer.spec.model import ModelSpec
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets import references
 from tests.workers.targets.models import CPU, outcome, shake, small_model, small_moe
-from workers.targets.reference.attention_block import AttentionBlock
-from workers.targets.reference.block import ResidualBlock
-from workers.targets.reference.ffn_block import DenseFFN
-from workers.targets.reference.moe_block import MoEFFN
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 # bfloat16: values are rounded to 2^-9 of themselves after each of the block's operations, forward and backward;

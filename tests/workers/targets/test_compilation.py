@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference import compilation
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import random_tokens
 
 from bexp.kernels import router
-from explorer.spec.candidate import Candidate
-from explorer.spec.request import ExplorationRequest
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import CPU, small_model, small_moe
-from workers.targets.reference import compilation
-from workers.targets.reference.decoder import DecoderModel
-from workers.targets.reference.factory import random_tokens
 
 
 @pytest.fixture

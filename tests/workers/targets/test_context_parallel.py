@@ -6,20 +6,20 @@ import copy
 
 import pytest
 import torch
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import build_block, example_inputs
 from torch import Tensor
 
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
 from bexp.kernels.context_parallel.ring import Ring
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.decomposition import Decomposer
-from explorer.spec.candidate import Recompute
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
 from tests.bexp.kernels.thread_ring import run_ranks
 from tests.workers.profiler.samples import MODEL, candidate
-from workers.targets.reference.decoder import DecoderModel
-from workers.targets.reference.factory import build_block, example_inputs
 
 CPU = torch.device("cpu")
 DENSE = ModelSpec.model_validate(MODEL.model_dump() | {"moe": None, "seq_length": 32})

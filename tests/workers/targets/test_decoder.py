@@ -4,17 +4,17 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.decoder import DecoderModel, parameter_shapes
+from bexp.workers.targets.reference.factory import random_tokens
 from torch import Tensor
 
-from explorer.cost_model.parameters import count_parameters
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets import references
 from tests.workers.targets.models import CPU, shake, small_model, small_moe
-from workers.targets.reference.decoder import DecoderModel, parameter_shapes
-from workers.targets.reference.factory import random_tokens
 
 BATCH = 4
 MODELS: dict[str, dict[str, Any]] = {
@@ -168,7 +168,7 @@ def test_every_expert_layer_has_the_same_routes() -> None:
 
 def test_training_lowers_the_loss() -> None:
     """A few steps on one batch, through every part at once."""
-    from workers.targets.reference.optimizer import build_optimizer
+    from bexp.workers.targets.reference.optimizer import build_optimizer
 
     model = small_model(**MODELS["mixed"])
     module = decoder(model, recompute="partial_50", bta_tile=1, expert_backend="grouped_mm")

@@ -5,17 +5,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.parameters import (
+    count_attention,
+    count_dense_ffn,
+    count_embedding,
+    count_head,
+    count_moe_ffn,
+)
+from bexp.explorer.spec.model import LayerKind
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routes import draw_routes
+from bexp.explorer.spec.routing import RoutingSpec
+from bexp.workers.targets.reference.factory import build_block, example_inputs
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.routes import device_routes
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.parameters import count_attention, count_dense_ffn, count_embedding, count_head, count_moe_ffn
-from explorer.spec.model import LayerKind
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routes import draw_routes
-from explorer.spec.routing import RoutingSpec
 from tests.workers.targets.models import CPU, small_model, small_moe
-from workers.targets.reference.factory import build_block, example_inputs
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.routes import device_routes
 
 MODEL = small_model(moe=small_moe(first_k_dense=1), num_query_groups=2, dtype="bfloat16")
 

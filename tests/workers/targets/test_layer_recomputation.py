@@ -7,18 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
+from bexp.workers.targets.reference.passes import BlockPasses
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
-from explorer.cost_model.candidate_table import SpaceTable
-from explorer.cost_model.components import BlockRecompute, ComponentKind
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.request import ExplorationRequest
 from tests.workers.targets.models import CPU, small_model, small_moe
-from workers.targets.reference.decoder import DecoderModel
-from workers.targets.reference.factory import build_block, example_inputs, random_tokens
-from workers.targets.reference.passes import BlockPasses
 
 BATCH = 4
 SHAPE: dict[str, Any] = {"num_layers": 7, "seq_length": 64, "vocab_size": 64}

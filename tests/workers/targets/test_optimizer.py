@@ -5,12 +5,12 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import OptimizerSpec
+from bexp.workers.targets.reference.optimizer import Hyperparameters, TrainingOptimizer, build_optimizer
 from torch import Tensor, nn
 
-from explorer.spec.model import DType
-from explorer.spec.training import OptimizerSpec
 from tests.bexp.kernels.references import relative_error
-from workers.targets.reference.optimizer import Hyperparameters, TrainingOptimizer, build_optimizer
 
 H = Hyperparameters()
 SHAPES = ((7, 5), (300,), (4, 3, 2))

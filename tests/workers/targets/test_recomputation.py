@@ -7,19 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.decomposition import Decomposer
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.attention_block import AttentionBlock
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.decoder import DecoderLayer, DecoderModel
+from bexp.workers.targets.reference.ffn_block import DenseFFN
+from bexp.workers.targets.reference.moe_block import MoEFFN
 from torch import Tensor
 
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.decomposition import Decomposer
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.request import ExplorationRequest
 from tests.workers.targets.models import CPU, outcome, shake, small_model, small_moe
-from workers.targets.reference.attention_block import AttentionBlock
-from workers.targets.reference.block import ResidualBlock
-from workers.targets.reference.decoder import DecoderLayer, DecoderModel
-from workers.targets.reference.ffn_block import DenseFFN
-from workers.targets.reference.moe_block import MoEFFN
 
 BY_OPERATION = (BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)
 ROUTES = torch.tensor([[0, 3], [3, 5], [1, 0]]).repeat(16, 1)  # experts 2 and 4 get nothing

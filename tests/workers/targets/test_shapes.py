@@ -1,10 +1,10 @@
 from __future__ import annotations
 
 import torch
+from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
 
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from tests.workers.targets.models import small_model, small_moe
-from workers.targets.reference.shapes import attention_shape, experts_shape
 
 
 def test_the_kernels_shapes_are_the_models() -> None:

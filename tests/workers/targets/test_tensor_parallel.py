@@ -7,29 +7,29 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.fabric_exchange import Exchanges
+from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
+from bexp.explorer.cost_model.mesh_state import HeldParameters
+from bexp.explorer.cost_model.shards import shard_of, spread_expert_model
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import LossSpec
+from bexp.workers.targets.reference.factory import build_block, example_inputs
+from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.passes import BlockPasses
+from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
+from bexp.workers.targets.reference.stage import DecoderStage
+from bexp.workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
-from explorer.cost_model.components import Component
-from explorer.cost_model.fabric_exchange import Exchanges
-from explorer.cost_model.measured_exchange import MeasuredExchanges
-from explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
-from explorer.cost_model.mesh_state import HeldParameters
-from explorer.cost_model.shards import shard_of, spread_expert_model
-from explorer.spec.candidate import Candidate
-from explorer.spec.mesh import Mesh
-from explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import LossSpec
-from workers.targets.reference.factory import build_block, example_inputs
-from workers.targets.reference.head import Head
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.passes import BlockPasses
-from workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
-from workers.targets.reference.stage import DecoderStage
-from workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(

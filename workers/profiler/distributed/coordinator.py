@@ -9,10 +9,10 @@ import time
 from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
-from explorer.records.measurement import ComponentMeasurement, Outcome
-from explorer.records.trial import TrialPlan
-from explorer.spec.base import Frozen
-from workers.process.protocol import (
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.process.protocol import (
     Begin,
     Command,
     ComponentMeasured,
@@ -26,8 +26,8 @@ from workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
-from workers.profiler.distributed.message_queue import MessageQueue
+from bexp.workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
+from bexp.workers.profiler.distributed.message_queue import MessageQueue
 
 GRACE_SECONDS = 5.0
 """How long a failed trial waits for more replies. If a rank ends, its peers fail first, but it is the cause."""

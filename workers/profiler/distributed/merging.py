@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
-from explorer.records.measurement import ComponentMeasurement, Conditions, WholeModelMeasurement
-from explorer.spec.hardware import HardwareSpec
-from workers.process.protocol import TrialFinished
+from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, WholeModelMeasurement
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.workers.process.protocol import TrialFinished
 
 M = TypeVar("M", ComponentMeasurement, WholeModelMeasurement)
 

@@ -6,19 +6,19 @@ import os
 from collections.abc import Sequence
 
 import torch
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.devices.gpu import open_gpu
+from bexp.workers.process.protocol import Hello, Refused, RunTrial
+from bexp.workers.profiler.device import DeviceRefusedError, open_instruments
+from bexp.workers.profiler.distributed.message_queue import MessageQueue, join_store
+from bexp.workers.profiler.distributed.process_groups import ProcessGroups
+from bexp.workers.profiler.hardware import used_bytes
+from bexp.workers.profiler.instruments import freeze_imports
+from bexp.workers.profiler.session import Session
+from bexp.workers.settings import read_settings
 from torch._C._distributed_c10d import PrefixStore
 
 from bexp.measure.device_monitor import DeviceMonitor
-from explorer.spec.base import Frozen
-from workers.devices.gpu import open_gpu
-from workers.process.protocol import Hello, Refused, RunTrial
-from workers.profiler.device import DeviceRefusedError, open_instruments
-from workers.profiler.distributed.message_queue import MessageQueue, join_store
-from workers.profiler.distributed.process_groups import ProcessGroups
-from workers.profiler.hardware import used_bytes
-from workers.profiler.instruments import freeze_imports
-from workers.profiler.session import Session
-from workers.settings import read_settings
 
 
 def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-
-from explorer.spec.training import Sharding
-from workers.profiler.training.data_parallel import DataParallel, SingleProcess
-from workers.profiler.training.replicated import Replicated, ReplicatedMain
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.profiler.training.replicated import Replicated, ReplicatedMain
 
 
 def data_parallel(
@@ -22,7 +21,7 @@ def data_parallel(
         return SingleProcess()
     separate = gradient_dtype is not parameter_dtype
     if sharding is not Sharding.NONE:
-        from workers.profiler.training.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
+        from bexp.workers.profiler.training.fully_sharded import FullySharded  # noqa: PLC0415 - takes half a second
 
         return FullySharded(members, device, sharding, gradient_dtype if separate else None)
     return ReplicatedMain(members) if separate else Replicated(members)

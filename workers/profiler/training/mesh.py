@@ -10,35 +10,35 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.shards import spread_expert_model
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.training.choice import data_parallel
+from bexp.workers.profiler.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.targets.reference.factory import random_tokens
+from bexp.workers.targets.reference.moe_block import MoEFFN, spread_parameters
+from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
+from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.targets.reference.spread_experts import build_spread_experts
+from bexp.workers.targets.reference.stage import DecoderStage
+from bexp.workers.targets.reference.tensor_parallel import TensorParallel
 from torch import Tensor, nn
 
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.timestamps import Mark, mark_of
-from explorer.cost_model.components import Component
-from explorer.cost_model.shards import spread_expert_model
-from explorer.records.plan import MeshRun
-from explorer.spec.candidate import Candidate
-from explorer.spec.mesh import Schedule
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.instruments import Instruments
-from workers.profiler.training.choice import data_parallel
-from workers.profiler.training.data_parallel import DataParallel, SingleProcess
-from workers.targets.reference.factory import random_tokens
-from workers.targets.reference.moe_block import MoEFFN, spread_parameters
-from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
-from workers.targets.reference.shapes import torch_dtype
-from workers.targets.reference.spread_experts import build_spread_experts
-from workers.targets.reference.stage import DecoderStage
-from workers.targets.reference.tensor_parallel import TensorParallel
 
 
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `explorer.cost_model.fabric_exchange` says. Replicas have equal parameters and different
+    Ranks are numbered as `bexp.explorer.cost_model.fabric_exchange` says. Replicas have equal parameters and different
     data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
     """
 

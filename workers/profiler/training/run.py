@@ -5,22 +5,22 @@ from __future__ import annotations
 import time
 
 import torch
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.training.choice import data_parallel
+from bexp.workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.profiler.training.graphs import require_captured
+from bexp.workers.profiler.trials.ring import find_ring
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import random_tokens
+from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
+from bexp.workers.targets.reference.shapes import torch_dtype
 from torch import Tensor
 
 from bexp.graphs import GraphedLoss
 from bexp.measure.timestamps import Mark, mark_of
-from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.instruments import Instruments
-from workers.profiler.training.choice import data_parallel
-from workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
-from workers.profiler.training.graphs import require_captured
-from workers.profiler.trials.ring import find_ring
-from workers.targets.reference.decoder import DecoderModel
-from workers.targets.reference.factory import random_tokens
-from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
-from workers.targets.reference.shapes import torch_dtype
 
 
 class ReferenceTrainingRun:

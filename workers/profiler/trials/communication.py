@@ -10,23 +10,23 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.conditions import watched_conditions
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.profiler.trials.host_overhead import measure_host_overhead
+from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.targets.target import Target
 from torch import Tensor
 
 from bexp.measure.timestamps import mark_of
 from bexp.measure.timing import Timing, collector_paused
-from explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.model import DType, ModelSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
-from workers.profiler.conditions import watched_conditions
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.profiler.trials.host_overhead import measure_host_overhead
-from workers.targets.reference.shapes import torch_dtype
-from workers.targets.target import Target
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the communication; at most a sequence's length."""
@@ -153,7 +153,7 @@ def measure_communication(
     """Measure one exchange of the whole model.
 
     The units are timed one after another, without computation beside them. Equal layers are timed once. The slowdown of
-    computation and the work of the host (see `workers.profiler.trials.host_overhead`) are measured separately. All
+    computation and the work of the host (see `bexp.workers.profiler.trials.host_overhead`) are measured separately. All
     ranks must call this at the same time.
     """
     members = instruments.rank_group.members

@@ -4,17 +4,18 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.conditions import watched_conditions
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.targets.target import Target
+
 from bexp.measure.memory import measure_memory
 from bexp.measure.passes import Passes
 from bexp.measure.timing import Timing
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.conditions import watched_conditions
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.targets.target import Target
 
 
 def measure_component(

@@ -6,14 +6,13 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.components import Component, ExchangeSpec, Operation
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.workers.profiler.conditions import watched_conditions
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
 from torch import Tensor
-
-from explorer.cost_model.components import Component, ExchangeSpec, Operation
-from explorer.records.measurement import ComponentMeasurement
-from workers.profiler.conditions import watched_conditions
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.targets.reference.tensor_parallel import SequenceParallel
 
 ITEM_BYTES = 2
 

@@ -12,13 +12,14 @@ import statistics
 import time
 from dataclasses import dataclass
 
+from bexp.explorer.cost_model.collectives import ExchangeUnits
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS
+from bexp.workers.targets.target import Target, TrainingRun
+
 from bexp.measure.timing import collector_paused
-from explorer.cost_model.collectives import ExchangeUnits
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.instruments import Instruments
-from workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS
-from workers.targets.target import Target, TrainingRun
 
 STEPS = 5
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import gc
 import math
 
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.conditions import watched_conditions
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.targets.target import Optimizer, OptimizerPart, Target
+
 from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timing import Timing
-from explorer.cost_model.components import Component
-from explorer.records.measurement import ComponentMeasurement
-from explorer.spec.candidate import Candidate
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.conditions import watched_conditions
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.targets.target import Optimizer, OptimizerPart, Target
 
 
 class _StepPasses:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.targets.reference.shapes import attention_shape
+
 from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
-from explorer.spec.model import ModelSpec
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.instruments import Instruments
-from workers.targets.reference.shapes import attention_shape
 
 
 def find_ring(

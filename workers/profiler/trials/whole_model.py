@@ -11,24 +11,24 @@ from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
 import torch
+from bexp.explorer.records.measurement import WholeModelMeasurement
+from bexp.explorer.records.plan import MeshRun
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.conditions import watched_conditions
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.profiler.training.mesh import MeshTrainingRun
+from bexp.workers.targets.target import Target, TrainingRun
 
 from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error
-from explorer.records.measurement import WholeModelMeasurement
-from explorer.records.plan import MeshRun
-from explorer.spec.candidate import Candidate
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.training import Sharding
-from workers.profiler.conditions import watched_conditions
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.profiler.training.mesh import MeshTrainingRun
-from workers.targets.target import Target, TrainingRun
 
 MIN_STEPS = 3
 MAX_STEPS = 10

@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import IO, Any
 
 import psutil
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
+from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError
 
 from bexp.child_process import module_command, safe_environment
-from explorer.records.measurement import Outcome
-from workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
-from workers.profiler.failures import TargetKilledError, TrialFailedError
 
 TAIL_LINES = 20
 LAST_LINES = 3

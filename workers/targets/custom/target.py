@@ -11,20 +11,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.step import memory_limit, static_parts
-from explorer.records.measurement import ComponentMeasurement, Outcome, WholeModelMeasurement
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
-from explorer.spec.model import DType
-from explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import OWN_ATTENTION
-from explorer.spec.training import Sharding
-from workers.process.exit_status import KILLED_HINT
-from workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
-from workers.profiler.phases import PhaseClock
-from workers.targets.custom.process import TargetProcess
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.step import memory_limit, static_parts
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, WholeModelMeasurement
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import OWN_ATTENTION
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.process.exit_status import KILLED_HINT
+from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.targets.custom.process import TargetProcess
 
 _log = logging.getLogger(__name__)
 

@@ -5,21 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from bexp.explorer.cost_model.components import Component, ComponentKind, block_recompute
+from bexp.explorer.spec.candidate import Candidate, recomputed_layers
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.attention_block import AttentionBlock
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.embedding import Embedding
+from bexp.workers.targets.reference.factory import build_block
+from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.routes import device_routes
 from torch import Tensor, nn
 
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.recomputation import recomputed, recomputed_group
-from explorer.cost_model.components import Component, ComponentKind, block_recompute
-from explorer.spec.candidate import Candidate, recomputed_layers
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.targets.reference.attention_block import AttentionBlock
-from workers.targets.reference.block import ResidualBlock
-from workers.targets.reference.embedding import Embedding
-from workers.targets.reference.factory import build_block
-from workers.targets.reference.head import Head
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.routes import device_routes
 
 
 class TakeUnit(Protocol):

@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.compilation import compiled
+from bexp.workers.targets.reference.weights import Weights
 from torch import Tensor, nn
-
-from explorer.spec.model import ModelSpec
-from workers.targets.reference.compilation import compiled
-from workers.targets.reference.weights import Weights
 
 
 class Embedding(nn.Module):

@@ -6,23 +6,23 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.attention_block import AttentionBlock
+from bexp.workers.targets.reference.embedding import Embedding
+from bexp.workers.targets.reference.ffn_block import DenseFFN
+from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
+from bexp.workers.targets.reference.spread_experts import build_busiest_rank
+from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
 from torch import Tensor, nn
 
 from bexp.kernels.context_parallel.attention import ContextParallel
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.shards import SPREAD_EXPERTS
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.targets.reference.attention_block import AttentionBlock
-from workers.targets.reference.embedding import Embedding
-from workers.targets.reference.ffn_block import DenseFFN
-from workers.targets.reference.head import Head
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.routes import device_routes
-from workers.targets.reference.shapes import torch_dtype
-from workers.targets.reference.shared_norm import norm_over_ranks, total_alone
-from workers.targets.reference.spread_experts import build_busiest_rank
-from workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from explorer.spec.model import ModelSpec
+from bexp.explorer.spec.model import ModelSpec
 
 NUM_LAYERS = 4
 WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64

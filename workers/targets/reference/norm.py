@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.weights import Weights
 from torch import Tensor, nn
-
-from explorer.spec.model import ModelSpec
-from workers.targets.reference.weights import Weights
 
 EPSILON = 1e-6
 

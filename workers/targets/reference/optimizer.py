@@ -6,11 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import OptimizerSpec
+from bexp.workers.targets.reference.shapes import torch_dtype
 from torch import Tensor, nn
-
-from explorer.spec.model import DType
-from explorer.spec.training import OptimizerSpec
-from workers.targets.reference.shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20
 """What a step may allocate at most to convert one tensor list between formats."""

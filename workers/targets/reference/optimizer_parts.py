@@ -6,18 +6,17 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.targets.reference.factory import build_block
+from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
+from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.targets.target import OptimizerPart
 from torch import nn
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
-from explorer.spec.model import LayerKind, ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.instruments import Instruments
-from workers.targets.reference.factory import build_block
-from workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
-from workers.targets.reference.shapes import torch_dtype
-from workers.targets.target import OptimizerPart
 
 
 @dataclass(frozen=True, slots=True)

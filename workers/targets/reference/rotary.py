@@ -5,12 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.shapes import torch_dtype
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-from explorer.spec.model import ModelSpec
-from workers.targets.reference.shapes import torch_dtype
 
 _BASE = 10_000.0
 

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
+from bexp.explorer.spec.model import DType, ModelSpec
 
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
-from explorer.spec.model import DType, ModelSpec
 
 _TORCH_DTYPES = {
     DType.FLOAT32: torch.float32,

@@ -8,18 +8,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.local_peers import LocalPeers
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.weights import Weights
 from torch import Tensor
 
 from bexp.kernels.expert_parallel.experts import ExpertParallel
 from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.experts.registry import expert_backend
-from explorer.cost_model.components import Component
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.targets.reference.local_peers import LocalPeers
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.routes import device_routes
-from workers.targets.reference.weights import Weights
 
 
 def build_spread_experts(

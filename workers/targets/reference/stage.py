@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
-from torch import Tensor, nn
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.cost_model.shards import tensor_shard
-from explorer.spec.candidate import Candidate, recomputed_layers
-from explorer.spec.model import ModelSpec
-from explorer.spec.request import ExplorationRequest
-from workers.targets.reference.block import ResidualBlock
-from workers.targets.reference.decoder import (
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.shards import tensor_shard
+from bexp.explorer.spec.candidate import Candidate, recomputed_layers
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.decoder import (
     DecoderLayer,
     TakeUnit,
     layer_components,
@@ -21,12 +19,13 @@ from workers.targets.reference.decoder import (
     share_rotary,
     share_routes,
 )
-from workers.targets.reference.embedding import Embedding
-from workers.targets.reference.factory import build_block
-from workers.targets.reference.head import Head
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.routes import device_routes
-from workers.targets.reference.tensor_parallel import TensorParallel
+from bexp.workers.targets.reference.embedding import Embedding
+from bexp.workers.targets.reference.factory import build_block
+from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.routes import device_routes
+from bexp.workers.targets.reference.tensor_parallel import TensorParallel
+from torch import Tensor, nn
 
 
 class DecoderStage(nn.Module):

@@ -5,27 +5,28 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from bexp.explorer.cost_model.collectives import ExchangeUnits
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.report import report_device
+from bexp.workers.profiler.training.run import ReferenceTrainingRun
+from bexp.workers.profiler.trials.ring import find_ring
+from bexp.workers.targets.reference.factory import build_block, example_inputs
+from bexp.workers.targets.reference.miniature import miniature_of
+from bexp.workers.targets.reference.optimizer_parts import optimizer_parts
+from bexp.workers.targets.reference.passes import BlockPasses
+from bexp.workers.targets.reference.shapes import attention_shape, experts_shape, torch_dtype
+from bexp.workers.targets.target import Miniature, OptimizerPart
+
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
-from explorer.cost_model.collectives import ExchangeUnits
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Execution
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.model import ModelSpec
-from explorer.spec.parts import ExploredModel
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.instruments import Instruments
-from workers.profiler.report import report_device
-from workers.profiler.training.run import ReferenceTrainingRun
-from workers.profiler.trials.ring import find_ring
-from workers.targets.reference.factory import build_block, example_inputs
-from workers.targets.reference.miniature import miniature_of
-from workers.targets.reference.optimizer_parts import optimizer_parts
-from workers.targets.reference.passes import BlockPasses
-from workers.targets.reference.shapes import attention_shape, experts_shape, torch_dtype
-from workers.targets.target import Miniature, OptimizerPart
 
 
 class ReferenceTarget:

@@ -1,6 +1,6 @@
 """Blocks that several ranks share, with tensor and sequence parallelism.
 
-Each rank has the blocks of one device of a mesh (see `explorer.cost_model.shards`), which are also timed by themselves.
+Each rank has the blocks of one device of a mesh (`bexp.explorer.cost_model.shards`), which are also timed alone.
 Between blocks a rank has 1 / size of a micro-batch's tokens. A block gathers all of them behind its norm, and its
 partial results are summed and scattered (Korthikanti et al., 2022, arXiv:2205.05198). Embedding and head have a part of
 the vocabulary each (Shoeybi et al., 2019, arXiv:1909.08053).
@@ -15,19 +15,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.attention_block import AttentionBlock
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.embedding import Embedding
+from bexp.workers.targets.reference.ffn_block import DenseFFN
+from bexp.workers.targets.reference.head import Head
+from bexp.workers.targets.reference.mlp import MLP
+from bexp.workers.targets.reference.moe_block import MoEFFN
+from bexp.workers.targets.reference.shared_norm import norm_over_ranks
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
-
-from explorer.spec.model import ModelSpec
-from workers.targets.reference.attention_block import AttentionBlock
-from workers.targets.reference.block import ResidualBlock
-from workers.targets.reference.embedding import Embedding
-from workers.targets.reference.ffn_block import DenseFFN
-from workers.targets.reference.head import Head
-from workers.targets.reference.mlp import MLP
-from workers.targets.reference.moe_block import MoEFFN
-from workers.targets.reference.shared_norm import norm_over_ranks
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.shapes import torch_dtype
 from torch import nn
-
-from explorer.spec.model import ModelSpec
-from workers.targets.reference.shapes import torch_dtype
 
 _STANDARD_DEVIATION = 0.02  # as GPT-2 and its successors draw theirs
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from explorer.spec.training import LoRASpec
-from workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
+from bexp.explorer.spec.training import LoRASpec
+from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 
 def add_adapters(model: Any, spec: LoRASpec) -> None:

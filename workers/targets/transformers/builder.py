@@ -6,15 +6,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from bexp.workers.targets.transformers.batch import Padding, make_batch
+from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
+from bexp.workers.targets.transformers.expert_inputs import ExpertInputs
+from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.shell import ShellPart
+from bexp.workers.targets.transformers.skeleton import Skeleton
 from torch import Tensor, nn
-
-from workers.targets.transformers.batch import Padding, make_batch
-from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
-from workers.targets.transformers.expert_inputs import ExpertInputs
-from workers.targets.transformers.layers import LayerPart
-from workers.targets.transformers.model import BuildSettings, build_model
-from workers.targets.transformers.shell import ShellPart
-from workers.targets.transformers.skeleton import Skeleton
 
 
 class PartsBuilder:

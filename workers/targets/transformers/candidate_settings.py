@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.part_costs import COMPILED
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.request import ExplorationRequest
+
 from bexp.transformers.settings import Loss, Settings
-from explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from explorer.cost_model.part_costs import COMPILED
-from explorer.spec.candidate import Candidate
-from explorer.spec.execution import Kernels
-from explorer.spec.request import ExplorationRequest
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",

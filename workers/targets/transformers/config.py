@@ -10,8 +10,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, cast
 
+from bexp.explorer.spec.spelling import did_you_mean
+
 from bexp.transformers.layers import config_depth
-from explorer.spec.spelling import did_you_mean
 
 MINIMUM_VERSION = (5, 0)
 MAX_LAYERS = 512

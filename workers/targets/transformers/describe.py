@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.workers.targets.transformers.parts import KindFigures, ShellFigures
+from bexp.workers.targets.transformers.resolved import ResolvedModel
+
 from bexp.transformers.experts import expert_modules
-from explorer.spec.candidate import Recompute
-from explorer.spec.model import DType
-from explorer.spec.parts import LayerPart, ModelParts, Part
-from explorer.spec.target import TRANSFORMERS
-from workers.targets.transformers.parts import KindFigures, ShellFigures
-from workers.targets.transformers.resolved import ResolvedModel
 
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from bexp.workers.targets.transformers.comparison import DifferenceError
+from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.shell import ShellPart
 from torch import Tensor
-
-from workers.targets.transformers.comparison import DifferenceError
-from workers.targets.transformers.layers import LayerPart
-from workers.targets.transformers.shell import ShellPart
 
 ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
 """How far off a result may be, relative to its norm. Kernels round to bfloat16 at other places than the library."""

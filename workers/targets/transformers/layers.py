@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.skeleton import LayerCall, hidden_states
+from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
 from torch import Tensor, nn
-
-from workers.targets.transformers.model import BuildSettings
-from workers.targets.transformers.skeleton import LayerCall, hidden_states
-from workers.targets.transformers.trees import copied, map_tensors, tensors_of
 
 
 class LayerPart:

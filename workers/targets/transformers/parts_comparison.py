@@ -6,19 +6,18 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from bexp.workers.targets.transformers.batch import Padding, make_batch
+from bexp.workers.targets.transformers.builder import PartsBuilder
+from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
+from bexp.workers.targets.transformers.config import ResolvedConfig
+from bexp.workers.targets.transformers.kinds import kind_names
+from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.reference_run import LayerRecord, ReferenceRun, run_reference
+from bexp.workers.targets.transformers.saved_bytes import bytes_saved_by
+from bexp.workers.targets.transformers.skeleton import hidden_states
+from bexp.workers.targets.transformers.trees import tensors_of
 from torch import Tensor, nn
-
-from workers.targets.transformers.batch import Padding, make_batch
-from workers.targets.transformers.builder import PartsBuilder
-from workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
-from workers.targets.transformers.config import ResolvedConfig
-from workers.targets.transformers.kinds import kind_names
-from workers.targets.transformers.layers import LayerPart
-from workers.targets.transformers.model import BuildSettings
-from workers.targets.transformers.reference_run import LayerRecord, ReferenceRun, run_reference
-from workers.targets.transformers.saved_bytes import bytes_saved_by
-from workers.targets.transformers.skeleton import hidden_states
-from workers.targets.transformers.trees import tensors_of
 
 CPU = torch.device("cpu")
 

@@ -6,17 +6,16 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from workers.targets.transformers.batch import make_batch
-from workers.targets.transformers.config import (
+from bexp.workers.targets.transformers.batch import make_batch
+from bexp.workers.targets.transformers.config import (
     ResolvedConfig,
     UnsupportedModelError,
     one_line,
     quiet_library,
     with_values,
 )
-from workers.targets.transformers.model import BuildSettings, build_model
-from workers.targets.transformers.shrink import shrink
+from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.shrink import shrink
 
 _LIMIT = 16  # positions of the tiny model
 _LONGER = 24  # tokens that it is given

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from bexp.workers.targets.transformers.config import quiet_library
+from bexp.workers.targets.transformers.shell import LayerStandIn
+from bexp.workers.targets.transformers.skeleton import LayerCall
+from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
 from torch import Tensor, nn
-
-from workers.targets.transformers.config import quiet_library
-from workers.targets.transformers.shell import LayerStandIn
-from workers.targets.transformers.skeleton import LayerCall
-from workers.targets.transformers.trees import copied, map_tensors, tensors_of
 
 
 class _Gate(torch.autograd.Function):

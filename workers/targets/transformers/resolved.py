@@ -8,11 +8,9 @@ from functools import cached_property
 from typing import Any
 
 import torch
-from torch import nn
-
-from workers.targets.transformers.batch import Padding
-from workers.targets.transformers.builder import PartsBuilder
-from workers.targets.transformers.config import (
+from bexp.workers.targets.transformers.batch import Padding
+from bexp.workers.targets.transformers.builder import PartsBuilder
+from bexp.workers.targets.transformers.config import (
     MAX_LAYERS,
     ResolvedConfig,
     UnsupportedModelError,
@@ -20,10 +18,10 @@ from workers.targets.transformers.config import (
     quiet_library,
     resolve_config,
 )
-from workers.targets.transformers.feature_checks import find_experts
-from workers.targets.transformers.kinds import find_layers, kind_names
-from workers.targets.transformers.model import META, BuildSettings, build_model
-from workers.targets.transformers.parts import (
+from bexp.workers.targets.transformers.feature_checks import find_experts
+from bexp.workers.targets.transformers.kinds import find_layers, kind_names
+from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.parts import (
     KindFigures,
     ShellFigures,
     dtype_bytes,
@@ -31,9 +29,10 @@ from workers.targets.transformers.parts import (
     matrix_width,
     shell_figures,
 )
-from workers.targets.transformers.positions import require_positions
-from workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
-from workers.targets.transformers.tiny import tiny_config
+from bexp.workers.targets.transformers.positions import require_positions
+from bexp.workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
+from bexp.workers.targets.transformers.tiny import tiny_config
+from torch import nn
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")

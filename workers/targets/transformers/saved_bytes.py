@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import torch
+from bexp.workers.targets.transformers.layers import LayerPart
 from torch import Tensor
-
-from workers.targets.transformers.layers import LayerPart
 
 
 def bytes_saved_by(part: LayerPart) -> int:

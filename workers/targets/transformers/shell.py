@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bexp.workers.targets.transformers.skeleton import Skeleton, hidden_states, passed_through
+from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
 from torch import Tensor
-
-from workers.targets.transformers.skeleton import Skeleton, hidden_states, passed_through
-from workers.targets.transformers.trees import map_tensors, tensors_of
 
 
 class Bridge(torch.autograd.Function):

@@ -8,12 +8,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, quiet_library
+from bexp.workers.targets.transformers.kinds import find_layers
+from bexp.workers.targets.transformers.model import META, BuildSettings, Construction, build_model
+from bexp.workers.targets.transformers.trees import copied, map_tensors, signature, tensors_of
 from torch import Tensor, nn
-
-from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, quiet_library
-from workers.targets.transformers.kinds import find_layers
-from workers.targets.transformers.model import META, BuildSettings, Construction, build_model
-from workers.targets.transformers.trees import copied, map_tensors, signature, tensors_of
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 

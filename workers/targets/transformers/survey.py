@@ -1,6 +1,6 @@
 """Tries every causal language model type of the installed transformers at a tiny size on the CPU.
 
-`python -m workers.targets.transformers.survey --out docs/models.json` writes the rows, and docs/models.md beside them.
+`python -m bexp.workers.targets.transformers.survey --out docs/models.json` writes the rows and docs/models.md.
 Rows that the file has for the same version are kept unless `--again` is given, so an interrupted run goes on.
 """
 
@@ -20,9 +20,8 @@ from queue import Empty, Queue
 from typing import Any
 
 import torch
-
-from workers.targets.transformers.config import library_version
-from workers.targets.transformers.survey_document import render
+from bexp.workers.targets.transformers.config import library_version
+from bexp.workers.targets.transformers.survey_document import render
 
 _DEADLINE_SECONDS = 180.0
 _START_SECONDS = 120.0  # importing torch and transformers on a busy machine
@@ -134,7 +133,7 @@ class _Child:
     def _start() -> subprocess.Popen[bytes]:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
         return subprocess.Popen(
-            [sys.executable, "-m", "workers.targets.transformers.survey_child"],
+            [sys.executable, "-m", "bexp.workers.targets.transformers.survey_child"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,

@@ -8,14 +8,13 @@ import time
 from typing import Any
 
 import torch
-
-from workers.targets.transformers.config import UnsupportedModelError, one_line, resolve_config
-from workers.targets.transformers.feature_checks import find_experts
-from workers.targets.transformers.kinds import find_layers, kind_names
-from workers.targets.transformers.model import META, BuildSettings, build_model
-from workers.targets.transformers.self_check import FEATURES, self_check
-from workers.targets.transformers.survey_configs import survey_config
-from workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
+from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, resolve_config
+from bexp.workers.targets.transformers.feature_checks import find_experts
+from bexp.workers.targets.transformers.kinds import find_layers, kind_names
+from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.self_check import FEATURES, self_check
+from bexp.workers.targets.transformers.survey_configs import survey_config
+from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
 
 
 def survey_type(model_type: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
+from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 # Each of these types fails to build or to run with its class's defaults alone.
 _MISSING_DEFAULTS: dict[str, dict[str, Any]] = {

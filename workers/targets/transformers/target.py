@@ -9,40 +9,40 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
-from torch import nn
-
-from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Settings, SettingsError
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import DeviceReport, HardwareSpec
-from explorer.spec.parts import ExploredModel, ModelParts
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.routing import RoutingSpec
-from explorer.spec.training import Sharding
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.instruments import Instruments
-from workers.profiler.training.choice import data_parallel
-from workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
-from workers.targets.target import ComponentPasses, Miniature, OptimizerPart
-from workers.targets.transformers.adapters import add_adapters
-from workers.targets.transformers.batch import make_batch
-from workers.targets.transformers.builder import PartsBuilder
-from workers.targets.transformers.candidate_settings import (
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.training.choice import data_parallel
+from bexp.workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
+from bexp.workers.targets.transformers.adapters import add_adapters
+from bexp.workers.targets.transformers.batch import make_batch
+from bexp.workers.targets.transformers.builder import PartsBuilder
+from bexp.workers.targets.transformers.candidate_settings import (
     BY_OPERATION,
     WHOLE_LAYER,
     settings_of,
     settings_of_component,
 )
-from workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from workers.targets.transformers.describe import describe_parts
-from workers.targets.transformers.materialize import build_by_layers
-from workers.targets.transformers.model import BuildSettings, build_model
-from workers.targets.transformers.passes import LayerPasses, ShellPasses
-from workers.targets.transformers.probe import NAME_IT, SettingsProbe
-from workers.targets.transformers.resolved import ResolvedModel, resolve
-from workers.targets.transformers.tiny import num_layers_for
-from workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
+from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
+from bexp.workers.targets.transformers.describe import describe_parts
+from bexp.workers.targets.transformers.materialize import build_by_layers
+from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
+from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
+from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
+from bexp.workers.targets.transformers.tiny import num_layers_for
+from bexp.workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
+from torch import nn
+
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings, SettingsError
 
 
 class TransformersTarget:

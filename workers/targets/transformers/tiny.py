@@ -7,10 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-
-from workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, with_values
-from workers.targets.transformers.model import META, BuildSettings, build_model
-from workers.targets.transformers.shrink import shrink
+from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, with_values
+from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.shrink import shrink
 
 TINY_SEQ_LENGTH = 16  # longer than the windows of a shrunk configuration, so that masks differ
 _FEWEST_LAYERS = 4

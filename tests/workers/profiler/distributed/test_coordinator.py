@@ -7,9 +7,8 @@ from collections import deque
 from typing import Any
 
 import pytest
-
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import (
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Conditions,
     Measurement,
@@ -17,12 +16,10 @@ from explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from explorer.records.trial import TrialPlan
-from explorer.spec.base import Frozen
-from explorer.spec.hardware import HardwareSpec
-from tests.workers.profiler.samples import candidate, components_of, plan
-from tests.workers.profiler.test_session import HARDWARE
-from workers.process.protocol import (
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.workers.process.protocol import (
     Command,
     ComponentMeasured,
     ComponentStarted,
@@ -35,8 +32,11 @@ from workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
-from workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
+from bexp.workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
+from bexp.workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
+
+from tests.workers.profiler.samples import candidate, components_of, plan
+from tests.workers.profiler.test_session import HARDWARE
 
 DEVICES = ("cuda:0", "cuda:1")
 COMPONENTS = components_of(candidate())[:2]

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
+from bexp.workers.profiler.distributed.launch import launch_config
 
 from tests.forked_ranks import run_ranks
-from workers.profiler.distributed.launch import launch_config
 
 
 @pytest.mark.slow(together="forked")

@@ -7,18 +7,19 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.options import Budget
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
+from bexp.workers.profiler.failures import TrialFailedError
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.targets.custom.target import CustomTarget, TargetSource
+
 from bexp.target_process import Served, answer
-from explorer.cost_model.components import Component, ComponentKind
-from explorer.records.measurement import ComponentMeasurement, Outcome
-from explorer.spec.candidate import Candidate
-from explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from explorer.spec.model import DType
-from explorer.spec.options import Budget
-from explorer.spec.request import ExplorationRequest
-from explorer.spec.target import LOCAL, OWN_ATTENTION
-from workers.profiler.failures import TrialFailedError
-from workers.profiler.phases import PhaseClock
-from workers.targets.custom.target import CustomTarget, TargetSource
 
 HARDWARE = HardwareSpec(
     device_kind="cpu",

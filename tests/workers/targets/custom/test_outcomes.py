@@ -11,11 +11,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
+from bexp.workers.targets.custom.target import CustomTarget
 
-from explorer.records.measurement import Outcome
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, ProcessStandIn, measure, open_custom, write
-from workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
-from workers.targets.custom.target import CustomTarget
 
 FAULTY = """
     import ctypes, os, pathlib, sys, time
@@ -97,7 +97,7 @@ def kill_when_asked(
         raise TargetKilledError(Outcome.CRASHED, "the target's process was killed by SIGTERM")
 
     monkeypatch.setattr(ProcessStandIn, "ask", kill)
-    monkeypatch.setattr("workers.targets.custom.target.time", Mock(monotonic=lambda: clock[0]))
+    monkeypatch.setattr("bexp.workers.targets.custom.target.time", Mock(monotonic=lambda: clock[0]))
     return deadlines
 
 
@@ -236,7 +236,7 @@ def test_a_target_that_cannot_be_used_is_refused_with_the_cause(tmp_path: Path, 
 def test_a_process_that_never_answers_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: str, reason: str
 ) -> None:
-    monkeypatch.setattr("workers.targets.custom.process.module_command", lambda _: [sys.executable, "-c", code])
+    monkeypatch.setattr("bexp.workers.targets.custom.process.module_command", lambda _: [sys.executable, "-c", code])
     monkeypatch.setattr(CustomTarget, "_deadline", 0.5 if "sleep" in code else 60.0)
     with pytest.raises(UnsupportedTrialError, match=f"target 'local': {reason}"):
         open_custom(write(tmp_path, PLAIN)).report(HARDWARE)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.targets.choice import find_source
 
-from explorer.cost_model.components import Component, ComponentKind
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, candidate, measure, open_custom, write
-from workers.profiler.failures import UnsupportedTrialError
-from workers.profiler.phases import PhaseClock
-from workers.targets.choice import find_source
 
 PARAMETER_BYTES = 4 * (64 * 64 + 64)
 

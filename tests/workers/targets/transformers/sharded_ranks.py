@@ -16,25 +16,25 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from bexp.explorer.cost_model.candidate_table import decomposer_of
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.distributed.process_groups import ProcessGroups
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.profiler.trials import communication
+from bexp.workers.targets.reference.optimizer import own
+from bexp.workers.targets.transformers.candidate_settings import settings_of
+from bexp.workers.targets.transformers.describe import describe_parts
+from bexp.workers.targets.transformers.self_check import SelfCheck
+from bexp.workers.targets.transformers.target import TransformersTarget
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from explorer.cost_model.candidate_table import decomposer_of
-from explorer.records.measurement import ComponentMeasurement
-from explorer.records.trial import TrialKind, TrialPlan
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.training import Sharding
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
-from workers.profiler.distributed.process_groups import ProcessGroups
-from workers.profiler.instruments import Instruments
-from workers.profiler.phases import PhaseClock
-from workers.profiler.trials import communication
-from workers.targets.reference.optimizer import own
-from workers.targets.transformers.candidate_settings import settings_of
-from workers.targets.transformers.describe import describe_parts
-from workers.targets.transformers.self_check import SelfCheck
-from workers.targets.transformers.target import TransformersTarget
 
 NUM_RANKS = 2
 LEVELS = tuple(Sharding)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-
-from explorer.spec.hardware import HardwareSpec, SoftwareVersions
-from explorer.spec.request import ExplorationRequest
-from workers.profiler.instruments import Instruments
-from workers.targets.transformers.target import TransformersTarget
+from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.targets.transformers.target import TransformersTarget
 
 CPU = torch.device("cpu")
 LLAMA: dict[str, Any] = {

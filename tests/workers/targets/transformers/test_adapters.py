@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.parts import ModelParts
+from bexp.workers.profiler.failures import UnsupportedTrialError, classify
+from bexp.workers.targets.transformers.target import TransformersTarget
 from torch import nn
 
 import bexp
-from explorer.cost_model.part_costs import PartsDecomposer
-from explorer.records.measurement import Outcome
-from explorer.spec.candidate import Candidate, Recompute
-from explorer.spec.parts import ModelParts
 from tests.bexp.transformers import models
 from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for
-from workers.profiler.failures import UnsupportedTrialError, classify
-from workers.targets.transformers.target import TransformersTarget
 
 pytest.importorskip("transformers")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}

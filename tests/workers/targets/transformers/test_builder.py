@@ -4,10 +4,9 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from torch import nn
-
-from workers.targets.transformers.model import BuildSettings
-from workers.targets.transformers.resolved import ResolvedModel, resolve
 
 pytest.importorskip("transformers")
 

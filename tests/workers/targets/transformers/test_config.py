@@ -3,9 +3,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-from workers.targets.transformers.config import UnsupportedModelError, library_version, resolve_config
-from workers.targets.transformers.resolved import resolve
+from bexp.workers.targets.transformers.config import UnsupportedModelError, library_version, resolve_config
+from bexp.workers.targets.transformers.resolved import resolve
 
 pytest.importorskip("transformers")
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.workers.targets.transformers import expert_inputs
+from bexp.workers.targets.transformers.builder import PartsBuilder
+from bexp.workers.targets.transformers.config import quiet_library
+from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from torch import Tensor, nn
 
 from bexp.transformers.experts import expert_modules
-from workers.targets.transformers import expert_inputs
-from workers.targets.transformers.builder import PartsBuilder
-from workers.targets.transformers.config import quiet_library
-from workers.targets.transformers.model import BuildSettings
-from workers.targets.transformers.resolved import ResolvedModel, resolve
 
 pytest.importorskip("transformers")
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import pytest
-
-from workers.targets.transformers.config import resolve_config
-from workers.targets.transformers.kinds import find_layers, kind_names
-from workers.targets.transformers.model import META, BuildSettings, build_model
-from workers.targets.transformers.self_check import PARTS, self_check
-from workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
+from bexp.workers.targets.transformers.config import resolve_config
+from bexp.workers.targets.transformers.kinds import find_layers, kind_names
+from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.self_check import PARTS, self_check
+from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
 
 pytest.importorskip("transformers")
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from workers.targets.transformers.survey_document import render
+from bexp.workers.targets.transformers.survey_document import render
 
 DOCS = Path(__file__).parents[4] / "docs"
 

@@ -8,15 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.spec.candidate import Candidate
+from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.targets.transformers.self_check import SelfCheck
 from torch import Tensor
 
-from explorer.cost_model.components import ComponentKind
-from explorer.cost_model.part_costs import PartsDecomposer
-from explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
-from explorer.spec.candidate import Candidate
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
-from workers.profiler.failures import UnsupportedTrialError
-from workers.targets.transformers.self_check import SelfCheck
 
 pytest.importorskip("transformers")
 
