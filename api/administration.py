@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated
 
+from pydantic import BaseModel, ConfigDict, Field
+
 from bexp.api.resources import NextCursor
 from bexp.storage.audit import Action
-from pydantic import BaseModel, ConfigDict, Field
 
 QuotaLimit = Annotated[int, Field(ge=0, le=2_000_000_000)] | None
 

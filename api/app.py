@@ -8,6 +8,9 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
+from fastapi import Depends, FastAPI
+from pydantic.json_schema import models_json_schema
+
 from bexp.api import examples
 from bexp.api.administration import QuotaLimits
 from bexp.api.auth import authorize
@@ -30,8 +33,6 @@ from bexp.api.routes import (
 from bexp.api.service import refuse_changes_if_outdated, run_service
 from bexp.api.settings import ServiceSettings
 from bexp.explorer.spec.request import ExplorationRequest
-from fastapi import Depends, FastAPI
-from pydantic.json_schema import models_json_schema
 
 DESCRIPTION = """\
 Submit the configuration of a language model. Workers measure what a trainer can choose (micro-batch size, batch \

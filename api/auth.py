@@ -12,15 +12,15 @@ from http import HTTPStatus
 from typing import Annotated
 from urllib.parse import urlsplit
 
+from fastapi import Depends, Request
+from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
+
 from bexp.api.problems import ProblemException
 from bexp.api.rate_limits import RateLimiter, address_key
 from bexp.api.service import ServiceDep
 from bexp.api.tokens import has_expired
-from bexp.storage.owners import LOCAL, Caller, Scope
-from fastapi import Depends, Request
-from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
-
 from bexp.client.address import is_loopback
+from bexp.storage.owners import LOCAL, Caller, Scope
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `bexp token create`.")
 

@@ -6,8 +6,9 @@ import asyncio
 from email.message import Message
 from http import HTTPStatus
 
-from bexp.api.problems import ProblemException, invalid_body
 from fastapi import Request
+
+from bexp.api.problems import ProblemException, invalid_body
 
 JSON = "application/json"
 YAML = "application/yaml"

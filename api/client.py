@@ -9,13 +9,6 @@ from datetime import datetime
 from typing import Annotated, Any, Literal, TypeVar
 
 import httpx
-from bexp.explorer.records.event import Event
-from bexp.explorer.records.recommendation import Answer, Recommendation
-from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.rules import rule_of
-from bexp.explorer.spec.target import describe_target
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from bexp.client.connection import (
@@ -29,6 +22,13 @@ from bexp.client.connection import (
 )
 from bexp.client.events import PATIENCE_SECONDS, follow_events
 from bexp.client.headers import NOTE_HEADER
+from bexp.explorer.records.event import Event
+from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.rules import rule_of
+from bexp.explorer.spec.target import describe_target
 
 __all__ = ["Client", "Export", "Job", "JobPage", "JobState", "ProblemError", "Result", "ServiceError"]
 

@@ -7,9 +7,10 @@ import logging
 from http import HTTPStatus
 from typing import Any
 
-from bexp.api.problems import database_unavailable
 from fastapi import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bexp.api.problems import database_unavailable
 
 logger = logging.getLogger(__name__)
 

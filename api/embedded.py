@@ -22,9 +22,8 @@ from types import MappingProxyType, TracebackType
 from typing import Self
 
 from bexp.api.client import Client, ServiceError
-from bexp.storage.worker_ids import worker_prefix
-
 from bexp.child_process import module_command, safe_environment
+from bexp.storage.worker_ids import worker_prefix
 
 START_SECONDS = 60.0
 GRACE_SECONDS = 8.0

@@ -18,6 +18,8 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import NoReturn
 
+from sqlalchemy.exc import SQLAlchemyError
+
 from bexp.api.serve import serve_on
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.storage.database import Database, describe_trouble, open_database
@@ -25,7 +27,6 @@ from bexp.storage.jobs import JobNotFoundError
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.workers import is_run_by_another
-from sqlalchemy.exc import SQLAlchemyError
 
 CANCEL_SECONDS = 6.0
 NEVER = 1e9

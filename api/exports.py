@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from fastapi import Response
+
 from bexp.api.problems import ProblemException, invalid_parameter, readable
+from bexp.client.headers import NOTE_HEADER
 from bexp.explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
 from bexp.explorer.exports.registry import export
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job
 from bexp.storage.trials import read_all_trials
-from fastapi import Response
-
-from bexp.client.headers import NOTE_HEADER
 
 SUFFIXES = {
     "application/json": "json",

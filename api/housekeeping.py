@@ -12,6 +12,8 @@ from contextlib import suppress
 from datetime import timedelta
 
 from anyio.to_thread import run_sync
+from sqlalchemy.exc import SQLAlchemyError
+
 from bexp.api.background import Beat
 from bexp.api.settings import ServiceSettings
 from bexp.storage.audit import prune_audit
@@ -19,7 +21,6 @@ from bexp.storage.leaders import HOUSEKEEPER, give_up_role, hold_role
 from bexp.storage.pruning import find_prunable, prune
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, is_of_later_version
-from sqlalchemy.exc import SQLAlchemyError
 
 TERM = timedelta(seconds=10)
 """A housekeeper that is silent for so long is replaced, at the next check of another process."""

@@ -7,18 +7,19 @@ from datetime import UTC, datetime
 from textwrap import shorten
 from typing import Any
 
-from bexp.api.answer import memory_parts
-from bexp.api.live_chart import RateChart
-from bexp.api.text import bytes_text, clock_text
-from bexp.explorer.records.event import Event, EventCode, render_message
-from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.request import ExplorationRequest
 from rich.columns import Columns
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.padding import Padding
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
+
+from bexp.api.answer import memory_parts
+from bexp.api.live_chart import RateChart
+from bexp.api.text import bytes_text, clock_text
+from bexp.explorer.records.event import Event, EventCode, render_message
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.request import ExplorationRequest
 
 SMALLEST_SHARE = 0.1
 INDENT = 13

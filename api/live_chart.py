@@ -6,10 +6,11 @@ import json
 import math
 from typing import Any
 
-from bexp.explorer.records.recommendation import Recommendation
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
+
+from bexp.explorer.records.recommendation import Recommendation
 
 FEWEST_CELLS, ROOM = 10, 30
 """The shortest scale in columns, and what the other columns of a row need."""

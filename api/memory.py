@@ -11,6 +11,7 @@ import ctypes
 import sys
 
 from anyio.to_thread import run_sync
+
 from bexp.api.background import Beat
 
 TRIM_SECONDS = 30.0

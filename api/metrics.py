@@ -6,12 +6,13 @@ import time
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 
-from bexp.storage.database import Database
-from bexp.storage.statistics import Statistics, read_statistics
 from prometheus_client import CollectorRegistry, Gauge, Histogram, generate_latest
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bexp.storage.database import Database
+from bexp.storage.statistics import Statistics, read_statistics
 
 MEDIA_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 

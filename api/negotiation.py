@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from http import HTTPStatus
 
-from bexp.api.problems import ProblemException
 from fastapi import Request
+
+from bexp.api.problems import ProblemException
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

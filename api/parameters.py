@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from bexp.api.problems import invalid_parameter
-from bexp.explorer.spec.spelling import did_you_mean
 from fastapi import Request
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
+
+from bexp.api.problems import invalid_parameter
+from bexp.explorer.spec.spelling import did_you_mean
 
 
 async def refuse_unknown_parameters(request: Request) -> None:

@@ -7,13 +7,6 @@ from collections.abc import Iterable, Mapping
 from http import HTTPStatus
 from typing import Annotated
 
-from bexp.explorer.formats.document import FormatError
-from bexp.explorer.spec.rules import rule_of
-from bexp.storage.database import DATABASE_TROUBLE
-from bexp.storage.jobs import JobNotFoundError
-from bexp.storage.quotas import QueuedQuotaError
-from bexp.storage.schema import NewerSchemaError
-from bexp.storage.submission import IdempotencyConflictError
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
@@ -22,6 +15,14 @@ from sqlalchemy.exc import ProgrammingError
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.routing import Match
+
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.spec.rules import rule_of
+from bexp.storage.database import DATABASE_TROUBLE
+from bexp.storage.jobs import JobNotFoundError
+from bexp.storage.quotas import QueuedQuotaError
+from bexp.storage.schema import NewerSchemaError
+from bexp.storage.submission import IdempotencyConflictError
 
 MEDIA_TYPE = "application/problem+json"
 MAX_ERRORS = 100

@@ -6,6 +6,8 @@ from dataclasses import fields
 from datetime import datetime
 from typing import Annotated, Any, Self
 
+from pydantic import BaseModel, Field
+
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
@@ -16,7 +18,6 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import Job, JobState, JobSummary
 from bexp.storage.run_reports import StoredRunReport
 from bexp.storage.workers import KnownWorker, WorkerState
-from pydantic import BaseModel, Field
 
 NextCursor = Annotated[
     str | None, Field(description="Pass it as `cursor` to get the next page; null if there is none yet.")

@@ -10,16 +10,16 @@ from dataclasses import replace
 from types import FrameType
 
 import uvicorn
+from fastapi import FastAPI
+
 from bexp.api.app import create_app
 from bexp.api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
 from bexp.api.log_lines import log_config
 from bexp.api.settings import ServiceSettings
+from bexp.client.address import is_loopback
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import list_tokens
-from fastapi import FastAPI
-
-from bexp.client.address import is_loopback
 
 SHUTDOWN_SECONDS = 5
 HOW_TO_ADMIT = "The service asks for a token, and there is none yet: create one with `bexp token create NAME`."

@@ -10,6 +10,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Annotated
 
+from fastapi import Depends, Request
+
 from bexp.api.background import Supervisor
 from bexp.api.housekeeping import Housekeeper
 from bexp.api.memory import TRIM_SECONDS, keep_trimmed
@@ -23,7 +25,6 @@ from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.probe import try_write
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError
-from fastapi import Depends, Request
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,11 +8,12 @@ from collections.abc import AsyncIterator, Callable, Collection
 from dataclasses import dataclass, field
 
 from anyio.to_thread import run_sync
+from sqlalchemy.exc import SQLAlchemyError
+
 from bexp.explorer.records.event import Event
 from bexp.storage.database import Database
 from bexp.storage.events import read_events, read_last_seqs
 from bexp.storage.notifications import NEW_EVENTS, Listener, parse_events_message
-from sqlalchemy.exc import SQLAlchemyError
 
 PAGE = 500
 LISTENING_POLL_SECONDS = 5.0

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 from anyio.to_thread import run_sync
+from sqlalchemy.exc import SQLAlchemyError
+
 from bexp.api.streams import EventFeed
 from bexp.storage.database import Database
 from bexp.storage.tokens import Token, digest_of, find_revoked, verify_token
-from sqlalchemy.exc import SQLAlchemyError
 
 MAX_KEPT = 4096
 

@@ -23,6 +23,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from benchmarks.attention_timing import Shape, block_pass, core_pass, time_back_ends
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.trial import Measure, TrialPlan
@@ -32,9 +35,6 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.profiler import Profiler
-
-from benchmarks.attention_timing import Shape, block_pass, core_pass, time_back_ends
-from benchmarks.environment import describe_environment, write_results
 
 SEQ_LENGTHS = (8192, 512, 32768, 2048, 16384, 1024, 4096)
 """The order makes sure that a run that is cut short has both short and long ones."""

@@ -15,17 +15,17 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels.attention import attention_backend
+from bexp.measure.timing import standard_error
 from bexp.workers.profiler.failures import classify
 from bexp.workers.targets.reference.factory import build_block
 from bexp.workers.targets.reference.shapes import attention_shape, torch_dtype
-from torch import Tensor
-
-from bexp.kernels.attention import attention_backend
-from bexp.measure.timing import standard_error
 
 LOST, HOPELESS = 1.25, 2.0
 """A contender drops out if its median exceeds the fastest's by this factor, after `MIN_ROUNDS` and after the first."""

@@ -25,6 +25,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.bta_composition import DEVICE_RATE, LIMITS_GIB, add_device_rates, best_candidates, relative_rates
+from benchmarks.continuation import begin, load_similar
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.search_space import enumerate_candidates
@@ -34,10 +38,6 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.profiler import Profiler
-
-from benchmarks.bta_composition import DEVICE_RATE, LIMITS_GIB, add_device_rates, best_candidates, relative_rates
-from benchmarks.continuation import begin, load_similar
-from benchmarks.environment import describe_environment, write_results
 
 NUM_EXPERTS = (8, 16, 32, 64, 128)
 TOP_K = (1, 2, 4, 8)

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.search_space import enumerate_candidates
@@ -27,8 +28,6 @@ from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.ray.pool import RayDevicePool
-
-from benchmarks.environment import describe_environment, write_results
 
 ROOT = Path(__file__).parent.parent
 MOST_OVERHEAD_SECONDS, LEAST_SPEED_UP = 0.1, 1.7

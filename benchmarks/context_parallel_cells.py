@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 
+from benchmarks.context_parallel_search import SharedComponents, search
+from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, seconds_once_a_step, summarize
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.step import combine_seconds, memory_limit
 from bexp.explorer.records.measurement import Outcome, judge
@@ -17,9 +19,6 @@ from bexp.explorer.spec.options import BTASpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.profiler.trials.whole_model import LONG_STEP_SECONDS
-
-from benchmarks.context_parallel_search import SharedComponents, search
-from benchmarks.context_parallel_summary import RAN, Row, key_of, key_of_candidate, seconds_once_a_step, summarize
 
 POLICIES = (Recompute.NONE, Recompute.ACTIVATIONS, Recompute.PROJECTIONS, Recompute.FULL)
 """Recomputation, cheapest first."""

@@ -22,13 +22,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.formats.document import load_document
-from bexp.explorer.formats.request import parse_request
-from bexp.workers.process.profiler import Profiler
-
 from benchmarks.context_parallel_cells import Bench, Setup, UnservedError
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.request import parse_request
+from bexp.workers.process.profiler import Profiler
 
 SEQ_LENGTHS = (16384, 32768, 65536, 131072, 262144)
 

@@ -82,11 +82,11 @@ def look(model_type: str, micro_batch_size: int, options: argparse.Namespace) ->
 
 def _of_seed(config: dict[str, Any], size: int, seq_length: int, seed: int) -> dict[str, list[dict[str, float]]]:
     import torch  # noqa: PLC0415 - the command's help needs none of this
+
+    from bexp.transformers.experts import expert_modules  # noqa: PLC0415 - needs torch
     from bexp.workers.targets.transformers.config import quiet_library  # noqa: PLC0415 - needs torch
     from bexp.workers.targets.transformers.model import BuildSettings  # noqa: PLC0415 - needs torch
     from bexp.workers.targets.transformers.resolved import resolve  # noqa: PLC0415 - needs torch
-
-    from bexp.transformers.experts import expert_modules  # noqa: PLC0415 - needs torch
 
     resolved = resolve(config, seq_length, settings=BuildSettings(dtype=torch.float32, seed=seed))
     builder = resolved.builder(torch.device("cpu"))

@@ -20,6 +20,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import describe_environment, write_results
 from bexp.api.client import Client, Job, Result
 from bexp.api.embedded import EmbeddedService
 from bexp.explorer.formats.document import load_document
@@ -28,8 +29,6 @@ from bexp.explorer.records.event import Event, EventCode, render_line
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.request import ExplorationRequest
-
-from benchmarks.environment import describe_environment, write_results
 from bexp.kernels.experts.auto.digest import kernels_digest
 
 COMPARED = ("largest_without_recompute", "largest_micro_batch", "stock")

@@ -16,6 +16,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.cost_model.components import Component
@@ -30,8 +31,6 @@ from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.selection import parse_devices
 from bexp.workers.process.profiler import Profiler
-
-from benchmarks.environment import describe_environment, write_results
 
 TIMEOUT_SECONDS = 180.0
 

@@ -16,10 +16,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.spec.candidate import Candidate, Recompute
-
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.spec.candidate import Candidate, Recompute
 
 LEVEL = 0.005
 """Gains below this are counted as none: runs of one candidate differ by about as much."""

@@ -13,23 +13,23 @@ from functools import partial
 from typing import Any
 
 import torch
-from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.model import DType
-from bexp.workers.profiler.failures import classify, is_poisoned
-from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.targets.reference.shapes import torch_dtype
 
 from benchmarks.gemm_cases import Case
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS, GemmPasses, Operands, Problem, problem
 from benchmarks.isolation import Spoilt
 from benchmarks.kernels import poisoned
 from benchmarks.projected_errors import Reference, is_within, projected_errors, reference
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.model import DType
 from bexp.kernels.experts.auto.measuring import GemmShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend
 from bexp.kernels.shapes import ExpertsShape
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import BlockTimer, HostTimer, TimingBudget
 from bexp.measure.turns import TurnsBudget, time_in_turns
+from bexp.workers.profiler.failures import classify, is_poisoned
+from bexp.workers.profiler.hardware import measure_hardware
+from bexp.workers.targets.reference.shapes import torch_dtype
 
 TOLERANCES = {DType.BFLOAT16: 1e-2, DType.FLOAT16: 2e-3, DType.FLOAT32: 1e-5}
 """Largest relative error in norm; float16's is bfloat16's times the ratio of their rounding errors, rounded up."""

@@ -34,10 +34,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.model import DType
-from bexp.workers.profiler.failures import classify, is_poisoned
-from bexp.workers.profiler.hardware import measure_hardware
 
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
@@ -45,12 +41,16 @@ from benchmarks.gemm_contenders import BASELINES, CHOSEN, COUNTED, OURS, GemmPas
 from benchmarks.gemm_summary import summarize
 from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.model import DType
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.auto.measuring import GemmShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.timing import TimingBudget
 from bexp.measure.turns import Run, TurnsBudget, TurnTiming, chained, synchronize, time_in_turns
+from bexp.workers.profiler.failures import classify, is_poisoned
+from bexp.workers.profiler.hardware import measure_hardware
 
 K, N = 2048, 1024
 EXPERTS = (8, 64, 128)

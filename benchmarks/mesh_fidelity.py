@@ -20,6 +20,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from benchmarks.continuation import begin
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.formats.document import load_document
@@ -35,9 +37,6 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.selection import parse_devices
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
-
-from benchmarks.continuation import begin
-from benchmarks.environment import describe_environment, write_results
 
 CONFIGS = ("examples/gpt2-124m.yaml", "examples/llama-3.2-1b.yaml", "examples/qwen3-30b-a3b.yaml")
 COMPONENT_FIELDS = {

@@ -16,10 +16,9 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.formats.document import FormatError, describe_problem, load_document
 from bexp.explorer.formats.request import parse_request
-
-from benchmarks.environment import describe_environment, write_results
 
 OUT = Path(__file__).parent / "results" / "model-zoo.json"
 

@@ -7,9 +7,15 @@ import importlib.util
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.routing import RoutingSpec
+from bexp.kernels.activations import Activation
+from bexp.kernels.experts.auto.measuring import FFNShape
+from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend, expert_support
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.mlp import MLP
@@ -17,12 +23,6 @@ from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.shapes import experts_shape
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor, nn
-
-from bexp.kernels.activations import Activation
-from bexp.kernels.experts.auto.measuring import FFNShape
-from bexp.kernels.experts.backend import ExpertFFN
-from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend, expert_support
 
 HIDDEN, WIDTH = 2048, 1408
 DENSE = ("dense eager", "dense compile")

@@ -32,8 +32,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from bexp.workers.profiler.failures import classify, is_poisoned
-from bexp.workers.profiler.hardware import measure_hardware
 from torch import Tensor, nn
 
 from benchmarks.continuation import begin
@@ -59,6 +57,8 @@ from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
+from bexp.workers.profiler.failures import classify, is_poisoned
+from bexp.workers.profiler.hardware import measure_hardware
 
 MINUTES = 9.0
 CELLS = (

@@ -16,7 +16,6 @@ from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-
 from bexp.kernels.experts.auto.digest import kernels_digest
 
 TIMEOUT_SECONDS = 120.0

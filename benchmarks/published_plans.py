@@ -29,17 +29,16 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.plan_prediction import RowError, predict
 from bexp.explorer.cost_model.parameters import count_embedding, count_parameters
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.trial import Measure
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.process.profiler import Profiler
-
-from benchmarks.environment import describe_environment, write_results
-from benchmarks.plan_prediction import RowError, predict
 from bexp.kernels.experts.auto.digest import kernels_digest
+from bexp.workers.process.profiler import Profiler
 
 PUBLISHED = Path(__file__).with_suffix(".json")
 

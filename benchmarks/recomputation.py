@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.candidate_table import SpaceTable, output_bytes_per_token
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposition
@@ -29,8 +31,6 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.profiler import Profiler
-
-from benchmarks.environment import describe_environment, write_results
 
 TIMEOUT_SECONDS = 120.0
 MIB = 1 << 20

@@ -18,18 +18,17 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from benchmarks import context_parallel_margins, context_parallel_summary, gemm_summary
+from benchmarks.bta import Bench
+from benchmarks.environment import write_results
+from benchmarks.explorations import comparisons
+from benchmarks.moe_summary import compare_with_dense
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialPlan
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
-
-from benchmarks import context_parallel_margins, context_parallel_summary, gemm_summary
-from benchmarks.bta import Bench
-from benchmarks.environment import write_results
-from benchmarks.explorations import comparisons
-from benchmarks.moe_summary import compare_with_dense
 
 RESULTS = Path(__file__).parent / "results"
 Results = dict[str, Any]

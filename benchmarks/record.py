@@ -21,6 +21,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.roofline import predict_component_seconds
@@ -38,8 +40,6 @@ from bexp.workers.process.profiler import Profiler
 from bexp.workers.replay.profiler import mismatch
 from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
-
-from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
 
 NOISE = (
     "Each run of a component builds it anew, in a profiler process that has measured others before it; run 0 goes "

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints, SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import memory_limit

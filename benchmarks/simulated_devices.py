@@ -10,6 +10,7 @@ from __future__ import annotations
 import zlib
 
 import numpy as np
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.roofline import roofline_seconds

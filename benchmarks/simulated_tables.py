@@ -19,6 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+
+from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
 from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import memory_limit
@@ -30,8 +32,6 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow, encode_row
-
-from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
 
 RESULTS = Path(__file__).resolve().parent / "results"
 RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean

@@ -31,6 +31,13 @@ from typing import Any
 
 import numpy as np
 import torch
+
+from benchmarks.continuation import begin
+from benchmarks.curves import summarize
+from benchmarks.environment import describe_environment, write_results
+from benchmarks.isolation import Isolated, Lost
+from benchmarks.recorded_candidates import arrays_of
+from benchmarks.transformers_models import EXPERTS, time_training
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import combine_seconds
@@ -46,13 +53,6 @@ from bexp.explorer.spec.training import LossSpec, OptimizerSpec, TrainingSpec
 from bexp.workers.process.environment import CHILD_DEFAULTS
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.targets.reference.routes import device_routes
-
-from benchmarks.continuation import begin
-from benchmarks.curves import summarize
-from benchmarks.environment import describe_environment, write_results
-from benchmarks.isolation import Isolated, Lost
-from benchmarks.recorded_candidates import arrays_of
-from benchmarks.transformers_models import EXPERTS, time_training
 
 CONFIGS = (Path("examples/llama-3.2-1b.yaml"), Path("examples/olmoe-1b-7b.yaml"))
 TRAINING = TrainingSpec(optimizer=OptimizerSpec(master_dtype=None), loss=LossSpec(kind="full"))

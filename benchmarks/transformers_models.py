@@ -15,18 +15,18 @@ from importlib import import_module
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from benchmarks.isolation import Spoilt
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.routing import RoutingSpec
+from bexp.measure.timing import collector_paused, standard_error
 from bexp.workers.profiler.training.data_parallel import MICRO_STEPS
 from bexp.workers.profiler.trials.whole_model import MAX_STEPS, MIN_STEPS, TIMED_SECONDS
 from bexp.workers.targets.reference.decoder import parameter_shapes
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.shapes import torch_dtype
-from torch import Tensor, nn
-
-from benchmarks.isolation import Spoilt
-from bexp.measure.timing import collector_paused, standard_error
 
 EXPERTS = "grouped_mm"
 """Asked of versions that have a choice; the others loop over their experts."""

@@ -32,15 +32,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.model import DType
-
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, Case
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, OURS
 from benchmarks.gemm_runs import TOLERANCES, TOO_LARGE, WRONG, Run, contenders, device_hardware, run
 from benchmarks.isolation import Isolated, Lost
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.model import DType
 from bexp.kernels.experts.auto.digest import kernels_digest
 
 LIMIT_BYTES = 16 << 30

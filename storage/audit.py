@@ -7,6 +7,7 @@ from datetime import datetime, timedelta
 from enum import StrEnum
 
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.owners import Caller
 from bexp.storage.tables import audit

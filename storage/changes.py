@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events, insert_same_event

@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
+
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.target import describe_target
 from bexp.storage.changes import change_job, end_job, end_values, fence, is_unowned
@@ -21,7 +23,6 @@ from bexp.storage.steps import claim_event
 from bexp.storage.tables import UTCDateTime, jobs
 from bexp.storage.trials import select_trial_documents
 from bexp.storage.turns import Conditions, await_turn, find_next, take_turn
-from pydantic import ValidationError
 
 _LOST = "in a row that ended with the worker or its device and brought no trial"
 

@@ -13,6 +13,8 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
+
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import Trial
@@ -21,7 +23,6 @@ from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.tables import components
-from pydantic import ValidationError
 
 MAX_AGE = timedelta(days=90)
 """Older rows are deleted; too much on a machine changes in that time."""

@@ -11,10 +11,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import sqlalchemy as sa
+from sqlalchemy import event
+
 from bexp.storage.compact import dump_json
 from bexp.storage.tables import UTCDateTime
 from bexp.storage.writers import WriterTurns
-from sqlalchemy import event
 
 if TYPE_CHECKING:
     import psycopg

@@ -12,6 +12,7 @@ from datetime import datetime
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import Event, EventCode, EventDraft
 from bexp.storage.compact import dump_json, pack, unpack
 from bexp.storage.database import Database

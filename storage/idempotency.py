@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
-from bexp.explorer.spec.request import ExplorationRequest
 from pydantic import ValidationError
+
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def asks_the_same(stored: sa.Row[Any], request: ExplorationRequest, body_hash: str) -> bool:

@@ -9,13 +9,14 @@ from enum import StrEnum
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
+from pydantic import BaseModel, ValidationError
+
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.rules import rule_of
 from bexp.storage.database import Database
 from bexp.storage.tables import jobs, labels
-from pydantic import BaseModel, ValidationError
 
 Model = TypeVar("Model", bound=BaseModel)
 

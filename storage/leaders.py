@@ -5,9 +5,10 @@ from __future__ import annotations
 from datetime import timedelta
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
 from bexp.storage.database import Database
 from bexp.storage.tables import leaders
-from sqlalchemy.dialects import postgresql, sqlite
 
 HOUSEKEEPER = "housekeeper"
 """The role of the API process that notes why jobs wait and deletes what retention does not keep."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.jobs import SUMMARY_COLUMNS, JobState, JobSummary, summaries_of
 from bexp.storage.tables import jobs, labels

@@ -13,8 +13,9 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
 import sqlalchemy as sa
-from bexp.storage.database import Database
 from sqlalchemy.dialects import postgresql
+
+from bexp.storage.database import Database
 
 if TYPE_CHECKING:
     import psycopg

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.schema import VERSION_TABLE
 

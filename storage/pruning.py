@@ -6,6 +6,7 @@ from collections.abc import Collection
 from datetime import timedelta
 
 import sqlalchemy as sa
+
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_summary, select_row

@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.spec.hardware import DeviceReport

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 import sqlalchemy as sa
+
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.owners import LOCAL, Caller, check_name

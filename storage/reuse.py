@@ -13,6 +13,7 @@ from datetime import UTC
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event
 from bexp.explorer.search.event_messages import end_event

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from datetime import datetime
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.search.reported_runs import is_same_training, summarize_reports
 from bexp.explorer.spec.hardware import DeviceReport

@@ -9,9 +9,10 @@ from functools import cache
 from pathlib import Path
 
 import sqlalchemy as sa
+from filelock import FileLock
+
 from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database
 from bexp.storage.tables import PREFIX
-from filelock import FileLock
 
 VERSION_TABLE = f"{PREFIX}schema_version"
 """Not Alembic's default name, which Optuna's own migrations use in the same database."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState

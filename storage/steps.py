@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.changes import fence
 from bexp.storage.events import count_events

@@ -13,6 +13,9 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.storages import RDBStorage
+
 from bexp.explorer.cost_model.search_space import explored_models
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.optuna_trials import distributions, frozen_trial
@@ -21,8 +24,6 @@ from bexp.storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
 from bexp.storage.jobs import Job, JobNotFoundError, get_job
 from bexp.storage.schema import exclusive
 from bexp.storage.trials import read_all_trials
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.storages import RDBStorage
 
 
 @dataclass(frozen=True, slots=True)

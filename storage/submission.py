@@ -10,6 +10,7 @@ from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.request_key import request_key

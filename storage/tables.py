@@ -5,8 +5,9 @@ from __future__ import annotations
 from datetime import UTC, datetime
 
 import sqlalchemy as sa
-from bexp.storage.compact import CompactJSON, PackedJSON, PackedText
 from sqlalchemy.types import TypeDecorator
+
+from bexp.storage.compact import CompactJSON, PackedJSON, PackedText
 
 PREFIX = "bexp_"
 

@@ -12,6 +12,7 @@ from datetime import datetime, timedelta
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.owners import LOCAL, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope, check_name

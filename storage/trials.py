@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.trial import Trial
 from bexp.storage.database import Database
 from bexp.storage.tables import trials

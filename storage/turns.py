@@ -12,12 +12,13 @@ from dataclasses import dataclass
 from datetime import UTC, date, datetime
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
+
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import is_held
 from bexp.storage.quotas import quota_of, select_quotas
 from bexp.storage.tables import jobs, usage
-from sqlalchemy.dialects import postgresql, sqlite
 
 HELD_BACK = "the quota of owner "
 """How a reason for waiting begins that no worker can change."""

@@ -8,6 +8,8 @@ from types import MappingProxyType
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
+
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.target import TRANSFORMERS
@@ -17,7 +19,6 @@ from bexp.storage.jobs import JobState
 from bexp.storage.tables import events, jobs
 from bexp.storage.turns import HELD_BACK, ClaimQuota, find_claim_quotas
 from bexp.storage.workers import REPLAYED, WorkerInfo, select_workers
-from pydantic import ValidationError
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Collection
 
 import sqlalchemy as sa
+from pydantic import ValidationError
+
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.changes import is_unowned
 from bexp.storage.database import Database
 from bexp.storage.tables import jobs
-from pydantic import ValidationError
 
 
 def list_waiting_ids(database: Database, target: str) -> list[str]:

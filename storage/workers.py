@@ -9,6 +9,7 @@ from enum import StrEnum
 from typing import Any
 
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs, workers

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database, open_database
 from bexp.storage.schema import upgrade
 

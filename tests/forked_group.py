@@ -8,9 +8,9 @@ import sys
 import threading
 from collections.abc import Mapping, Sequence
 
-from bexp.workers.profiler.distributed.__main__ import main
 from torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler import SubprocessHandler
 
+from bexp.workers.profiler.distributed.__main__ import main
 from tests.chaos import fork_server
 
 

@@ -14,7 +14,6 @@ from pathlib import Path
 
 from bexp.workers.process.environment import profiler_environment
 from bexp.workers.process.kernel_cache import kernel_cache
-
 from tests.chaos.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]

@@ -15,12 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import sqlalchemy as sa
+from filelock import Timeout
+
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.target import LOCAL, name_local_target
 from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, describe_trouble, open_database
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, upgrade
+from bexp.target_registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
@@ -32,9 +35,6 @@ from bexp.workers.ray.pool import RayDevicePool
 from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import PREFIX, ReplayProfiler
 from bexp.workers.settings import Settings, read_settings
-from filelock import Timeout
-
-from bexp.target_registry import installed_targets
 
 SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""

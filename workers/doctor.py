@@ -7,20 +7,20 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
 
+from pydantic import Field
+
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target
+from bexp.target_registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.profiler.compilation import missing_compiler
-from pydantic import Field
-
-from bexp.target_registry import installed_targets
 
 if TYPE_CHECKING:
     from rich.console import Console

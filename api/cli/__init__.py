@@ -9,6 +9,7 @@ from importlib import metadata
 from typing import Annotated
 
 import typer
+
 from bexp.api.cli.commands import CommandGroup
 from bexp.api.cli.errors import ExitCode, say
 

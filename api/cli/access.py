@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from bexp.api.cli.administration import open_storage
 from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.errors import CommandError, ExitCode, say

@@ -8,6 +8,7 @@ from datetime import timedelta
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+
 from bexp.api.cli.arguments import AsJson, JobId
 from bexp.api.cli.connection import environment
 from bexp.api.cli.errors import CommandError, ExitCode, say
@@ -133,9 +134,10 @@ def open_storage() -> Iterator[Database]:
 @contextmanager
 def database_errors() -> Iterator[None]:
     """Turn database errors into the end of the command."""
-    from bexp.storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
     from filelock import Timeout  # noqa: PLC0415 - for this command alone
     from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
+
+    from bexp.storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
 
     try:
         yield

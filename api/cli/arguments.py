@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.spec.labels import parse_label
 

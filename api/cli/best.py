@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Annotated
 
 import typer
+
 from bexp.api.answer import is_provisional, render_run_report
 from bexp.api.answer_choices import no_dividing_text
 from bexp.api.cli.arguments import AsJson, JobId

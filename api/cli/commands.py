@@ -7,8 +7,9 @@ from inspect import cleandoc
 from typing import Any
 
 import typer
-from bexp.api.cli.guarded_group import GuardedGroup
 from typer.core import TyperCommand
+
+from bexp.api.cli.guarded_group import GuardedGroup
 
 COMMANDS = {
     "explore": ("explore:explore", "Explore a model on this machine and print the best micro_batch_size."),

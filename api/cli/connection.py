@@ -9,7 +9,6 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.client import Client, ServiceError
 from bexp.api.embedded import EmbeddedService
 from bexp.api.settings import DEFAULT_API_URL, Environment, read_environment
-
 from bexp.client.address import without_secrets
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager, suppress
 from typing import Annotated, Any
 
 import typer
+
 from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.connection import environment, shown_url
@@ -24,7 +25,6 @@ from bexp.explorer.records.event import Event
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target
-
 from bexp.target_registry import installed_targets
 
 CANCEL_SECONDS = 5.0

@@ -11,6 +11,10 @@ from pathlib import Path
 from typing import IO, Protocol
 
 import typer
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
 from bexp.api.cli.errors import say
 from bexp.api.client import Client, Job
 from bexp.api.live import LiveView
@@ -18,9 +22,6 @@ from bexp.api.run_log import ObservationLog, log_path
 from bexp.api.text import wrap
 from bexp.explorer.records.event import Event, EventCode, render_line
 from bexp.explorer.records.recommendation import Recommendation
-from rich.console import Console
-from rich.live import Live
-from rich.text import Text
 
 TICK_SECONDS = 0.2
 _ANSWERED = {EventCode.SUCCEEDED, EventCode.NOTHING_FITS}

@@ -10,8 +10,9 @@ from types import FrameType
 from typing import Any
 
 import typer
-from bexp.api.cli.errors import CommandError, ExitCode, say
 from typer.core import TyperGroup
+
+from bexp.api.cli.errors import CommandError, ExitCode, say
 
 
 class TerminatedError(BaseException):

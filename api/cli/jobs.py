@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+
 from bexp.api.cli.arguments import AsJson, JobId, parse_labels
 from bexp.api.cli.connection import connect_or_embed
 from bexp.api.cli.errors import ExitCode, say

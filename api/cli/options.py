@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
+
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.formats.document import load_document

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
 from bexp.api.cli.arguments import JobId
 from bexp.api.cli.connection import connect_or_embed
 from bexp.api.cli.errors import CommandError, ExitCode, say

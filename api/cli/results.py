@@ -11,6 +11,8 @@ from contextlib import suppress
 from typing import Any
 
 import typer
+from pydantic import BaseModel
+
 from bexp.api.answer import is_provisional, render_answer, render_recommendation
 from bexp.api.cli.errors import ExitCode, say
 from bexp.api.client import Client, Job, ProblemError, ServiceError
@@ -19,7 +21,6 @@ from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
-from pydantic import BaseModel
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
 """The fields of a result that say what was measured."""

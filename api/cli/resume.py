@@ -6,6 +6,7 @@ from functools import partial
 from typing import Annotated
 
 import typer
+
 from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson, JobId
 from bexp.api.cli.connection import connect_or_embed, find_service

@@ -7,6 +7,7 @@ import sys
 from typing import Annotated, NoReturn
 
 import typer
+
 from bexp.api.cli import options
 from bexp.api.cli.administration import database_errors
 from bexp.api.cli.arguments import AsJson
@@ -20,7 +21,6 @@ from bexp.api.settings import (
     MAX_WAIT_HOURS,
     ServiceSettings,
 )
-
 from bexp.child_process import module_command
 
 

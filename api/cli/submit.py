@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Annotated, Any
 
 import typer
+
 from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.connection import connect

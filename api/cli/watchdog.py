@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
+from pydantic import ValidationError
+
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.client import Client, Job
 from bexp.api.embedded import NOTHING, EmbeddedService
 from bexp.explorer.spec.hardware import DeviceReport
-from pydantic import ValidationError
 
 START_SECONDS = 10.0
 CLAIM_SECONDS = 10.0

@@ -6,6 +6,9 @@ from dataclasses import asdict
 from http import HTTPStatus
 from typing import Annotated
 
+from fastapi import APIRouter, Depends, Query, Request
+from pydantic import ValidationError
+
 from bexp.api import bodies, examples
 from bexp.api.administration import AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
 from bexp.api.auth import Administrator
@@ -18,8 +21,6 @@ from bexp.explorer.spec.rules import rule_of
 from bexp.storage.audit import read_audit
 from bexp.storage.owners import check_name
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota
-from fastapi import APIRouter, Depends, Query, Request
-from pydantic import ValidationError
 
 router = APIRouter(prefix="/v1", tags=["administration"], dependencies=[Depends(accepts_json)])
 

@@ -6,6 +6,8 @@ import re
 from http import HTTPStatus
 from typing import Annotated, Any
 
+from fastapi import APIRouter, Depends, Header, Query, Request, Response
+
 from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
 from bexp.api.negotiation import accepts_json
@@ -20,7 +22,6 @@ from bexp.storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_j
 from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
 from bexp.storage.owners import Scope
 from bexp.storage.pruning import JobNotFinishedError, delete_job
-from fastapi import APIRouter, Depends, Header, Query, Request, Response
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
 

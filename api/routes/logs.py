@@ -10,6 +10,10 @@ from http import HTTPStatus
 from typing import Annotated
 
 from anyio.to_thread import run_sync
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
+
 from bexp.api import examples
 from bexp.api.auth import Reader
 from bexp.api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
@@ -20,9 +24,6 @@ from bexp.api.service import Service, ServiceDep
 from bexp.explorer.records.event import Event, render_line
 from bexp.storage.events import read_events
 from bexp.storage.jobs import get_summary
-from fastapi import APIRouter, Header, Query, Request, Response
-from fastapi.responses import StreamingResponse
-from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["events"])
 

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from fastapi import APIRouter, Depends, Response
+from sqlalchemy.exc import SQLAlchemyError
+
 from bexp.api import examples, metrics
 from bexp.api.auth import Reader, authorize
 from bexp.api.problems import ProblemException
 from bexp.api.resources import Health
 from bexp.api.service import ServiceDep
 from bexp.storage.schema import is_current
-from fastapi import APIRouter, Depends, Response
-from sqlalchemy.exc import SQLAlchemyError
 
 router = APIRouter(tags=["monitoring"])
 

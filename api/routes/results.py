@@ -5,6 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
+from fastapi import APIRouter, Depends, Query, Response
+
 from bexp.api import examples
 from bexp.api.exports import export_response
 from bexp.api.negotiation import accepts_json
@@ -14,7 +16,6 @@ from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.storage.jobs import JobState
 from bexp.storage.trials import read_trials
-from fastapi import APIRouter, Depends, Query, Response
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from http import HTTPStatus
 
+from fastapi import APIRouter, Depends
+
 from bexp.api import examples
 from bexp.api.auth import Submitter
 from bexp.api.negotiation import accepts_json
@@ -13,7 +15,6 @@ from bexp.api.routes.explorations import JobIdDep
 from bexp.api.service import ServiceDep
 from bexp.storage.owners import Scope
 from bexp.storage.resuming import JobFinishedError
-from fastapi import APIRouter, Depends
 
 router = APIRouter(
     prefix="/v1/explorations/{exploration_id}", tags=["explorations"], dependencies=[Depends(accepts_json)]

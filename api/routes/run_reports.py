@@ -5,6 +5,9 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
+from fastapi import APIRouter, Depends, Query, Request, Response
+from pydantic import ValidationError
+
 from bexp.api import bodies, examples
 from bexp.api.auth import Submitter
 from bexp.api.negotiation import accepts_json
@@ -16,8 +19,6 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.spec.rules import rule_of
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
-from fastapi import APIRouter, Depends, Query, Request, Response
-from pydantic import ValidationError
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from fastapi import APIRouter, Depends
+from fastapi.responses import JSONResponse
+
 from bexp.api import examples
 from bexp.api.negotiation import accepts_json
 from bexp.explorer.spec.request import ExplorationRequest
-from fastapi import APIRouter, Depends
-from fastapi.responses import JSONResponse
 
 router = APIRouter(prefix="/v1", tags=["explorations"], dependencies=[Depends(accepts_json)])
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from http import HTTPStatus
 from typing import Annotated
 
+from fastapi import APIRouter, Header, Response
+
 from bexp.api.problems import ProblemException
 from bexp.api.web.assets import HEADERS, read_assets
-from fastapi import APIRouter, Header, Response
 
 router = APIRouter(include_in_schema=False)
 

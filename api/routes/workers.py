@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from fastapi import APIRouter, Depends
+
 from bexp.api import examples
 from bexp.api.auth import Reader
 from bexp.api.negotiation import accepts_json
 from bexp.api.resources import WorkerList, WorkerResource
 from bexp.api.service import ServiceDep
 from bexp.storage.workers import list_known_workers
-from fastapi import APIRouter, Depends
 
 router = APIRouter(prefix="/v1/workers", tags=["workers"], dependencies=[Depends(accepts_json)])
 

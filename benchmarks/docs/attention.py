@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.spec.candidate import Candidate
-
 from benchmarks.docs.results import Row, facts, grid, measured_on, percent
+from bexp.explorer.spec.candidate import Candidate
 
 MEANS = ("plain", "tiled", "explored")
 TILING = {

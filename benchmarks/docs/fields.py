@@ -5,9 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bexp.explorer.spec.request import ExplorationRequest
-
 from benchmarks.docs.results import table
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def request_fields() -> str:

@@ -6,10 +6,9 @@ import statistics
 from functools import partial
 from typing import Any
 
-from bexp.explorer.spec.candidate import Candidate
-
 from benchmarks.curves import REFERENCE, SIDES, summarize
 from benchmarks.docs.results import Columns, Row, facts, measured_on, percent, ratio, table
+from bexp.explorer.spec.candidate import Candidate
 
 SHOWN_CODES = ("BEXP102", "BEXP202", "BEXP203", "BEXP401")
 SIDE_TITLES = {REFERENCE: "transformers", "whole": "`bexp`, whole model", "composed": "`bexp`, sum of components"}

@@ -11,6 +11,10 @@ import io
 import sys
 from datetime import UTC, datetime, timedelta
 
+from rich.console import Console
+from rich.live import Live
+
+from benchmarks.docs.results import RESULTS, ROOT
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.explorer.records.event import Event, EventCode
@@ -18,10 +22,6 @@ from bexp.explorer.search.explore import explore
 from bexp.storage.steps import claim_event
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
-from rich.console import Console
-from rich.live import Live
-
-from benchmarks.docs.results import RESULTS, ROOT
 
 TABLE = RESULTS / "tables" / "olmoe-zipf.jsonl"
 PICTURE = ROOT / "docs" / "images" / "live-view.svg"

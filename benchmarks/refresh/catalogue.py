@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 
-from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
-
 from benchmarks import fused_choice, kernels, moe_layer, moe_turns
 from benchmarks.refresh.build import COMPILED_DENSE
 from benchmarks.refresh.result import Recorded, Results, Step
 from benchmarks.refresh.waiting import VARIANTS, write_configs
 from bexp.kernels.experts.auto.digest import kernels_digest
+from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 
 GEMM_CONTENDERS = ("loop", "bmm", "grouped_mm", "hopper_grouped", "auto", "auto_counted")
 BUILT_GEMMS = ("hopper_grouped", "triton_grouped")

@@ -23,14 +23,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from bexp.workers.replay.recording import RecordingError
-
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.replay.in_flight import compare_in_flight, print_in_flight
 from benchmarks.replay.report import print_summary
 from benchmarks.replay.runs import NUM_SEEDLESS, SAMPLERS, SEEDLESS, STRATEGIES, read_truth, run_all
 from benchmarks.replay.second_job import compare_second_job, print_second_job
 from benchmarks.replay.summary import summarize
+from bexp.workers.replay.recording import RecordingError
 
 GP_SEEDS = 10
 TRUTHS = ("recorded", "drawn")

@@ -5,6 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
+from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
+from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost_model.candidate_table import required_table
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import memory_limit
@@ -12,9 +15,6 @@ from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.device import VirtualClock
-
-from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
-from benchmarks.replay.ground_truth import GroundTruth
 
 
 @dataclass(frozen=True, slots=True)

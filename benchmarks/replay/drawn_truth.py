@@ -13,15 +13,15 @@ import zlib
 from dataclasses import dataclass, fields
 
 import numpy as np
+
+from benchmarks.recorded_candidates import compose
+from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost_model.candidate_table import Floats
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.rows import ComponentRow, WholeModelRow
-
-from benchmarks.recorded_candidates import compose
-from benchmarks.replay.ground_truth import GroundTruth
 
 RUN_STD = 0.006
 FFN_RUN_STD = 0.02

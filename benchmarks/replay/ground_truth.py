@@ -7,6 +7,8 @@ from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+
+from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
 from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import combine_seconds
@@ -17,8 +19,6 @@ from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording, RecordingError
-
-from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
 
 
 @dataclass(frozen=True)

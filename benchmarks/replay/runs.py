@@ -12,6 +12,11 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
 
+from benchmarks.replay import strategies
+from benchmarks.replay.bench import TrialBench
+from benchmarks.replay.drawn_truth import DrawnTruth
+from benchmarks.replay.ground_truth import GroundTruth
+from benchmarks.replay.strategies import Strategy
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Recommendation
@@ -24,12 +29,6 @@ from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import VirtualClock
 from bexp.workers.replay.devices import RecordedDevices
-
-from benchmarks.replay import strategies
-from benchmarks.replay.bench import TrialBench
-from benchmarks.replay.drawn_truth import DrawnTruth
-from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.strategies import Strategy
 
 OURS = "bexp"
 SAMPLERS = (OURS, *STOCK_SAMPLERS)

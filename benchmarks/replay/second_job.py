@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
-from bexp.explorer.records.trial import TrialPlan
-from bexp.workers.replay.device import VirtualClock
 
 from benchmarks.replay.calibration import CONFIDENT, calibrate
 from benchmarks.replay.drawn_truth import DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import Run, read_truth, search
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
+from bexp.explorer.records.trial import TrialPlan
+from bexp.workers.replay.device import VirtualClock
 
 AGE_SECONDS = 86_400.0
 SHIFT_STD = 0.005

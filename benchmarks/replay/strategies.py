@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
-from bexp.explorer.spec.candidate import Candidate, Recompute
 
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.spec.candidate import Candidate, Recompute
 
 Strategy = Callable[[TrialBench, int], Candidate | None]
 """Tries candidates on a bench with a seed; returns the one that it would train with."""

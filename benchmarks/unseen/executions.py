@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from bexp.explorer.spec.execution import Execution
-from bexp.workers.replay.device import VirtualClock
 
 from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.replay.runs import Run, search
 from benchmarks.unseen.world import draw_truth
+from bexp.explorer.spec.execution import Execution
+from bexp.workers.replay.device import VirtualClock
 
 SPACES = {"drawn": None, "three sizes": 3}
 """Spaces by name, with the number of their micro-batch sizes; null leaves the space as it was drawn."""

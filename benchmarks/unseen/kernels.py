@@ -11,12 +11,11 @@ from __future__ import annotations
 
 import math
 
+from benchmarks.unseen.draws import Draws
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
-
-from benchmarks.unseen.draws import Draws
 
 ITEM = 2  # bytes of a bfloat16 value
 OPERATIONS = {

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+from benchmarks.unseen.draws import Draws
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.options import BTASpec, ExploreRange, MicroBatchRange
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding, TrainingSpec
-
-from benchmarks.unseen.draws import Draws
 
 GIB = 2**30
 ATTENTION = ("cudnn", "flash", "efficient")

@@ -7,10 +7,9 @@ from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from multiprocessing import get_context
 
-from bexp.workers.replay.device import VirtualClock
-
 from benchmarks.replay.runs import Line, search
 from benchmarks.unseen.world import draw_truth
+from bexp.workers.replay.device import VirtualClock
 
 CHUNK = 5
 

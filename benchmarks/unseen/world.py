@@ -7,6 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
+from benchmarks.unseen.draws import Draws
+from benchmarks.unseen.kernels import Kernels
+from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable, predict_memory, required_table
 from bexp.explorer.cost_model.components import Component
@@ -27,10 +31,6 @@ from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.options import BTASpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import VirtualClock
-
-from benchmarks.unseen.draws import Draws
-from benchmarks.unseen.kernels import Kernels
-from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 
 MEMORY_MODEL_STD, MEMORY_OWN_STD = 0.012, 0.016
 """Relative errors of a composed peak: one that a model's candidates share, and a candidate's own; 2% together."""

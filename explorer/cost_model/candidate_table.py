@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import numpy.typing as npt
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.collectives import Exchange, Overlap
 from bexp.explorer.cost_model.components import Component

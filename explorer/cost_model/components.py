@@ -5,10 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Self
 
+from pydantic import Field, model_validator
+
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.training import Sharding
-from pydantic import Field, model_validator
 
 
 class ComponentKind(StrEnum):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from bexp.explorer.cost_model.fabric_exchange import Exchanges, Group, Link, Transfer
 from bexp.explorer.records.measurement import ComponentMeasurement

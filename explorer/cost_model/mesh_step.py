@@ -9,6 +9,7 @@ from itertools import accumulate, pairwise
 from typing import TypeVar
 
 import numpy as np
+
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.fabric_exchange import Group, Link, Transfer

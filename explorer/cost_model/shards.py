@@ -15,6 +15,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from pydantic import Field
+
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
 from bexp.explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_itemsize
 from bexp.explorer.cost_model.parameters import count_parameters
@@ -12,7 +14,6 @@ from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-from pydantic import Field
 
 GIB = 2**30
 FRAGMENTATION = {"default": 0.05, "expandable_segments": 0.02}

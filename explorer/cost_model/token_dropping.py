@@ -6,6 +6,7 @@ from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
+
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.routes import draw_batch_routes
 from bexp.explorer.spec.routing import RoutingSpec

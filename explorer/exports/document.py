@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import yaml
+
 from bexp.explorer.exports.plan import ALLOCATOR_VARIABLE, Plan
 
 OF_THE_CODE = frozenset(

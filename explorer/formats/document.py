@@ -10,6 +10,7 @@ from itertools import islice
 from typing import Any
 
 import yaml
+
 from bexp.explorer.formats.yaml_events import EventCheck, RefusedError
 
 try:

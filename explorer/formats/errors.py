@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, get_args
 
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
 from bexp.explorer.formats.document import Location, Problem
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE
@@ -12,8 +15,6 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.rules import MAPPING_RULE, rule_of
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.training import Sharding
-from pydantic import BaseModel, ValidationError
-from pydantic_core import ErrorDetails
 
 MICRO_BATCH_RULE = (
     "must be 'explore', 'auto', {explore: {min, max}}, a whole number from 1 to "

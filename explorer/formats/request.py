@@ -6,6 +6,8 @@ from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
+from pydantic import ValidationError
+
 from bexp.explorer.formats import cerebras, megatron, modelzoo, nemo, training_files
 from bexp.explorer.formats.document import FormatError, Location, find_problems
 from bexp.explorer.formats.errors import explain, relocate
@@ -21,7 +23,6 @@ from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, default_target, unlike_the_config
-from pydantic import ValidationError
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50

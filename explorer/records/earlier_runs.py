@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated
 
+from pydantic import Field
+
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.base import Frozen
-from pydantic import Field
 
 
 class EarlierRun(Frozen):

@@ -7,10 +7,11 @@ from datetime import UTC, datetime
 from enum import IntEnum
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.base import Frozen
-from pydantic import Field
 
 
 class EventCode(IntEnum):

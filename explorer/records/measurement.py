@@ -5,10 +5,11 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated
 
+from pydantic import Field
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Candidate
-from pydantic import Field
 
 Seconds = Annotated[float, Field(ge=0)]
 Bytes = Annotated[int, Field(ge=0)]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.mesh import Mesh
-from pydantic import Field
 
 Share = Annotated[float, Field(ge=0, le=1)]
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+from pydantic import Field
+
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.records.earlier_runs import ReusedComponents
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
@@ -12,7 +14,6 @@ from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.mesh import Mesh
-from pydantic import Field
 
 
 class Alternative(Frozen):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import Annotated
 
-from bexp.explorer.spec.base import Frozen
 from pydantic import AwareDatetime, Field
+
+from bexp.explorer.spec.base import Frozen
 
 MAX_VERSIONS = 32
 

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from enum import StrEnum
 from typing import Annotated, Self
 
+from pydantic import Field, model_validator
+
 from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import Measurement
@@ -15,7 +17,6 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
-from pydantic import Field, model_validator
 
 
 class TrialKind(StrEnum):

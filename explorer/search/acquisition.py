@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.search.candidate_posterior import CandidatePosterior

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Mask, SpaceTable
 from bexp.explorer.search.preference import smallest_position
 from bexp.explorer.search.search_state import BestCandidate, SearchState

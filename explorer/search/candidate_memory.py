@@ -14,12 +14,13 @@ import math
 from collections.abc import Collection, Mapping
 
 import numpy as np
+from scipy.special import ndtri
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, required_table
 from bexp.explorer.cost_model.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.peak_error import PeakErrors, probability_below
-from scipy.special import ndtri
 
 MOST_DEVIATIONS = 4.0
 """A candidate is sure to fit if it fits with this many standard deviations more than the predicted bytes."""

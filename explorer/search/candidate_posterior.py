@@ -7,6 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from bexp.explorer.search.candidate_throughput import CandidateThroughput

@@ -6,6 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import optuna
+from optuna.study import Study
+from optuna.trial import Trial as OptunaTrial
+from optuna.trial import TrialState
+
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.optuna_sampler import CandidateSampler, ComponentSampler
@@ -24,9 +28,6 @@ from bexp.explorer.search.optuna_trials import (
 from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.stock_sampler import STOCK_SAMPLERS, StockCandidateSampler
 from bexp.explorer.search.suggestion import Suggestion
-from optuna.study import Study
-from optuna.trial import Trial as OptunaTrial
-from optuna.trial import TrialState
 
 CopyStudy = Callable[[str, Study], None]
 """A function that is called with a variant's study when it is opened and after each stored trial.

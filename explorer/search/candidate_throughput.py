@@ -6,6 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints, SpaceTable
 from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
 from bexp.explorer.spec.request import ExplorationRequest

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.batch_division import accumulate, nearest_batch_sizes, recommend_dividing

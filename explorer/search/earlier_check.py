@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Ints, SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents

@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
+from optuna.study import Study
+
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.search_space import EmptySpaceError, explored_models
 from bexp.explorer.cost_model.step import memory_limit
@@ -23,7 +25,6 @@ from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.search.variant_search import VariantSearch
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
-from optuna.study import Study
 
 
 def explore(

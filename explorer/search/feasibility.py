@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome

@@ -5,14 +5,15 @@ from __future__ import annotations
 from abc import abstractmethod
 from typing import Any
 
-from bexp.explorer.search.acquisition import suggest_measurement
-from bexp.explorer.search.optuna_trials import distributions, to_params
-from bexp.explorer.search.search_state import SearchState
-from bexp.explorer.search.suggestion import Suggestion
 from optuna.distributions import BaseDistribution
 from optuna.samplers import BaseSampler
 from optuna.study import Study
 from optuna.trial import FrozenTrial
+
+from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.search.optuna_trials import distributions, to_params
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion
 
 FIXED_PARAMS = "fixed_params"
 """Optuna's system attribute of a trial that was enqueued with its parameters: there is nothing to choose for it."""

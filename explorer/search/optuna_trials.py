@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from optuna.distributions import BaseDistribution, CategoricalDistribution
+from optuna.trial import FrozenTrial, TrialState, create_trial
+
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.spec.variant import Variant
-from optuna.distributions import BaseDistribution, CategoricalDistribution
-from optuna.trial import FrozenTrial, TrialState, create_trial
 
 MEASUREMENT = "measurement"
 """User attribute: the `Measurement` of a trial, as JSON."""

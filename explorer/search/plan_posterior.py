@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 import numpy.typing as npt
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_step import MeshStep

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.search.mesh_check import MeshChecks

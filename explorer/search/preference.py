@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints
 from bexp.explorer.search.candidate_posterior import CandidatePosterior
 from bexp.explorer.spec.request import ExplorationRequest

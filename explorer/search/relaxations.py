@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
 from bexp.explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts

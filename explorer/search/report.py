@@ -6,6 +6,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.step import StepSeconds
 from bexp.explorer.cost_model.token_dropping import dropped_share
 from bexp.explorer.records.measurement import Outcome

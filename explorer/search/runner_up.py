@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.search.preference import recommended_position
 from bexp.explorer.search.search_state import SearchState
 

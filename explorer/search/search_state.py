@@ -9,6 +9,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from optuna.study import Study
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
@@ -38,7 +40,6 @@ from bexp.explorer.surrogate.ageing import age_run
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.observations import ObservationLog
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
-from optuna.study import Study
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, required_bytes, static_parts
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
@@ -28,7 +30,6 @@ from bexp.explorer.spec.parts import ExploredModel, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.spec.training import OptimizerSpec, TrainingSpec
-from pydantic import Field
 
 PASSES = 3
 """Forward and backward take about three times the operations of the forward pass."""

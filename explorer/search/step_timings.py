@@ -12,6 +12,7 @@ import math
 from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats
 from bexp.explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
 

@@ -9,16 +9,17 @@ from typing import Any
 
 import numpy as np
 import optuna
-from bexp.explorer.search.optuna_sampler import CandidateSampler
-from bexp.explorer.search.optuna_trials import MEASUREMENT, to_candidate
-from bexp.explorer.search.search_state import SearchState
-from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import Candidate
 from optuna.distributions import BaseDistribution, CategoricalDistribution, IntDistribution
 from optuna.exceptions import ExperimentalWarning
 from optuna.samplers import BaseSampler, GPSampler, RandomSampler, TPESampler
 from optuna.study import Study
 from optuna.trial import TrialState, create_trial
+
+from bexp.explorer.search.optuna_sampler import CandidateSampler
+from bexp.explorer.search.optuna_trials import MEASUREMENT, to_candidate
+from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.spec.candidate import Candidate
 
 
 @dataclass(frozen=True, slots=True)

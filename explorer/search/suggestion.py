@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.surrogate.gaussian_process import Surrogate

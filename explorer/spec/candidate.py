@@ -7,13 +7,14 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
+from pydantic import Field, GetJsonSchemaHandler, model_validator
+
 from bexp.explorer.spec.base import Frozen, RuleError, is_null
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.target import OWN_ATTENTION
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.spec.variant import Variant
-from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 

@@ -10,8 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from bexp.explorer.spec.base import Frozen
 from pydantic import Field
+
+from bexp.explorer.spec.base import Frozen
 
 LayoutName = Literal["ring", "striped", "zigzag"]
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import TYPE_CHECKING, Annotated, Literal
 
+from pydantic import Field
+
 from bexp.explorer.spec.base import Frozen, RuleError
 from bexp.explorer.spec.sizes import Sizes, named_sizes
-from pydantic import Field
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest

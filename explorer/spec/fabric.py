@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Any
 
+from pydantic import Field
+
 from bexp.explorer.spec.base import Frozen, RuleError
 from bexp.explorer.spec.spelling import did_you_mean
-from pydantic import Field
 
 Rate = Annotated[float, Field(gt=0, le=1e6)]
 Latency = Annotated[float, Field(ge=0, le=1e6)]

@@ -5,12 +5,13 @@ from __future__ import annotations
 import hashlib
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.reported_run import ReportedRun
-from pydantic import Field
 
 Positive = Annotated[float, Field(gt=0)]
 

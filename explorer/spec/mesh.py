@@ -10,11 +10,12 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Literal
 
+from pydantic import Field
+
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.expert_modes import ExpertMode, ExpertModes
 from bexp.explorer.spec.sizes import Sizes, named_sizes
 from bexp.explorer.spec.training import Sharding
-from pydantic import Field
 
 MOST_VIRTUAL_STAGES = 8
 """The most stages of one rank that `explore` tries."""

@@ -7,9 +7,10 @@ from enum import StrEnum
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
+from pydantic import Field, model_validator
+
 from bexp.explorer.spec.base import Frozen, RuleError, is_null
 from bexp.explorer.spec.variant import Variant
-from pydantic import Field, model_validator
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
-from bexp.explorer.spec.base import Frozen, RuleError
 from pydantic import Field, model_validator
+
+from bexp.explorer.spec.base import Frozen, RuleError
 
 MAX_MICRO_BATCH_SIZE = 256
 

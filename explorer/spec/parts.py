@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from typing import Annotated, Self
 
+from pydantic import Field, model_validator
+
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.target import describe_target
 from bexp.explorer.spec.variant import Variant
-from pydantic import Field, model_validator
 
 MAX_LAYERS = 1024
 MAX_SETTINGS = 64

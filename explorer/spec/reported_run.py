@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from typing import Annotated
 
+from pydantic import Field
+
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
-from pydantic import Field
 
 
 class ReportedRun(Frozen):

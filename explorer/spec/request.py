@@ -5,6 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any, Self
 
+from pydantic import model_validator
+
 from bexp.explorer.spec.candidate import Candidate, Recompute, distinct_policies
 from bexp.explorer.spec.context_parallel import ALONE, Sharing
 from bexp.explorer.spec.device_rules import find_sharing_problem
@@ -16,7 +18,6 @@ from bexp.explorer.spec.request_rules import MESH_RULES, RULES
 from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.spec.variant import Variant
-from pydantic import model_validator
 
 
 class ExplorationRequest(RequestFields):

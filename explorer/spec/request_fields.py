@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
+from pydantic import AliasChoices, Field, field_validator, model_validator
+
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
@@ -30,7 +32,6 @@ from bexp.explorer.spec.shorthands import (
 )
 from bexp.explorer.spec.target import TargetName, check_hugging_face_config, check_target_config
 from bexp.explorer.spec.training import Sharding, TrainingSpec
-from pydantic import AliasChoices, Field, field_validator, model_validator
 
 MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
 MAX_POLICIES = 32

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, Self
 
+from pydantic import Field, model_validator
+
 from bexp.explorer.spec.base import Frozen, RuleError
 from bexp.explorer.spec.model import MAX_EXPERTS, MoESpec
-from pydantic import Field, model_validator
 
 
 class RoutingSpec(Frozen):

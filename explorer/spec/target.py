@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from pathlib import PurePath
 from typing import Annotated, Any
 
-from bexp.explorer.spec.base import RuleError
 from pydantic import BeforeValidator, Field
+
+from bexp.explorer.spec.base import RuleError
 
 BEXP = "bexp"
 """The reference layers of this project. A `ModelSpec` describes the model."""

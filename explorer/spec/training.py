@@ -5,9 +5,10 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
+from pydantic import Field, field_validator
+
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.model import DType
-from pydantic import Field, field_validator
 
 
 class Sharding(StrEnum):

@@ -13,6 +13,7 @@ import copy
 from collections.abc import Iterable, Mapping
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, predict_component_table
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
 from bexp.explorer.cost_model.components import Component, ComponentKind

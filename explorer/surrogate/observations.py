@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
 

@@ -13,9 +13,10 @@ import math
 from collections.abc import Sequence
 
 import numpy as np
+from scipy.special import ndtr
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints
 from bexp.explorer.surrogate.blocks import sample_in_blocks
-from scipy.special import ndtr
 
 SCALE_MEDIAN = 0.0018
 SCALE_LOG_STD = 1.4

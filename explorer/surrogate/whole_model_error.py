@@ -30,6 +30,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats, Ints
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.whole_model_noise import WholeModelNoise, WholeModelRun

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import Floats
 
 RUN_STD = {"cuda": 0.001, "cpu": 0.01}

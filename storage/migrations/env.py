@@ -1,6 +1,7 @@
 """The script that Alembic runs. The caller passes its connection."""
 
 from alembic import context
+
 from bexp.storage.schema import VERSION_TABLE, include_name
 from bexp.storage.tables import metadata
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.request import ExplorationRequest
@@ -18,7 +19,6 @@ from bexp.storage.jobs import JobState
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-
 from tests.acceptance.conftest import TINY, Machine, await_gone, command_of, profilers_of, wait_for
 from tests.bexp.test_child_process import write_hostile_packages
 

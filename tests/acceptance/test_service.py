@@ -11,9 +11,9 @@ from collections.abc import Iterator
 import httpx
 import psutil
 import pytest
+
 from bexp.api.client import Client
 from bexp.explorer.records.event import EventCode, render_line
-
 from tests.acceptance.conftest import Machine, await_gone, await_url, profilers_of, wait_for
 
 pytestmark = pytest.mark.slow

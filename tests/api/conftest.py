@@ -9,6 +9,8 @@ from dataclasses import dataclass, replace
 
 import pytest
 import uvicorn
+from fastapi.testclient import TestClient
+
 from bexp.api.app import create_app
 from bexp.api.connections import ConnectionLimits, guarded_protocol
 from bexp.api.serve import Server, bind
@@ -17,8 +19,6 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import Job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from fastapi.testclient import TestClient
-
 from tests.contracts.samples import make_report, make_request
 
 GRACE_SECONDS = 100

@@ -3,12 +3,12 @@ from __future__ import annotations
 import time
 
 import pytest
+from fastapi.testclient import TestClient
+
 from bexp.api.examples import REQUEST
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.tokens import create_token, revoke_token
-from fastapi.testclient import TestClient
-
 from tests.api.problems import assert_problem
 
 PROTECTED = [

@@ -12,6 +12,8 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api.app import create_app
 from bexp.api.background import Beat, Supervisor
 from bexp.api.examples import REQUEST
@@ -21,8 +23,6 @@ from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.jobs import Job
 from bexp.storage.queue import Queue
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 

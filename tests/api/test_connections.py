@@ -15,10 +15,10 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 import uvicorn
+
 from bexp.api.connections import ConnectionLimits, guarded_protocol
 from bexp.api.log_lines import OneLineFormatter, RateFilter
 from bexp.api.settings import ServiceSettings
-
 from tests.api.conftest import Served
 from tests.api.test_serve import started
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api.app import create_app
 from bexp.api.examples import REQUEST
 from bexp.api.housekeeping import TERM
@@ -15,8 +17,6 @@ from bexp.storage.leaders import HOUSEKEEPER, hold_role
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE
 from bexp.storage.tables import leaders
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_report

@@ -7,6 +7,7 @@ import time
 from typing import Any
 
 import pytest
+
 from bexp.api.deadlines import DeadlineMiddleware
 
 SECONDS = 0.01

@@ -5,13 +5,13 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api.examples import REQUEST
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import Served, wait_until
 from tests.api.problems import assert_problem
 from tests.api.test_logs import follow

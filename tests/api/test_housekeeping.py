@@ -7,6 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api import housekeeping
 from bexp.api.app import create_app
 from bexp.api.housekeeping import Housekeeper
@@ -20,8 +22,6 @@ from bexp.storage.leaders import HOUSEKEEPER, hold_role
 from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.tables import audit, jobs, leaders
-from fastapi.testclient import TestClient
-
 from tests.contracts.samples import make_request
 
 

@@ -6,12 +6,12 @@ import time
 from collections.abc import Callable
 
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.storage.jobs import get_job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from fastapi.testclient import TestClient
-
 from tests.contracts.samples import make_progress
 
 

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
+from fastapi.testclient import TestClient
+
 from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
 from bexp.storage.database import Database
@@ -19,8 +21,6 @@ from bexp.storage.events import read_events, read_last_seqs
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import GRACE_SECONDS, Served, wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_recommendation

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api.app import create_app
 from bexp.api.settings import ServiceSettings
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, workers
 from bexp.storage.workers import WorkerInfo, register_worker
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_request

@@ -4,12 +4,13 @@ from typing import Any
 
 import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
+from fastapi.testclient import TestClient
+from pydantic import BaseModel, TypeAdapter
+
 from bexp.api import administration, examples, resources
 from bexp.api.problems import Problem
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
-from fastapi.testclient import TestClient
-from pydantic import BaseModel, TypeAdapter
 
 
 def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:

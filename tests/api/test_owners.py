@@ -13,6 +13,8 @@ from typing import Any
 import httpx
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api import tokens as api_tokens
 from bexp.api.app import create_app
 from bexp.api.examples import REQUEST
@@ -26,8 +28,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.tables import tokens
 from bexp.storage.tokens import create_token, revoke_token, verify_token
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import Served, wait_until
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress

@@ -11,6 +11,8 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.api import streams
 from bexp.api.app import create_app
 from bexp.api.examples import REQUEST
@@ -19,8 +21,6 @@ from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.queue import Queue
-from fastapi.testclient import TestClient
-
 from tests.api.conftest import wait_until
 from tests.contracts.samples import make_progress, make_report, make_request
 from tests.contracts.test_notifications import end_listeners

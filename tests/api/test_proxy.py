@@ -14,12 +14,12 @@ from urllib.parse import urlsplit
 
 import httpx
 import pytest
+
 from bexp.api.examples import REQUEST
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
-
 from tests.api.conftest import Served, wait_until
 from tests.contracts.samples import make_request
 

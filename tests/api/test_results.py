@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import pytest
+from fastapi.testclient import TestClient
+
 from bexp.api import exports as api_exports
 from bexp.explorer.exports.exploration import Exploration, ExportError
 from bexp.explorer.records.measurement import Outcome
@@ -9,8 +11,6 @@ from bexp.explorer.records.trial import Trial
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from fastapi.testclient import TestClient
-
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress, make_recommendation, make_request, make_trial
 from tests.contracts.test_reuse import add_worker, measure

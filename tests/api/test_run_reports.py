@@ -4,12 +4,12 @@ import json
 from typing import Any
 
 import pytest
+from fastapi.testclient import TestClient
+
 from bexp.api.examples import RUN_REPORT
 from bexp.storage.jobs import Job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from fastapi.testclient import TestClient
-
 from tests.api.problems import assert_problem
 from tests.contracts.samples import make_progress
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+
 from bexp.api.examples import REQUEST
 from bexp.api.serve import HOW_TO_ADMIT, ServeError, bind
 from bexp.storage.database import open_database

@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from bexp.api.settings import DEFAULT_API_URL, read_environment
 
+from bexp.api.settings import DEFAULT_API_URL, read_environment
 from bexp.client.address import is_loopback
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bexp.api.examples import REQUEST, REQUEST_YAML
 from fastapi.testclient import TestClient
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from starlette.types import Message
 
+from bexp.api.examples import REQUEST, REQUEST_YAML
 from tests.api.problems import assert_problem
 
 EXPLORATIONS = "/v1/explorations"

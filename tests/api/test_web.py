@@ -1,9 +1,10 @@
 from __future__ import annotations
 
 import pytest
+from fastapi.testclient import TestClient
+
 from bexp.api.web.assets import CONTENT_SECURITY_POLICY, read_assets
 from bexp.api.web.report import render_report
-from fastapi.testclient import TestClient
 
 
 @pytest.mark.parametrize(

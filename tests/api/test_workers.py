@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from fastapi.testclient import TestClient
+
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.storage.jobs import JobState
@@ -14,8 +16,6 @@ from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
 from bexp.storage.workers import WorkerInfo, register_worker
-from fastapi.testclient import TestClient
-
 from tests.contracts.samples import make_recommendation, make_report, make_request
 
 EXPLORATIONS = "/v1/explorations"

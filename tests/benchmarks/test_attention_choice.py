@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
+
+from benchmarks.attention_choice import Cell, SharedMeasure, main, pick, summary, verdict
+from benchmarks.attention_timing import MAX_ROUNDS, MIN_ROUNDS, block_pass, core_pass, time_back_ends, time_in_turns
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.trial import TrialPlan
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
-
-from benchmarks.attention_choice import Cell, SharedMeasure, main, pick, summary, verdict
-from benchmarks.attention_timing import MAX_ROUNDS, MIN_ROUNDS, block_pass, core_pass, time_back_ends, time_in_turns
 from tests.forked_profilers import forked_profilers
 
 CPU = torch.device("cpu")

@@ -6,16 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
 
 from benchmarks import bta
 from benchmarks.continuation import begin
 from benchmarks.docs.results import load
 from benchmarks.environment import write_results
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 

@@ -1,11 +1,11 @@
 from __future__ import annotations
 
 import pytest
+
+from benchmarks.cluster import REQUEST, run_trials, tiny_plans
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.spec.request import ExplorationRequest
-
-from benchmarks.cluster import REQUEST, run_trials, tiny_plans
 from tests.explorer.search.test_trial_scheduler import Several
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -5,6 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks import context_parallel_step
+from benchmarks.context_parallel_cells import Setup
+from benchmarks.context_parallel_summary import seconds_once_a_step
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
@@ -12,10 +16,6 @@ from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
-
-from benchmarks import context_parallel_step
-from benchmarks.context_parallel_cells import Setup
-from benchmarks.context_parallel_summary import seconds_once_a_step
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers
 

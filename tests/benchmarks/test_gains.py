@@ -5,14 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from bexp.api.answer import render_recommendation
-from bexp.explorer.search.explore import explore
-from bexp.workers.replay.device import RecordedDevice, VirtualClock
 
 from benchmarks import recompute
 from benchmarks.docs import picture
 from benchmarks.gains import gains, summarize
 from benchmarks.replay.ground_truth import GroundTruth
+from bexp.api.answer import render_recommendation
+from bexp.explorer.search.explore import explore
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "tables" / "olmoe-zipf.jsonl"
 

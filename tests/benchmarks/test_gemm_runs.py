@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from bexp.explorer.spec.model import DType
 from torch import Tensor
 
 from benchmarks import gemm_runs
@@ -17,6 +16,7 @@ from benchmarks.gemm_cases import OTHERS, PAIR, TELLING, UNEVEN, Case, split_at_
 from benchmarks.gemm_contenders import BASELINES, OURS, Operands, Problem
 from benchmarks.gemm_runs import Run, run
 from benchmarks.variable_gemm import DTYPES
+from bexp.explorer.spec.model import DType
 
 SMALL = Case(64, 1024, 128, 8, 3).shrunk(1024)
 

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 import torch
-from bexp.explorer.spec.model import ModelSpec, MoESpec
 
 from benchmarks import moe_contenders, moe_turns
 from benchmarks.moe_summary import GRAPH, compare_with_dense
 from benchmarks.moe_turns import CELLS, Cell, describe, missing
+from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.measure.turns import TurnsBudget
 
 CPU = torch.device("cpu")

@@ -5,16 +5,16 @@ from pathlib import Path
 from typing import Any, Self
 
 import pytest
-from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.search.plan_space import plan_candidates
-from bexp.explorer.spec.hardware import DeviceReport
-from bexp.explorer.spec.request import ExplorationRequest
 
 from benchmarks import published_plans
 from benchmarks.docs.published_plans import power_text
 from benchmarks.docs.published_plans import published_plans as render
 from benchmarks.published_plans import PUBLISHED, main, model_flops_per_token, request_of, summarize
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.search.plan_space import plan_candidates
+from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
 TABLE = json.loads(PUBLISHED.read_text())

@@ -5,13 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.recomputation import candidates, compose, experts_of, main, measure
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.trial import TrialPlan
 from bexp.explorer.spec.request import ExplorationRequest
-
-from benchmarks.recomputation import candidates, compose, experts_of, main, measure
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers
 

@@ -4,6 +4,9 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+
+from benchmarks.record import Recorder, main, open_table, take_over
+from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
@@ -12,9 +15,6 @@ from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import RecordedDevice
 from bexp.workers.replay.recording import Recording, RecordingError
-
-from benchmarks.record import Recorder, main, open_table, take_over
-from benchmarks.replay.ground_truth import GroundTruth
 from tests.explorer.simulator import SimulatedDevice, report
 from tests.forked_profilers import forked_profilers
 from tests.workers.replay.samples import recording, request, table_of

@@ -4,10 +4,10 @@ import json
 from pathlib import Path
 
 import pytest
-from bexp.explorer.records.measurement import Outcome
-from bexp.workers.replay.rows import encode_row
 
 from benchmarks import recorded_fidelity
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.replay.rows import encode_row
 from tests.workers.replay import samples
 
 

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from bexp.explorer.formats.request import parse_request
 
 from benchmarks import published_plans
 from benchmarks.refresh import run as runs
@@ -26,6 +25,7 @@ from benchmarks.refresh.catalogue import PUBLISHED, catalogue
 from benchmarks.refresh.result import Recorded, Results, State, Step, in_order
 from benchmarks.refresh.run import Refresh, build, run_child
 from benchmarks.refresh.waiting import VARIANTS
+from bexp.explorer.formats.request import parse_request
 from bexp.kernels.experts.auto.digest import kernels_digest
 
 WRITER = """

@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from bexp.explorer.records.measurement import Outcome
-from bexp.workers.replay.device import VirtualClock
-from bexp.workers.replay.rows import WholeModelRow
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second
 from benchmarks.replay.__main__ import main
@@ -18,6 +15,9 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.replay.device import VirtualClock
+from bexp.workers.replay.rows import WholeModelRow
 from tests.workers.replay.samples import recording, table_of
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bexp.explorer.records.measurement import Outcome
-from bexp.workers.replay.recording import Recording
 
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import run_search
 from benchmarks.simulated_tables import DEVICES, h200_report, simulate
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.replay.recording import Recording
 from tests.workers.replay.samples import request
 
 

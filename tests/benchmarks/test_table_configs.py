@@ -3,11 +3,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
+from benchmarks.simulated_tables import h200_report
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.search.pruned_space import prune_space
-
-from benchmarks.simulated_tables import h200_report
 
 TABLES = sorted((Path(__file__).resolve().parents[2] / "benchmarks" / "tables").glob("*.yaml"))
 

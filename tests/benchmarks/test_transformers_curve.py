@@ -8,18 +8,18 @@ from typing import Any
 
 import pytest
 import torch
-from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.routing import RoutingSpec
-from bexp.workers.process.environment import CHILD_DEFAULTS
 from torch import Tensor, nn
 
 from benchmarks import transformers_curve, transformers_models
 from benchmarks.isolation import Isolated, Lost
 from benchmarks.transformers_curve import Curve, main, prepare
 from benchmarks.transformers_models import build, config_of, expert_loads, impose_routes, time_training
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.routing import RoutingSpec
+from bexp.workers.process.environment import CHILD_DEFAULTS
 from tests.explorer.simulator import SimulatedDevice, report
 
 DENSE: dict[str, Any] = {

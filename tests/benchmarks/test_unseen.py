@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
-from bexp.explorer.spec.execution import Execution
-from bexp.workers.replay.device import VirtualClock
 
 from benchmarks.replay.runs import Line
 from benchmarks.unseen.__main__ import main
@@ -18,6 +14,10 @@ from benchmarks.unseen.figures import GATE, Limits, misses, summarize
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.searches import UnseenRun, run_searches
 from benchmarks.unseen.world import UnseenTruth, draw_truth
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.spec.execution import Execution
+from bexp.workers.replay.device import VirtualClock
 
 SEEDS = range(1000, 1080)
 REACHED = Limits(regret_p95=0.0125, confident_share_true=0.9, expected_calibration_error=0.08)

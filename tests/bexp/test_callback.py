@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from bexp.explorer.records.run_report import RunReport
 
 import bexp
+from bexp.explorer.records.run_report import RunReport
 from bexp.model_setup import device_name
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings

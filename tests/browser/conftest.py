@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 import uvicorn
+from starlette.types import Receive, Scope, Send
+
+from benchmarks.simulated_tables import write
 from bexp.api.app import create_app
 from bexp.api.client import Client
 from bexp.api.serve import Server, bind
@@ -21,9 +24,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.replay.profiler import ReplayProfiler
-from starlette.types import Receive, Scope, Send
-
-from benchmarks.simulated_tables import write
 from tests.browser.chromium import Chromium, find_chromium
 from tests.workers.replay.samples import recording, request
 

@@ -8,12 +8,12 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
+from typer.testing import CliRunner
+
 from bexp.api.cli import app
 from bexp.explorer.records.plan import MeshPlan, PipelinePicture
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.storage.tokens import create_token, revoke_token
-from typer.testing import CliRunner
-
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
 from tests.workers.replay.samples import MODEL, request

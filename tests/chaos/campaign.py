@@ -16,7 +16,6 @@ from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.schema import upgrade
 from bexp.storage.trials import read_trials
-
 from tests.chaos.clients import Clients
 from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
 from tests.chaos.faults import Faults

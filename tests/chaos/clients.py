@@ -11,11 +11,11 @@ from typing import Any
 
 import httpx
 import sqlalchemy as sa
+
 from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.jobs import JobState, get_summary
 from bexp.storage.tables import jobs
 from bexp.workers.replay.recording import Recording
-
 from tests.chaos.processes import TABLE, Service
 
 PAUSE_SECONDS = 0.3

@@ -11,10 +11,10 @@ from contextlib import suppress
 from random import Random
 
 import sqlalchemy as sa
+
 from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs
-
 from tests.chaos.databases import ChaosDatabase
 from tests.chaos.fork_server import StartedProcess
 from tests.chaos.processes import LEASE_SECONDS, Service

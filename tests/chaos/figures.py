@@ -24,13 +24,13 @@ from typing import Any
 import httpx
 import psutil
 import sqlalchemy as sa
+
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.tables import events, jobs
 from bexp.storage.trials import read_trials
-
 from tests.chaos.clients import Clients
 from tests.chaos.databases import PostgresServer, SqliteFile
 from tests.chaos.followers import follow_jobs

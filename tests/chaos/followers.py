@@ -17,7 +17,6 @@ from bexp.storage.jobs import JobState, get_summary
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
-
 from tests.chaos.processes import Service
 from tests.contracts.samples import make_request
 

@@ -30,13 +30,13 @@ from urllib.parse import unquote
 
 import psutil
 import sqlalchemy as sa
+
 from bexp.api.app import create_app
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database, open_database
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.tables import jobs
-
 from tests.chaos.fuzz_inputs import UNKNOWN_ID, Request, draw, seeds
 from tests.chaos.processes import ROOT
 from tests.chaos.result import read_commit, write_document

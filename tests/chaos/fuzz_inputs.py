@@ -8,7 +8,6 @@ from random import Random
 from typing import Any
 
 from bexp.explorer.formats.document import MAX_BYTES
-
 from tests.chaos.requests import BASES, FIELDS, FILLERS, LEAVES, SPACES, put
 
 JOBS = "/v1/explorations"

@@ -47,7 +47,6 @@ from bexp.storage.trials import read_all_trials
 from bexp.workers.devices.gpu import open_gpu
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.profiler import Profiler
-
 from tests.chaos.faulty_profiler import SHARED_VARIABLE, VARIABLE
 from tests.chaos.forked_profilers import Starts, faulty_profilers
 from tests.chaos.gpu_rounds import Round, add_up, append_round, next_kind, read_rounds

@@ -15,10 +15,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import yaml
-from bexp.explorer.formats.document import MAX_BYTES, FormatError, load_document
-from bexp.explorer.formats.request import parse_request
 from hypothesis import HealthCheck, Phase, given, settings, target
 from hypothesis import strategies as st
+
+from bexp.explorer.formats.document import MAX_BYTES, FormatError, load_document
+from bexp.explorer.formats.request import parse_request
 
 LIMIT_SECONDS = 0.25
 REPEATS = 3

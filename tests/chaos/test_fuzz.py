@@ -6,8 +6,8 @@ import asyncio
 from pathlib import Path
 
 import pytest
-from bexp.api.routes import explorations
 
+from bexp.api.routes import explorations
 from tests.chaos.fuzz import add_up, fuzz
 
 

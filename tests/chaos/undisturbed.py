@@ -11,7 +11,6 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.profiler import ReplayProfiler
-
 from tests.chaos.processes import TABLE
 
 

@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
+
 from bexp.api.cli import app
 from bexp.api.embedded import EmbeddedService
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
@@ -15,8 +17,6 @@ from bexp.explorer.records.recommendation import Answer
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
-from typer.testing import CliRunner
-
 from tests.cli.samples import ANSWER, EVENTS, RECOMMENDATION
 
 Run = Callable[..., "Finished"]

@@ -6,6 +6,8 @@ import json
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from typer.testing import CliRunner, Result
+
 from bexp.api.cli import app
 from bexp.api.cli.errors import ExitCode
 from bexp.storage.audit import Action, read_audit
@@ -13,7 +15,6 @@ from bexp.storage.database import Database
 from bexp.storage.owners import Scope
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas
 from bexp.storage.tokens import list_tokens, verify_token
-from typer.testing import CliRunner, Result
 
 
 @pytest.fixture(autouse=True)

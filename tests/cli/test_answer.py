@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.api.answer import render_answer, render_recommendation
 from bexp.api.cli.results import usage_rows
 from bexp.api.client import Job
@@ -21,7 +22,6 @@ from bexp.explorer.records.recommendation import (
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-
 from tests.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
 
 

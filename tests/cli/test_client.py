@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 
 import httpx
 import pytest
+
 from bexp.api.client import Client, ProblemError, ServiceError
 from bexp.explorer.records.event import EventCode
-
 from tests.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
 from tests.contracts.samples import make_trial
 

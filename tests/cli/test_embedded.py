@@ -12,12 +12,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from bexp.api.client import Client, ServiceError
 from bexp.api.embedded import Child, EmbeddedService
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
-
 from tests.cli.samples import REQUEST
 
 COMMAND = """

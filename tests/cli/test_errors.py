@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bexp.api.cli import main
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import list_tokens
-
 from tests.cli.conftest import Finished, Run
 from tests.cli.samples import TINY
 

@@ -9,6 +9,7 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+
 from bexp.api.cli import explore, resume
 from bexp.api.cli import submit as submission
 from bexp.api.cli.connection import shown_url
@@ -16,7 +17,6 @@ from bexp.api.cli.errors import CommandError
 from bexp.api.cli.options import parse_fields, split_target
 from bexp.api.client import ProblemError
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.cli.samples import REQUEST
 
 

@@ -7,9 +7,10 @@ import subprocess
 import sys
 
 import pytest
+from typer.testing import CliRunner
+
 from bexp.api.cli import app
 from bexp.api.cli.commands import COMMANDS, load_command
-from typer.testing import CliRunner
 
 
 def commands() -> list[tuple[str, ...]]:

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 import yaml
+
 from bexp.api.client import Client
 from bexp.api.examples import RUN_REPORT
 from bexp.explorer.records.event import EventCode
@@ -20,7 +21,6 @@ from bexp.explorer.records.run_report import RunReport
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-
 from tests.cli.conftest import Run
 from tests.cli.samples import ANSWER, TINY, UNDIVIDED
 

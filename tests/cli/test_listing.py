@@ -8,13 +8,13 @@ from pathlib import Path
 
 import pytest
 import yaml
+
 from bexp.api.cli.results import table_lines
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.workers import WorkerInfo, forget_worker, register_worker
-
 from tests.cli.conftest import Run
 from tests.cli.samples import ANSWER, TINY
 from tests.contracts.samples import make_report

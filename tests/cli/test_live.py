@@ -7,13 +7,13 @@ import re
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from rich.console import Console
+from rich.live import Live
+
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.api.live_chart import RateChart
 from bexp.explorer.records.event import Event, EventCode
-from rich.console import Console
-from rich.live import Live
-
 from tests.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)

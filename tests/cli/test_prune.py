@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import pytest
+from typer.testing import CliRunner
+
 from bexp.api.cli import app
 from bexp.api.cli.errors import ExitCode
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
-from typer.testing import CliRunner
-
 from tests.contracts.samples import make_request
 
 

@@ -11,14 +11,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from bexp.explorer.records.event import EventCode
-from bexp.storage.jobs import JobState
 
 import bexp
 from bexp import config_exploration
 from bexp.client.connection import ProblemError
 from bexp.client.view import ExplorationView
 from bexp.config_exploration import ExplorationError
+from bexp.explorer.records.event import EventCode
+from bexp.storage.jobs import JobState
 from tests.cli.samples import REQUEST, TINY
 
 ROOT = Path(__file__).parents[2]

@@ -5,9 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from bexp.api.run_log import ObservationLog, log_path
 from bexp.explorer.records.event import render_line
-
 from tests.cli.samples import EVENTS
 
 LINES = [render_line(event) for event in EVENTS]

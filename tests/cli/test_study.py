@@ -8,14 +8,14 @@ from collections.abc import Callable
 import optuna
 import pytest
 import sqlalchemy as sa
+from typer.testing import CliRunner
+
 from bexp.api.cli import app
 from bexp.api.cli.errors import ExitCode
 from bexp.explorer.records.event import Progress
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from typer.testing import CliRunner
-
 from tests.cli.samples import REQUEST
 from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial
 

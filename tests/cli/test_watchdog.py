@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, cast
 
 import pytest
+
 from bexp.api.cli import explore
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.watchdog import Watchdog
 from bexp.api.client import Client, Job, ServiceError, Worker
 from bexp.api.embedded import NOTHING, EmbeddedService
-
 from tests.cli.samples import job_document
 
 

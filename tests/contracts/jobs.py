@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import timedelta
 
 import sqlalchemy as sa
+
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Trial
 from bexp.storage.database import Database
@@ -14,7 +15,6 @@ from bexp.storage.leases import Claim
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
-
 from tests.contracts.samples import (
     make_recommendation,
     make_report,

@@ -9,6 +9,7 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.storage.database import Database
@@ -19,7 +20,6 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import trials
-
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
 from tests.contracts.samples import make_progress, make_report, make_request
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.trial import Trial
@@ -16,7 +17,6 @@ from bexp.storage.components import find_earlier_runs, keep_components, prune_co
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import components
-
 from tests.contracts.samples import MODEL, make_report, make_request, make_trial
 
 SOFTWARE = {"bexp": "1.0"}

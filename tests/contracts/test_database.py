@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.tables import jobs
-
 from tests.contracts.samples import make_request
 
 

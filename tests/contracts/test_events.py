@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.compact import CHAINED, dump_json
 from bexp.storage.database import Database
@@ -11,7 +12,6 @@ from bexp.storage.events import BLOCK, read_events
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import events
-
 from tests.contracts.samples import make_recommendation, make_request
 
 NUM_EVENTS = 2 * BLOCK + 5

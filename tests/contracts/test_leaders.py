@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timedelta
 
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.leaders import give_up_role, hold_role
 from bexp.storage.tables import leaders

@@ -8,6 +8,7 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
@@ -17,7 +18,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
-
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, store, stored_trials
 from tests.contracts.samples import make_progress, make_recommendation, make_report, make_request, make_trial
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.notifications import NEW_EVENTS, Listener, notify_events, parse_events_message
 

@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.audit import Action, prune_audit, read_audit
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
@@ -23,7 +24,6 @@ from bexp.storage.tokens import (
     revoke_token,
     verify_token,
 )
-
 from tests.contracts.samples import make_request
 
 A = Caller("team-a", USUAL_SCOPES, "ci", "10.0.0.1")

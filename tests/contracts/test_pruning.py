@@ -6,6 +6,7 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage import pruning
 from bexp.storage.audit import Action, read_audit
 from bexp.storage.database import Database
@@ -15,7 +16,6 @@ from bexp.storage.pruning import JobNotFinishedError, delete_job, drop_finished_
 from bexp.storage.queue import Queue
 from bexp.storage.studies import write_studies
 from bexp.storage.tables import events, jobs, trials
-
 from tests.contracts.samples import make_progress, make_report, make_request
 
 

@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+from pydantic import BaseModel
+
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.trial import Trial
@@ -20,8 +22,6 @@ from bexp.storage.leases import Lease
 from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
-from pydantic import BaseModel
-
 from tests.contracts.jobs import ANSWER, claim_next, claim_one, codes, expire, stored_trials
 from tests.contracts.samples import (
     make_candidate,

@@ -8,6 +8,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
@@ -24,7 +25,6 @@ from bexp.storage.quotas import QueuedQuotaError, Quota, set_quota
 from bexp.storage.reuse import find_answer
 from bexp.storage.run_reports import insert_run_report
 from bexp.storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
-
 from tests.contracts.jobs import expire
 from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
 

@@ -5,6 +5,8 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.storage import run_reports as storage_run_reports
@@ -14,8 +16,6 @@ from bexp.storage.leases import Lease
 from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
-from pydantic import ValidationError
-
 from tests.contracts.samples import make_progress, make_report, make_request
 
 REPORT: dict[str, Any] = {

@@ -16,6 +16,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.config import Config
 from alembic.runtime.migration import MigrationContext
 from alembic.script import ScriptDirectory
+
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.trial import Trial
@@ -31,7 +32,6 @@ from bexp.storage.schema import VERSION_TABLE, NewerSchemaError, include_name, i
 from bexp.storage.tables import jobs, metadata
 from bexp.storage.tokens import digest_of, verify_token
 from bexp.storage.trials import StoredTrial, read_trials
-
 from tests.contracts.samples import make_progress, make_request, make_trial
 
 UPGRADE = """

@@ -10,7 +10,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.statistics import read_statistics
 from bexp.storage.workers import WorkerInfo, register_worker
-
 from tests.contracts.samples import make_request, make_trial
 
 

@@ -7,12 +7,12 @@ from typing import Any
 import optuna
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.studies import StudyLocation, drop_studies, write_studies
-
 from tests.contracts.samples import make_progress, make_report, make_request
 
 

@@ -6,12 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.submission import IdempotencyConflictError
 from bexp.storage.tables import jobs
-
 from tests.contracts.jobs import codes
 from tests.contracts.samples import make_request
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.tables import tokens
 from bexp.storage.tokens import TokenExistsError, create_token, list_tokens, revoke_token, verify_token

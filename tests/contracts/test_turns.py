@@ -9,6 +9,7 @@ from threading import Barrier
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventCode
 from bexp.storage.audit import Action, read_audit
 from bexp.storage.database import Database
@@ -20,7 +21,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, QueuedQuotaError, Quota, list_quotas, set_quota
 from bexp.storage.tables import jobs, usage
 from bexp.storage.workers import WorkerInfo, register_worker
-
 from tests.contracts.samples import make_request
 
 MANY = 1000

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
@@ -14,7 +15,6 @@ from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs
 from bexp.storage.waiting import describe_duration
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
-
 from tests.contracts.samples import make_report, make_request
 
 NO_GRACE = timedelta(0)

@@ -3,13 +3,13 @@ from __future__ import annotations
 from datetime import timedelta
 
 import sqlalchemy as sa
+
 from bexp.api.embedded_api import is_settled
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
 from bexp.storage.workers import WorkerInfo, forget_worker, list_workers, register_worker, worker_heartbeat
-
 from tests.contracts.samples import make_request
 
 WORKER = WorkerInfo("host-1-cpu", "host", 1, "cpu", "A device", 1, "f", {"bexp": "0.1.0", "transformers": "5.23.0"})

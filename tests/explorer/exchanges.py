@@ -10,7 +10,6 @@ from bexp.explorer.records.trial import Trial, TrialPlan
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.explorations import pruned
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -15,7 +15,6 @@ from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

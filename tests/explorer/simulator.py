@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import numpy as np
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.collectives import FORWARD_SHARES, Overlap

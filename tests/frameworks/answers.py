@@ -5,7 +5,6 @@ from __future__ import annotations
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.training import Sharding
-
 from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
 from tests.explorer.exports.test_plans import planned
 

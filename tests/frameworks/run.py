@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bexp.explorer.exports.registry import export, formats_for
-
 from tests.frameworks.answers import ANSWERS
 
 HERE = Path(__file__).parent

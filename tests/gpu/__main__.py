@@ -26,7 +26,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from bexp.workers.devices.discovery import visible_devices
-
 from tests.gpu.results import FINAL, OPTION, Plan, last_failed, last_results
 
 ROOT = Path(__file__).parents[2]

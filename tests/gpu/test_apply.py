@@ -325,7 +325,6 @@ def test_a_job_may_choose_ligers_kernels() -> None:
     pytest.importorskip("liger_kernel")
     from bexp.workers.profiler.instruments import Instruments
     from bexp.workers.targets.transformers.target import TransformersTarget
-
     from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, request_for
 
     target = TransformersTarget(

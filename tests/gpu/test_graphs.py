@@ -10,22 +10,22 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+import bexp
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.graphs import GraphedLoss
+from bexp.transformers.graph import graphed
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings
 from bexp.workers.profiler.hardware import measure_hardware
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.profiler.training.run import ReferenceTrainingRun
 from bexp.workers.profiler.trials.whole_model import run_whole_model
 from bexp.workers.targets.transformers.target import TransformersTarget
-from torch import Tensor, nn
-
-import bexp
-from bexp.graphs import GraphedLoss
-from bexp.transformers.graph import graphed
-from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Settings
 from tests.bexp.recommendations import document
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]

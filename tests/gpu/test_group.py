@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
+
 from bexp.explorer.cost_model.collectives import ExchangeUnits
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
@@ -20,7 +21,6 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
 from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
-
 from tests.gpu.test_profiler import MODEL, REQUEST
 
 pytestmark = [

@@ -5,10 +5,10 @@ from __future__ import annotations
 import os
 
 import pytest
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.process.profiler import Profiler
-
 from tests.gpu.test_group import run
 from tests.gpu.test_profiler import REQUEST
 

@@ -6,8 +6,8 @@ import json
 import os
 
 import pytest
-from bexp.workers.devices.discovery import visible_devices
 
+from bexp.workers.devices.discovery import visible_devices
 from tests.forked_ranks import run_ranks
 from tests.workers.profiler.mesh_ranks import NUM_RANKS, cases_of
 

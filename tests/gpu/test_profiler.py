@@ -8,6 +8,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.cost_model.parameters import count_parameters

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 import torch
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.passes import BlockPasses
-from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
-
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.workers.targets.reference.factory import build_block, example_inputs
+from bexp.workers.targets.reference.passes import BlockPasses
+from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import outcome, shake
 

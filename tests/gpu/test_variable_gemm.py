@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from bexp.explorer.spec.model import DType
 
 from benchmarks.gemm_cases import PAIR
 from benchmarks.gemm_runs import Run, run
+from bexp.explorer.spec.model import DType
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 

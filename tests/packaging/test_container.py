@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bexp.api.settings import DEFAULT_PORT, read_environment
 
 ROOT = Path(__file__).parents[2]

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 import typer.main
+from fastapi.testclient import TestClient
+
 from bexp.api.app import create_app
 from bexp.api.cli import app as command_line
 from bexp.api.embedded import GRACE_SECONDS
@@ -16,8 +18,6 @@ from bexp.api.serve import SHUTDOWN_SECONDS
 from bexp.api.settings import DEFAULT_PORT, ServiceSettings, read_environment
 from bexp.workers.devices.selection import parse_devices
 from bexp.workers.settings import read_settings
-from fastapi.testclient import TestClient
-
 from tests.packaging.deployment_schemas import Document
 from tests.packaging.deployments import (
     DEPLOY,

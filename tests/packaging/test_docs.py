@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 import typer.main
+
+import bexp
+from benchmarks.docs.sections import fill, pages
 from bexp.api.cli import app
 from bexp.api.cli.commands import COMMANDS, load_command
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
-
-import bexp
-from benchmarks.docs.sections import fill, pages
 
 ROOT = Path(__file__).parents[2]
 PAGES = pages()

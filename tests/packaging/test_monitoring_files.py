@@ -13,15 +13,15 @@ import promql_parser
 import pytest
 import sqlalchemy as sa
 import yaml
+from fastapi.testclient import TestClient
+from prometheus_client.parser import text_string_to_metric_families
+
 from bexp.api.app import create_app
 from bexp.api.settings import DEFAULT_PORT, ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.workers import WorkerInfo, register_worker
-from fastapi.testclient import TestClient
-from prometheus_client.parser import text_string_to_metric_families
-
 from tests.contracts.samples import make_request
 from tests.packaging.deployments import DEPLOY
 

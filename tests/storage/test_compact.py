@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.search.explore import explore
 from bexp.storage.compact import DEFLATED, PLAIN, pack, unpack
 from bexp.storage.database import Database
@@ -15,7 +16,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.trials import read_all_trials
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.replay.profiler import ReplayProfiler
-
 from tests.contracts.samples import make_trial
 
 TABLE = Path(__file__).parents[2] / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"

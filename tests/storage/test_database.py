@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, open_database
 
 

@@ -5,6 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from bexp.api.settings import read_environment
 from bexp.storage.location import default_database_url
 from bexp.workers.settings import read_settings

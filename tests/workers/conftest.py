@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from bexp.workers.devices.lock import FOLDER_VARIABLE
 
 

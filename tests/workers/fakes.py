@@ -12,7 +12,6 @@ from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
-
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
 
 NUM_TRIALS = 3

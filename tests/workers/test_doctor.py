@@ -5,6 +5,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.workers import doctor
 from bexp.workers.doctor import Diagnosis, diagnose

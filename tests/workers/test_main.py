@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
@@ -19,7 +20,6 @@ from bexp.storage.schema import VERSION_TABLE
 from bexp.workers.__main__ import SERVICE_FAILED, database_limits, listen, main, serve_workers
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.interface import ProfilerError
-
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 

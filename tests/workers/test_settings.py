@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.api.settings import read_environment
 from bexp.workers.settings import read_settings
 

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import ModelSpec
@@ -28,7 +29,6 @@ from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from bexp.storage.workers import list_workers
-
 from tests.workers import held_worker
 
 pytestmark = pytest.mark.slow

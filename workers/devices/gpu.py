@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from bexp.workers.devices.discovery import device_key
-
 from bexp.measure.nvml import Gpu
+from bexp.workers.devices.discovery import device_key
 
 
 def open_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:

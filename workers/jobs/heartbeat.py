@@ -12,6 +12,7 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 import sqlalchemy as sa
+
 from bexp.storage.leases import Lease, LeaseLostError
 from bexp.storage.queue import Queue
 

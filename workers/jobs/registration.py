@@ -9,6 +9,7 @@ from types import TracebackType
 from typing import Self
 
 import sqlalchemy as sa
+
 from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker, worker_heartbeat
 

@@ -17,12 +17,11 @@ from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
 from bexp.storage.worker_ids import worker_prefix
 from bexp.storage.workers import WorkerInfo
+from bexp.target_registry import installed_targets
 from bexp.workers.jobs.registration import Registration
 from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
 from bexp.workers.jobs.software import installed_software
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
-
-from bexp.target_registry import installed_targets
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0

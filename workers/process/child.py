@@ -15,10 +15,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import psutil
-from bexp.explorer.spec.base import Frozen
-from bexp.workers.process.protocol import REPLIES, Reply, encode
 
 from bexp.child_process import module_command, safe_environment
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.process.protocol import REPLIES, Reply, encode
 
 TAIL_LINES = 200
 TAIL_LINE_LENGTH = 400

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 
 from bexp.explorer.records.measurement import Conditions
-
 from bexp.measure.device_monitor import Watch
 
 

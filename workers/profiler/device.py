@@ -8,6 +8,9 @@ import time
 from functools import partial
 
 import torch
+
+from bexp.measure.device_monitor import DeviceMonitor
+from bexp.measure.gpu_processes import GpuProcessMonitor
 from bexp.workers.devices.gpu import open_gpu
 from bexp.workers.process.protocol import Command, Hello, Open, Refused
 from bexp.workers.profiler.hardware import used_bytes
@@ -16,9 +19,6 @@ from bexp.workers.profiler.parent import CommandQueue, Parent
 from bexp.workers.profiler.preparation import prepare
 from bexp.workers.profiler.session import Session
 from bexp.workers.settings import read_settings
-
-from bexp.measure.device_monitor import DeviceMonitor
-from bexp.measure.gpu_processes import GpuProcessMonitor
 
 IDLE_SECONDS = 1.0
 """After this time without a command, a process prepares for a job."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from bexp.explorer.records.measurement import Outcome
 
+from bexp.explorer.records.measurement import Outcome
 from bexp.out_of_memory import is_out_of_memory
 
 UNSERVED = ("no available kernel", "invalid backend")

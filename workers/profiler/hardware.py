@@ -12,12 +12,12 @@ from importlib.metadata import PackageNotFoundError, version
 
 import pynvml
 import torch
+
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
+from bexp.measure import host_limits as host
 from bexp.workers.profiler.instruments import clear_workspaces
 from bexp.workers.targets.reference.shapes import torch_dtype
-
-from bexp.measure import host_limits as host
 
 CUDA_MATMUL_SIZE = 8192
 CUDA_COPY_BYTES = 1 << 30

@@ -6,13 +6,13 @@ import gc
 import sys
 
 import torch
-from bexp.workers.profiler.rank_group import SINGLE_RANK, RankGroup
 
 from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.timing import BlockTimer, HostTimer
 from bexp.transformers.settings import Allocator
+from bexp.workers.profiler.rank_group import SINGLE_RANK, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20
 """Bytes that libraries may keep for ever: workspaces of cuBLAS and cuDNN, constants of compiled code."""

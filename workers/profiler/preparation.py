@@ -12,14 +12,14 @@ from contextlib import suppress
 from functools import partial
 
 import torch
-from bexp.workers.profiler.failures import is_poisoned
-from bexp.workers.profiler.instruments import Instruments, freeze_imports
-from bexp.workers.profiler.parent import CommandQueue, end_group
-from bexp.workers.targets.choice import target_imports
 
 from bexp.kernels.attention import attention_support
 from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
+from bexp.workers.profiler.failures import is_poisoned
+from bexp.workers.profiler.instruments import Instruments, freeze_imports
+from bexp.workers.profiler.parent import CommandQueue, end_group
+from bexp.workers.targets.choice import target_imports
 
 _log = logging.getLogger(__name__)
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch.distributed as dist
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.trial import TrialPlan
-from bexp.workers.profiler.failures import UnsupportedTrialError
-
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.measure.timing import Reducer
+from bexp.workers.profiler.failures import UnsupportedTrialError
 
 
 class Barrier(Protocol):

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
+
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
-from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
-
 from bexp.kernels.attention import attention_support, default_attention_backend
 from bexp.kernels.context_parallel.attention import context_parallel_reason
 from bexp.kernels.experts.registry import default_expert_backend, expert_support
 from bexp.kernels.shapes import AttentionShape, Support
+from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
 
 NO_GRAPHS = "CUDA graphs need a GPU"
 

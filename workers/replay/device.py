@@ -8,6 +8,7 @@ import zlib
 from collections.abc import Callable, Sequence
 
 import numpy as np
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,

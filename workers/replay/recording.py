@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
+from pydantic import ValidationError
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
@@ -15,7 +17,6 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.rules import rule_of
 from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
-from pydantic import ValidationError
 
 
 class RecordingError(ValueError):

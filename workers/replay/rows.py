@@ -17,6 +17,8 @@ import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
+from pydantic import Field, TypeAdapter, field_validator
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import (
     ComponentFigures,
@@ -32,7 +34,6 @@ from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
-from pydantic import Field, TypeAdapter, field_validator
 
 FORMAT = "bexp-recording"
 VERSION: Literal[1] = 1

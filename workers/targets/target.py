@@ -8,16 +8,16 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 import torch
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.profiler.phases import PhaseClock
-
 from bexp.measure.passes import MeteredPasses, Passes
 from bexp.measure.timestamps import Mark
+from bexp.workers.profiler.phases import PhaseClock
 
 
 class ComponentPasses(Passes, MeteredPasses, Protocol):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
+
 from bexp.storage.compact import unpack
 
 revision: str = "0007"

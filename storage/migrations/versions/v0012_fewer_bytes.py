@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import sqlalchemy as sa
 from alembic import op
+
 from bexp.storage.compact import pack, unpack
 from bexp.storage.tables import PREFIX
 

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from bexp.explorer.records.event import EventCode
-
 from bexp.client.events import FIRST_END_CODE
 from bexp.client.exploration import Event
 from bexp.client.view import INFEASIBLE, RECOMMENDATION, TRIAL, VARIANT, ExplorationView
+from bexp.explorer.records.event import EventCode
 from tests.cli.samples import EVENTS, event
 
 

@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bexp.explorer.spec.model import ModelSpec
-from bexp.workers.targets.reference.rotary import Rotary
 from torch import Tensor
 
+from bexp.explorer.spec.model import ModelSpec
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS
+from bexp.workers.targets.reference.rotary import Rotary
 from tests.bexp.kernels import references
 from tests.bexp.kernels.rank_groups import join_groups, refusals_of
 from tests.forked_ranks import fork_ranks, run_ranks

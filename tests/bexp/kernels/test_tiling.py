@@ -6,11 +6,11 @@ from collections import Counter
 
 import pytest
 import torch
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.workers.targets.reference.attention_block import AttentionBlock
 from torch import Tensor
 
+from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.kernels.tiling import tiled
+from bexp.workers.targets.reference.attention_block import AttentionBlock
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import CPU, outcome, shake, small_model
 

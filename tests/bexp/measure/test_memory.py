@@ -4,16 +4,16 @@ from collections.abc import Iterable
 
 import pytest
 import torch
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.passes import BlockPasses
 from torch import Tensor, nn
 
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure import memory
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.memory_meters import ByteMeter, byte_meter
 from bexp.measure.passes import ModulePasses
+from bexp.workers.targets.reference.factory import build_block, example_inputs
+from bexp.workers.targets.reference.passes import BlockPasses
 from tests.workers.profiler.samples import MODEL, REQUEST
 
 CPU = torch.device("cpu")

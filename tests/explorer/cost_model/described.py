@@ -8,7 +8,6 @@ from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.cost_model.test_candidate_table import MODEL
 from tests.explorer.simulator import report
 

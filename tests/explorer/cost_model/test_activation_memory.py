@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.activation_memory import (
     OPTIMIZER_BUCKET_BYTES,
     largest_share,
@@ -19,7 +20,6 @@ from bexp.explorer.cost_model.components import BlockRecompute, Component, Compo
 from bexp.explorer.cost_model.part_costs import predict_part_bytes
 from bexp.explorer.cost_model.work import ComponentBytes
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.cost_model.tiny import MOE, model_of, parts, request
 
 HIDDEN = 3 * 16 * 8 * 2  # bytes of the block's input, of its output, and of its queries: 768

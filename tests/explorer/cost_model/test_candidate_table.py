@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table, predict_memory, required_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.parameters import count_embedding, count_head
@@ -13,7 +14,6 @@ from bexp.explorer.cost_model.step import gathered_bytes, required_bytes
 from bexp.explorer.spec.candidate import Candidate, Recompute, recomputed_layers
 from bexp.explorer.spec.model import LayerKind
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.cost_model import tiny
 
 MODEL: dict[str, Any] = {

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
@@ -13,7 +14,6 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, count_processes
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.surrogate.observations import ComponentObservations
-
 from tests.explorer.exchanges import MODEL, candidate, request
 from tests.explorer.simulator import report
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition, LayerGroup
 from bexp.explorer.cost_model.layer_groups import group_layers
 from bexp.explorer.spec.candidate import Candidate
-
 from tests.explorer.cost_model.tiny import MOE, model_of, request
 
 

@@ -7,6 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
@@ -18,8 +20,6 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
-from pydantic import ValidationError
-
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request
 from tests.explorer.simulator import report

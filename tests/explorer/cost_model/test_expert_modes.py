@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
@@ -20,7 +21,6 @@ from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routing import RoutingSpec
-
 from tests.explorer.simulator import report
 
 MOE = MoESpec(num_experts=8, top_k=1, expert_ffn_hidden_size=1024)

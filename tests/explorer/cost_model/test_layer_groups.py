@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.cost_model.layer_groups import EqualLayers, group_chunks, group_layers
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from bexp.explorer.cost_model.fabric_exchange import Fabric, Group
 from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges

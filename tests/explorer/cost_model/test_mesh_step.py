@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.fabric_exchange import Fabric, Group, Link
@@ -31,7 +32,6 @@ from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routes import draw_batch_routes
 from bexp.explorer.spec.routing import RoutingSpec
-
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {

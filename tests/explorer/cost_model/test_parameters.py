@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.parameters import (
     count_attention,
     count_dense_ffn,

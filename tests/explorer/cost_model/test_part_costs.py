@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
@@ -25,7 +26,6 @@ from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
-
 from tests.explorer.cost_model.described import LAYERS, candidate, parts, request
 from tests.explorer.simulator import report
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.search_space import (
@@ -18,7 +19,6 @@ from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
 from bexp.explorer.spec.target import OWN_ATTENTION
-
 from tests.explorer.cost_model.described import device, parts, request
 from tests.explorer.simulator import report
 

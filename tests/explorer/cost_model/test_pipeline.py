@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model import pipeline_picture
 from bexp.explorer.cost_model.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
 from bexp.explorer.cost_model.pipeline_balance import balance_layers

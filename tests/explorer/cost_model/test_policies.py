@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind, block_recompute
 from bexp.explorer.cost_model.decomposition import Decomposer
@@ -13,8 +15,6 @@ from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_can
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.space_rules import MAX_COMBINATIONS
-from pydantic import ValidationError
-
 from tests.explorer.simulator import report
 
 DENSE: dict[str, Any] = {

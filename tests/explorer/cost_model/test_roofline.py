@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.roofline import (
@@ -18,7 +19,6 @@ from bexp.explorer.spec.context_parallel import Sharing, busiest_pairs
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.cost_model.tiny import (
     ATTENTION,
     BANDWIDTH,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.search_space import (
     EmptySpaceError,
     LegalSpace,
@@ -16,7 +17,6 @@ from bexp.explorer.cost_model.search_space import (
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.cost_model import tiny
 from tests.explorer.simulator import report
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.collectives import Overlap
 from bexp.explorer.cost_model.components import ComponentKind
@@ -18,7 +19,6 @@ from bexp.explorer.search.relaxations import smallest_requirement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-
 from tests.explorer.exchanges import MODEL, exchanges_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 

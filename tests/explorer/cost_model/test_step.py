@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import (
     FRAGMENTATION,
@@ -19,7 +20,6 @@ from bexp.explorer.cost_model.step import (
     required_bytes,
     static_parts,
 )
-
 from tests.explorer.cost_model.tiny import EMBEDDING, HEAD, LAYER, TOTAL, hardware, model_of, parts, request
 
 MIB = 2**20

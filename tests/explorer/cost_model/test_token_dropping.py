@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.activation_memory import rows_of_pair
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.roofline import predict_component_seconds
@@ -14,7 +15,6 @@ from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routes import draw_routes
 from bexp.explorer.spec.routing import RoutingSpec
-
 from tests.contracts.samples import make_report
 
 ZIPF = RoutingSpec(kind="zipf")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import numpy as np
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.part_costs import part_work, predict_part_bytes
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate
-
 from tests.explorer.cost_model.tiny import parts, request
 
 

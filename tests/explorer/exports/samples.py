@@ -16,7 +16,6 @@ from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import OWN_ATTENTION
-
 from tests.contracts.samples import make_recommendation, make_report
 
 GIB = 1 << 30

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
 from bexp.explorer.exports.plan import Plan, build_plan
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
@@ -11,7 +12,6 @@ from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.training import Sharding
-
 from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
 from tests.explorer.search.small import whole
 

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 import yaml
+
 from bexp.explorer.exports.document import OF_THE_CODE, Export
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration, own_exploration
 
 LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam", "clip")

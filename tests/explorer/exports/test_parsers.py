@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
 from bexp.explorer.exports.registry import export
 from bexp.explorer.spec.candidate import Recompute
-
 from tests.explorer.exports.samples import SHARDED, candidate, exploration
 
 pytest.importorskip("accelerate")

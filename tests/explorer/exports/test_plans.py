@@ -7,13 +7,13 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+
 from bexp.explorer.exports.exploration import Exploration, ExportError
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.records.plan import MeshPlan, PlainMesh
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-
 from tests.contracts.samples import make_report
 from tests.explorer.exports.samples import candidate, recommendation
 from tests.explorer.exports.test_formats import flags

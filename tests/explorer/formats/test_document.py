@@ -3,6 +3,7 @@ from __future__ import annotations
 import time
 
 import pytest
+
 from bexp.explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, load_document
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.families import FAMILIES

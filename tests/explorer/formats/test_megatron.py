@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.formats import megatron_flags
 from bexp.explorer.formats import nemo as nemo_format

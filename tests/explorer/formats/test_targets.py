@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+
 from bexp.explorer.formats.document import FormatError, load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.target import TRANSFORMERS

@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.request import ExplorationRequest

@@ -19,7 +19,6 @@ from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
 from bexp.explorer.search import acquisition
 from bexp.explorer.search.acquisition import MOST_RUNS, NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
 from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
-
 from tests.explorer.search.small import candidate, know, measure, small_state
 
 

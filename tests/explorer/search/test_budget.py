@@ -6,11 +6,11 @@ import itertools
 from collections.abc import Sequence
 
 import pytest
+
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialPlan
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.trial_executor import TrialExecutor
-
 from tests.explorer.explorations import pruned, request
 from tests.explorer.simulator import SimulatedDevice, report
 

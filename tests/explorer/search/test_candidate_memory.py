@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, required_bytes
 from bexp.explorer.search.candidate_memory import (
     FRAGMENTATION_BYTES,
@@ -13,7 +14,6 @@ from bexp.explorer.search.candidate_memory import (
     MemoryErrors,
 )
 from bexp.explorer.search.search_state import SearchState
-
 from tests.explorer.search.small import candidate, know, small_state
 
 ROWS = np.arange(12)

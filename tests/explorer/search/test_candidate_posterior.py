@@ -6,6 +6,7 @@ import math
 
 import numpy as np
 import pytest
+
 from bexp.explorer.search.candidate_posterior import (
     OPTIMISTIC_DEVIATIONS,
     PREDICTED_STD,
@@ -16,7 +17,6 @@ from bexp.explorer.search.candidate_posterior import (
     wanted_components,
 )
 from bexp.explorer.spec.candidate import Recompute
-
 from tests.explorer.search.small import candidate, know, small_state
 
 SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from optuna.trial import TrialState
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.candidate_study import AskedTrial, CandidateStudy
@@ -9,8 +11,6 @@ from bexp.explorer.search.optuna_sampler import CandidateSampler
 from bexp.explorer.search.optuna_trials import FEASIBLE, MEASUREMENT, REASON, TRIAL_NUMBER, to_params
 from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.suggestion import Suggestion
-from optuna.trial import TrialState
-
 from tests.explorer.search.small import candidate, measure, small_state, trial
 
 

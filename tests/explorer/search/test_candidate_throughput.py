@@ -6,11 +6,11 @@ import math
 
 import numpy as np
 import pytest
+
 from bexp.explorer.search.candidate_throughput import FEWEST_SAMPLES, MOST_DRAWS, NUM_SAMPLES, CandidateThroughput
 from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors
 from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
-
 from tests.explorer.search.small import candidate, know, small_state
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.records.recommendation import DividingCandidate
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.batch_division import dividing_rows, recommend_dividing
@@ -15,7 +16,6 @@ from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.verification import next_comparison
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
-
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 
 

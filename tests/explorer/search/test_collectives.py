@@ -5,13 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
-
 from tests.explorer.exchanges import candidate, exchanges_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -6,13 +6,13 @@ from collections import Counter
 from functools import cache
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED
-
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice
 

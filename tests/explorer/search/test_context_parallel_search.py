@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.records.recommendation import Answer
@@ -13,7 +14,6 @@ from bexp.explorer.search.optuna_trials import DIMENSIONS, distributions, to_can
 from bexp.explorer.spec.context_parallel import LAYOUTS
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.variant import Variant
-
 from tests.explorer.explorations import pruned
 from tests.explorer.long_sequences import MODEL, SMALL, request
 from tests.explorer.simulator import SimulatedDevice, report

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
@@ -16,7 +17,6 @@ from bexp.explorer.records.trial import Trial, TrialPlan
 from bexp.explorer.search.earlier_check import MOST_CHECKED, MOST_DIFFERENCE, CheckedComponent
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.surrogate.observations import ObservationLog
-
 from tests.explorer.explorations import trials_of
 from tests.explorer.search.small import REPORT, small_request
 from tests.explorer.search.test_variant_search import codes, message, search

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Outcome
@@ -24,7 +25,6 @@ from bexp.explorer.search.event_messages import (
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.training import Sharding
-
 from tests.explorer.search.small import candidate, recommendation, small_request, small_space, trial, whole
 
 GIB = 2**30

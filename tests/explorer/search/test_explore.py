@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.search_space import enumerate_candidates
@@ -18,7 +19,6 @@ from bexp.explorer.search.optuna_sampler import ComponentSampler
 from bexp.explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.variant import Variant
-
 from tests.explorer.explorations import MODEL, answer_of, explored, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

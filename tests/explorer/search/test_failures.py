@@ -6,7 +6,6 @@ from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.candidate import Recompute
-
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, HOPELESS_FAILURES, TrialHistory
 from bexp.explorer.spec.options import Budget
 from bexp.explorer.spec.variant import Variant
-
 from tests.explorer.search.small import candidate, trial
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.components import ComponentKind, Operation
 from bexp.explorer.cost_model.fabric_exchange import Group
 from bexp.explorer.records.event import EventCode, Progress
@@ -13,7 +14,6 @@ from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.search.test_plan_search import MODEL
 from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
 

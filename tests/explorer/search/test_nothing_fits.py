@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.step import GIB, required_bytes
 from bexp.explorer.records.event import EventCode
@@ -18,7 +19,6 @@ from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
 from tests.explorer.simulator import SimulatedDevice, report

@@ -6,12 +6,12 @@ from typing import Any
 
 import optuna
 import pytest
+from optuna.study import Study
+
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.optuna_sampler import CandidateSampler, ComponentSampler
 from bexp.explorer.search.optuna_trials import distributions, to_params
 from bexp.explorer.search.suggestion import Suggestion
-from optuna.study import Study
-
 from tests.explorer.search.small import candidate, know, small_state
 
 

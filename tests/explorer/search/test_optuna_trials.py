@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from optuna.trial import TrialState
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.optuna_trials import (
     DIMENSIONS,
@@ -18,8 +20,6 @@ from bexp.explorer.search.optuna_trials import (
 )
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.variant import Variant
-from optuna.trial import TrialState
-
 from tests.explorer.search.small import candidate, small_state, trial
 
 

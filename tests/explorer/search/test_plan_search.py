@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialPlan
@@ -12,7 +13,6 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.search.small import context, recommendation, small_request, small_space, trial
 
 NOTE = EventDraft(code=EventCode.WARNING, message="something")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.cost_model.step import GIB, memory_limit
@@ -21,7 +22,6 @@ from bexp.explorer.search.relaxations import (
 )
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.explorations import answer_of, request
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.measurement import Outcome
@@ -23,7 +24,6 @@ from bexp.explorer.search.search_state import BestCandidate, SearchState
 from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
-
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
 
 FULL = {"recompute": "full"}

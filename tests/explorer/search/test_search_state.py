@@ -8,12 +8,12 @@ import sys
 import numpy as np
 import optuna
 import pytest
+
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
 from bexp.explorer.search.optuna_trials import distributions, frozen_trial
 from bexp.explorer.search.search_state import LEAST_SHARE, SearchState
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Recompute
-
 from tests.explorer.search.small import candidate, know, measure, small_state, trial
 
 

@@ -9,6 +9,7 @@ from itertools import cycle
 from statistics import mean
 
 import pytest
+
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, StepResult, main, search_step
 
 GIB = 1 << 30

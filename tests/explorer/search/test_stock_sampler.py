@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import optuna
 import pytest
+
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.candidate_study import CandidateStudy, make_sampler
 from bexp.explorer.search.optuna_sampler import ComponentSampler
 from bexp.explorer.search.stock_sampler import STOCK_SAMPLERS, StockCandidateSampler, StockSampler, _Grid
 from bexp.explorer.spec.candidate import Recompute
-
 from tests.explorer.explorations import answer_of, run, trials_of
 from tests.explorer.search.small import REPORT, candidate, measure, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
 
+from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
 from tests.explorer.search.small import small_state
 
 

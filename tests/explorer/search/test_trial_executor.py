@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.search.trial_executor import OneAtATime, TrialExecutor, executor_of
-
 from tests.explorer.search.small import candidate, small_request
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
@@ -17,7 +18,6 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
 from bexp.explorer.search.trial_executor import TrialExecutor
-
 from tests.explorer.explorations import answer_of, explored, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bexp.explorer.spec.variant import Variant
-
 from tests.explorer.search.small import candidate, context, small_request, trial
 
 

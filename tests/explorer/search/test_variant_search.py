@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -17,7 +18,6 @@ from bexp.explorer.search.variant_search import VariantSearch
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.explorer.explorations import pruned, trials_of
 from tests.explorer.search.small import REPORT, candidate, context, small_request, small_space
 from tests.explorer.simulator import SimulatedDevice

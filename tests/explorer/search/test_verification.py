@@ -6,6 +6,7 @@ from functools import cache
 from typing import Any
 
 import pytest
+
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
@@ -18,7 +19,6 @@ from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_state import BestCandidate, SearchState
 from bexp.explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
 from bexp.explorer.spec.candidate import Candidate
-
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.trial import TrialPlan
 from bexp.explorer.spec.candidate import Candidate
-
 from tests.workers.profiler.samples import candidate, components_of, plan, whole_model_plan
 
 STORED = {"micro_batch_size": 2, "attention_backend": "flash", "num_query_groups": 2}

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.request import ExplorationRequest
-from pydantic import ValidationError
 
 CONFIG = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.fabric import FABRICS
@@ -12,7 +14,6 @@ from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-from pydantic import ValidationError
 
 MODEL = {
     "num_layers": 12,

@@ -3,8 +3,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
 from pydantic import ValidationError
+
+from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
 
 SHAPE: dict[str, Any] = {
     "num_layers": 4,

@@ -3,10 +3,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.spec.options import ExploreRange
 from bexp.explorer.spec.request import ExplorationRequest
-from pydantic import ValidationError
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,

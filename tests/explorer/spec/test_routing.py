@@ -5,10 +5,11 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.routes import draw_routes
 from bexp.explorer.spec.routing import RoutingSpec
-from pydantic import ValidationError
 
 NUM_TOKENS = 50_000
 TOLERANCE = 0.004  # on a share: the noise of 50,000 tokens, and what the solver leaves

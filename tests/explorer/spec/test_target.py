@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
+
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, default_target, name_local_target
-from pydantic import ValidationError
-
 from tests.explorer.spec.test_request import MODEL
 
 CONFIG: dict[str, Any] = {"model_type": "gemma2", "_name_or_path": "org/Gemma-2-2b", "num_hidden_layers": 2}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from bexp.explorer.surrogate.blocks import BLOCK_ROWS, sample_in_blocks
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
 from bexp.explorer.surrogate.observations import ComponentObservations
-
 from tests.explorer.search.small import candidate, small_state
 
 SEEN, NEAR, KIND, OTHER = (

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost_model.components import Component, ComponentKind
@@ -17,7 +18,6 @@ from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.hyperparameters import Hyperparameters
 from bexp.explorer.surrogate.observations import ComponentObservations
-
 from tests.explorer.cost_model.tiny import hardware, model_of, request
 
 NUM_SAMPLES = 20_000

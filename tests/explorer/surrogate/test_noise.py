@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.search_space import enumerate_candidates
@@ -19,7 +20,6 @@ from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.surrogate.extrapolation import BYTES_STD_NEAR
-
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions
 from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog

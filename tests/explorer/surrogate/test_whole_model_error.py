@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.training import Sharding

@@ -1,7 +1,7 @@
 import pytest
-from bexp.workers.devices import discovery as devices
 
 from bexp.measure import visible_gpus
+from bexp.workers.devices import discovery as devices
 
 UUIDS = ["GPU-aaaa-0", "GPU-bbbb-1", "GPU-cccc-2"]
 

@@ -4,9 +4,9 @@ from typing import Any
 
 import pynvml
 import pytest
-from bexp.workers.devices.gpu import open_gpu
 
 from bexp.measure import visible_gpus
+from bexp.workers.devices.gpu import open_gpu
 
 
 def refuse(*_: Any) -> Any:

@@ -6,6 +6,7 @@ import threading
 from pathlib import Path
 
 import pytest
+
 from bexp.workers.devices.lock import DeviceBusyError, DeviceLock
 
 

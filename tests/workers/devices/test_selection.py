@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
 
 

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.leases import Claim, HeartbeatStatus, Lease
@@ -17,7 +18,6 @@ from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.workers.jobs import heartbeat
 from bexp.workers.jobs.heartbeat import Interruption, LeaseHeartbeat
-
 from tests.contracts.samples import make_request
 
 POLL = timedelta(milliseconds=20)

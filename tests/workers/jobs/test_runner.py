@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import sqlalchemy as sa
+
 from bexp.explorer.records.event import EventDraft, Progress
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
@@ -23,7 +24,6 @@ from bexp.storage.trials import read_trials
 from bexp.workers.jobs import heartbeat, runner
 from bexp.workers.jobs.runner import JobEnd, run_job
 from bexp.workers.process.interface import ProfilerError
-
 from tests.contracts.samples import make_progress, make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 

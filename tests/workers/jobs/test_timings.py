@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.records.measurement import PhaseSeconds
 from bexp.workers.jobs import timings as accounting
 from bexp.workers.jobs.timings import PHASES, JobTimings

@@ -6,6 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
@@ -15,7 +16,6 @@ from bexp.storage.workers import list_workers
 from bexp.workers.jobs.software import installed_software
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
-
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
+
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.workers.process import trial_run
 from bexp.workers.process.child import ProfilerProcess

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialPlan
 from bexp.workers.process.profiler import Profiler
-
 from tests.workers.profiler.samples import MODEL, candidate, components_of, plan
 
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}

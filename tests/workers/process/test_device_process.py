@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.device_process import DeviceProcess
 from bexp.workers.process.interface import ProfilerError

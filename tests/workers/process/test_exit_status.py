@@ -3,6 +3,7 @@ from __future__ import annotations
 import signal
 
 import pytest
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.process.exit_status import classify_exit, describe_status, is_unexplained, name_ended
 from bexp.workers.process.protocol import RankLost

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.plan import MeshRun
@@ -20,7 +21,6 @@ from bexp.explorer.spec.training import Sharding, TrainingSpec
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.process.profiler import Profiler
-
 from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import ENVIRONMENT, HUGE, measured_whole

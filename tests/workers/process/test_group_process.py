@@ -7,6 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
+
+from bexp.child_process import PACKAGES_FOLDER, module_command
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
@@ -18,8 +20,6 @@ from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
-
-from bexp.child_process import PACKAGES_FOLDER, module_command
 from tests.bexp.test_child_process import write_hostile_packages
 
 pytestmark = pytest.mark.slow

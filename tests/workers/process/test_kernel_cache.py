@@ -7,6 +7,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS, kernel_cache
 from bexp.workers.process.profiler import Profiler
 

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.spec.base import Frozen
@@ -22,7 +23,6 @@ from bexp.workers.process.exit_status import KILLED_HINT
 from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.process.protocol import Begin, Reply, ReportReply, RunTrial
-
 from tests.forked_profilers import forked_profilers
 from tests.workers.process.conftest import Act
 from tests.workers.process.profilers import (

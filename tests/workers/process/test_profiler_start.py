@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.spec.execution import Execution
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from bexp.workers.process.profiler import Profiler
-
 from tests.workers.process.profilers import (
     ENVIRONMENT,
     kill_while_starting,

@@ -7,11 +7,11 @@ from typing import Any
 from unittest.mock import Mock
 
 import pytest
+
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.workers.process.protocol import RankLost, Reply, TrialFinished
 from bexp.workers.process.trial_run import TrialRun
-
 from tests.contracts.samples import make_candidate, make_request
 
 

@@ -15,6 +15,9 @@ from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
 from bexp.explorer.records.plan import MeshRun
@@ -24,6 +27,8 @@ from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import LossSpec, Sharding, TrainingSpec
+from bexp.measure.passes import Passes
+from bexp.measure.timing import HostTimer
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
@@ -34,11 +39,6 @@ from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.targets.reference.target import ReferenceTarget
-from torch import Tensor
-from torch._C._distributed_c10d import FileStore
-
-from bexp.measure.passes import Passes
-from bexp.measure.timing import HostTimer
 from tests.forked_ranks import SHARDING, fork_ranks
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}

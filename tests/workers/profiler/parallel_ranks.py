@@ -15,6 +15,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+from torch._C._distributed_c10d import FileStore
+
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
@@ -24,9 +27,6 @@ from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.optimizer import build_optimizer
 from bexp.workers.targets.reference.shapes import torch_dtype
-from torch import Tensor, nn
-from torch._C._distributed_c10d import FileStore
-
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate
 

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
+
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.passes import BlockPasses
-
-from bexp.measure.memory import ActivationBytes, measure_memory
 
 CPU = torch.device("cpu")
 PLAIN = (BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)

@@ -1,10 +1,9 @@
 from __future__ import annotations
 
 from bexp.explorer.records import measurement
-from bexp.workers.profiler.conditions import watched_conditions
-
 from bexp.measure import nvml
 from bexp.measure.device_monitor import DeviceMonitor
+from bexp.workers.profiler.conditions import watched_conditions
 from tests.workers.profiler.fakes import FakeGpu
 
 

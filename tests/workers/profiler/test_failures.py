@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.profiler.failures import UnsupportedTrialError, classify
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+
 from bexp.workers.profiler import hardware
 
 GIB = 2**30

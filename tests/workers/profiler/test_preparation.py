@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
+from bexp.kernels.experts.registry import expert_backends
 from bexp.workers.process.protocol import Command, EndJob
 from bexp.workers.profiler import preparation
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.parent import CommandQueue
 from bexp.workers.targets import choice
-
-from bexp.kernels.experts.registry import expert_backends
 
 
 @pytest.fixture

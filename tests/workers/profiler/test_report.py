@@ -1,8 +1,8 @@
 from __future__ import annotations
 
 import torch
-from bexp.workers.profiler.report import report_device
 
+from bexp.workers.profiler.report import report_device
 from tests.contracts.samples import make_report
 from tests.workers.profiler.samples import MODEL
 

@@ -8,6 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from torch import nn
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -16,6 +18,9 @@ from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import Sharding
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.probe import failure_of
+from bexp.measure.device_monitor import DeviceMonitor
 from bexp.workers.process.protocol import (
     Begin,
     ComponentMeasured,
@@ -29,11 +34,6 @@ from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.session import Session
 from bexp.workers.targets.reference import target as reference_target
-from torch import nn
-
-from bexp.kernels.attention import attention_backend
-from bexp.kernels.probe import failure_of
-from bexp.measure.device_monitor import DeviceMonitor
 from tests.workers.profiler.fakes import FakeGpu
 from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan, whole_model_plan
 

@@ -11,7 +11,6 @@ from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialPlan
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
-
 from tests.contracts.samples import make_report
 
 SLOW, DEADLY, CRASHING, BROKEN = 64, 65, 66, 67

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 
 import pytest
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
-
 from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.workers.ray import fakes
 from tests.workers.ray.fake_cluster import FakeRay, UnlikeProfilers

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.request import ExplorationRequest
@@ -21,7 +22,6 @@ from bexp.storage.trials import read_trials
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
-
 from tests.contracts.samples import make_candidate, make_report, make_request
 from tests.workers.ray.fakes import BROKEN, CRASHING, DEADLY, GATE, OPEN, SLOW, open_fake, open_unlike
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
+from benchmarks.simulated_tables import h200_report, simulate
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentFigures, Outcome
@@ -15,8 +16,6 @@ from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader
-
-from benchmarks.simulated_tables import h200_report, simulate
 
 MODEL: dict[str, Any] = {
     "name": "small",

@@ -2,10 +2,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.rows import WholeModelRow
-
 from tests.workers.replay.samples import empty, figures, plan, recording, row, table_of
 
 

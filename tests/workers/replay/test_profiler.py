@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from benchmarks.simulated_tables import write
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.request import ExplorationRequest
@@ -22,8 +24,6 @@ from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import ReplayProfiler, mismatch
 from bexp.workers.replay.recording import Recording
-
-from benchmarks.simulated_tables import write
 from tests.workers.replay.samples import MODEL, recording, request, table_of
 
 

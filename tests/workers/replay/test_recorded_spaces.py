@@ -6,6 +6,7 @@ import hashlib
 from pathlib import Path
 
 import pytest
+
 from bexp.workers.replay.recording import Recording
 
 TABLES = Path(__file__).parents[3] / "benchmarks" / "results" / "tables"

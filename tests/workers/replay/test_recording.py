@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+
+from benchmarks.simulated_tables import write
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     ComponentFigures,
@@ -16,8 +18,6 @@ from bexp.explorer.records.measurement import (
 )
 from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
 from bexp.workers.replay.rows import ROWS, ComponentRow, encode_row
-
-from benchmarks.simulated_tables import write
 from tests.workers.replay.samples import empty, figures, recording, row, table_of
 
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.explore import explore
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
-
 from tests.workers.replay.samples import recording, request
 
 

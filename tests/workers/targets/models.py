@@ -6,8 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bexp.explorer.spec.model import ModelSpec, MoESpec
 from torch import Tensor, nn
+
+from bexp.explorer.spec.model import ModelSpec, MoESpec
 
 CPU = torch.device("cpu")
 

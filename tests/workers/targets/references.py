@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from bexp.explorer.spec.model import ModelSpec
 from torch import Tensor
 
+from bexp.explorer.spec.model import ModelSpec
 from tests.bexp.kernels import references as kernels
 
 EPSILON = 1e-6

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from torch import Tensor
-
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets import references
 from tests.workers.targets.models import CPU, outcome, shake, small_model, small_moe

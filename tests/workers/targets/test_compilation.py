@@ -8,13 +8,13 @@ from typing import Any
 
 import pytest
 import torch
+
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels import router
 from bexp.workers.targets.reference import compilation
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-
-from bexp.kernels import router
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import CPU, small_model, small_moe
 

@@ -6,18 +6,18 @@ import copy
 
 import pytest
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.targets.reference.decoder import DecoderModel
-from bexp.workers.targets.reference.factory import build_block, example_inputs
-from torch import Tensor
-
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.layouts import LAYOUTS, context_parallel_layout
 from bexp.kernels.context_parallel.ring import Ring
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import build_block, example_inputs
 from tests.bexp.kernels.thread_ring import run_ranks
 from tests.workers.profiler.samples import MODEL, candidate
 

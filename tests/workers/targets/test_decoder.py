@@ -4,14 +4,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.targets.reference.decoder import DecoderModel, parameter_shapes
 from bexp.workers.targets.reference.factory import random_tokens
-from torch import Tensor
-
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets import references
 from tests.workers.targets.models import CPU, shake, small_model, small_moe

@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.training import LossSpec
-from bexp.workers.targets.reference.head import Head
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.training import LossSpec
 from bexp.kernels.causal_loss import causal_cross_entropy
 from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
+from bexp.workers.targets.reference.head import Head
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import CPU, shake, small_model
 

@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.memory import measure_memory
+from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
 from bexp.workers.targets.reference.passes import BlockPasses
-from torch.utils._python_dispatch import TorchDispatchMode
-
-from bexp.measure.memory import measure_memory
-from bexp.measure.memory_meters import byte_meter
 from tests.workers.targets.models import CPU, small_model, small_moe
 
 BATCH = 4

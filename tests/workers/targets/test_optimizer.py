@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import OptimizerSpec
 from bexp.workers.targets.reference.optimizer import Hyperparameters, TrainingOptimizer, build_optimizer
-from torch import Tensor, nn
-
 from tests.bexp.kernels.references import relative_error
 
 H = Hyperparameters()

@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.spec.candidate import Candidate, Recompute
@@ -17,8 +19,6 @@ from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import DecoderLayer, DecoderModel
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from torch import Tensor
-
 from tests.workers.targets.models import CPU, outcome, shake, small_model, small_moe
 
 BY_OPERATION = (BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)

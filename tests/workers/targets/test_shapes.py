@@ -1,9 +1,9 @@
 from __future__ import annotations
 
 import torch
-from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
 
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
+from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
 from tests.workers.targets.models import small_model, small_moe
 
 

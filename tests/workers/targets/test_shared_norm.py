@@ -8,10 +8,10 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from bexp.workers.targets.reference.norm import EPSILON
-from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from torch import Tensor
 
+from bexp.workers.targets.reference.norm import EPSILON
+from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from tests.bexp.kernels.references import relative_error
 
 HEADS, GROUPS, WIDTH = 4, 2, 8

@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.fabric_exchange import Exchanges
 from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges
@@ -18,6 +20,9 @@ from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import LossSpec
+from bexp.kernels.expert_parallel.peers import GroupPeers
+from bexp.measure.memory import measure_memory
+from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
@@ -25,11 +30,6 @@ from bexp.workers.targets.reference.passes import BlockPasses
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
 from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
-from torch.testing._internal.distributed.fake_pg import FakeStore
-
-from bexp.kernels.expert_parallel.peers import GroupPeers
-from bexp.measure.memory import measure_memory
-from bexp.measure.memory_meters import byte_meter
 
 CPU = torch.device("cpu")
 MODEL = ModelSpec(

@@ -6,17 +6,17 @@ import logging
 import os
 import threading
 
-from bexp.workers.process.protocol import RankLost
-from bexp.workers.profiler.device import wait_for_open
-from bexp.workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
-from bexp.workers.profiler.distributed.message_queue import MessageQueue, host_store, join_store
-from bexp.workers.profiler.parent import Parent, end_group
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.utils.api import macros
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from bexp.child_process import module_command
+from bexp.workers.process.protocol import RankLost
+from bexp.workers.profiler.device import wait_for_open
+from bexp.workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
+from bexp.workers.profiler.distributed.message_queue import MessageQueue, host_store, join_store
+from bexp.workers.profiler.parent import Parent, end_group
 
 RANK_MODULE = "bexp.workers.profiler.distributed.rank"
 MONITOR_SECONDS = 0.1

@@ -5,10 +5,11 @@ from __future__ import annotations
 import socket
 from datetime import timedelta
 
-from bexp.explorer.spec.base import Frozen
-from bexp.workers.process.protocol import COMMANDS, REPLIES, Command, Reply
 from torch._C._distributed_c10d import Store, TCPStore
 from torch.distributed import DistNetworkError, DistStoreError
+
+from bexp.explorer.spec.base import Frozen
+from bexp.workers.process.protocol import COMMANDS, REPLIES, Command, Reply
 
 _HOST = "127.0.0.1"
 _PATIENCE = timedelta(seconds=60)

@@ -6,13 +6,13 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.records.trial import TrialPlan
-from bexp.workers.profiler.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 from torch._C._distributed_c10d import Store
 
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.trial import TrialPlan
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
+from bexp.workers.profiler.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
 """This is longer than any trial's deadline, because the deadline should end a rank that waits for another."""

@@ -6,7 +6,10 @@ import os
 from collections.abc import Sequence
 
 import torch
+from torch._C._distributed_c10d import PrefixStore
+
 from bexp.explorer.spec.base import Frozen
+from bexp.measure.device_monitor import DeviceMonitor
 from bexp.workers.devices.gpu import open_gpu
 from bexp.workers.process.protocol import Hello, Refused, RunTrial
 from bexp.workers.profiler.device import DeviceRefusedError, open_instruments
@@ -16,9 +19,6 @@ from bexp.workers.profiler.hardware import used_bytes
 from bexp.workers.profiler.instruments import freeze_imports
 from bexp.workers.profiler.session import Session
 from bexp.workers.settings import read_settings
-from torch._C._distributed_c10d import PrefixStore
-
-from bexp.measure.device_monitor import DeviceMonitor
 
 
 def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
+
 from bexp.explorer.spec.training import Sharding
 from bexp.workers.profiler.training.data_parallel import DataParallel, SingleProcess
 from bexp.workers.profiler.training.replicated import Replicated, ReplicatedMain

@@ -7,12 +7,13 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from bexp.explorer.spec.training import Sharding
-from bexp.workers.profiler.training.data_parallel import Step, Stepped
-from bexp.workers.targets.reference.moe_block import spread_parameters
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+from bexp.explorer.spec.training import Sharding
+from bexp.workers.profiler.training.data_parallel import Step, Stepped
+from bexp.workers.targets.reference.moe_block import spread_parameters
 
 
 class FullySharded:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import torch
-from bexp.workers.profiler.failures import UnsupportedTrialError
 
 from bexp.graphs import GraphedLoss
+from bexp.workers.profiler.failures import UnsupportedTrialError
 
 
 def require_captured(loss: GraphedLoss) -> None:

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.shards import spread_expert_model
 from bexp.explorer.records.plan import MeshRun
@@ -18,6 +20,8 @@ from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
+from bexp.kernels.expert_parallel.peers import GroupPeers
+from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.training.choice import data_parallel
@@ -29,10 +33,6 @@ from bexp.workers.targets.reference.shapes import torch_dtype
 from bexp.workers.targets.reference.spread_experts import build_spread_experts
 from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel
-from torch import Tensor, nn
-
-from bexp.kernels.expert_parallel.peers import GroupPeers
-from bexp.measure.timestamps import Mark, mark_of
 
 
 class MeshTrainingRun:

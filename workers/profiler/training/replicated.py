@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from bexp.workers.profiler.training.data_parallel import Step, Stepped
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+
+from bexp.workers.profiler.training.data_parallel import Step, Stepped
 
 WATCHDOG_SECONDS = 0.3
 """NCCL's process groups check ten times a second which operations have ended."""

@@ -5,9 +5,13 @@ from __future__ import annotations
 import time
 
 import torch
+from torch import Tensor
+
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.graphs import GraphedLoss
+from bexp.measure.timestamps import Mark, mark_of
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.training.choice import data_parallel
 from bexp.workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
@@ -17,10 +21,6 @@ from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.targets.reference.shapes import torch_dtype
-from torch import Tensor
-
-from bexp.graphs import GraphedLoss
-from bexp.measure.timestamps import Mark, mark_of
 
 
 class ReferenceTrainingRun:

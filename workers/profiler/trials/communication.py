@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from bexp.explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
@@ -17,16 +19,14 @@ from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
+from bexp.measure.timestamps import mark_of
+from bexp.measure.timing import Timing, collector_paused
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.profiler.trials.host_overhead import measure_host_overhead
 from bexp.workers.targets.reference.shapes import torch_dtype
 from bexp.workers.targets.target import Target
-from torch import Tensor
-
-from bexp.measure.timestamps import mark_of
-from bexp.measure.timing import Timing, collector_paused
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the communication; at most a sequence's length."""

@@ -8,14 +8,13 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.memory import measure_memory
+from bexp.measure.passes import Passes
+from bexp.measure.timing import Timing
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.target import Target
-
-from bexp.measure.memory import measure_memory
-from bexp.measure.passes import Passes
-from bexp.measure.timing import Timing
 
 
 def measure_component(

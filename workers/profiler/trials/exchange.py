@@ -6,13 +6,14 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import Component, ExchangeSpec, Operation
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
-from torch import Tensor
 
 ITEM_BYTES = 2
 

@@ -15,11 +15,10 @@ from dataclasses import dataclass
 from bexp.explorer.cost_model.collectives import ExchangeUnits
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.timing import collector_paused
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.training.data_parallel import EXCHANGING_MICRO_STEPS
 from bexp.workers.targets.target import Target, TrainingRun
-
-from bexp.measure.timing import collector_paused
 
 STEPS = 5
 

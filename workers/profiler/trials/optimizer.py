@@ -10,14 +10,13 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.device_monitor import Watch
+from bexp.measure.memory_meters import byte_meter
+from bexp.measure.timing import Timing
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.target import Optimizer, OptimizerPart, Target
-
-from bexp.measure.device_monitor import Watch
-from bexp.measure.memory_meters import byte_meter
-from bexp.measure.timing import Timing
 
 
 class _StepPasses:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from bexp.explorer.spec.model import ModelSpec
+from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.targets.reference.shapes import attention_shape
-
-from bexp.kernels.context_parallel.attention import ContextParallel, context_parallel_reason
 
 
 def find_ring(

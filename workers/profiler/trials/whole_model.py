@@ -11,6 +11,7 @@ from itertools import pairwise
 from typing import Generic, Protocol, TypeVar
 
 import torch
+
 from bexp.explorer.records.measurement import WholeModelMeasurement
 from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.spec.candidate import Candidate
@@ -18,17 +19,16 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
+from bexp.measure.device_monitor import Watch
+from bexp.measure.memory_meters import byte_meter
+from bexp.measure.timestamps import Mark
+from bexp.measure.timing import collector_paused, standard_error
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.profiler.training.mesh import MeshTrainingRun
 from bexp.workers.targets.target import Target, TrainingRun
-
-from bexp.measure.device_monitor import Watch
-from bexp.measure.memory_meters import byte_meter
-from bexp.measure.timestamps import Mark
-from bexp.measure.timing import collector_paused, standard_error
 
 MIN_STEPS = 3
 MAX_STEPS = 10

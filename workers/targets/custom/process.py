@@ -14,11 +14,11 @@ from contextlib import suppress
 from typing import IO, Any
 
 import psutil
+
+from bexp.child_process import module_command, safe_environment
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError
-
-from bexp.child_process import module_command, safe_environment
 
 TAIL_LINES = 20
 LAST_LINES = 3

@@ -7,19 +7,19 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.recomputation import recomputed
+from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.compilation import left_eager
 from bexp.workers.targets.reference.norm import RMSNorm, build_norm
 from bexp.workers.targets.reference.rotary import Rotary
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor
-
-from bexp.kernels.attention import attention_backend
-from bexp.kernels.context_parallel.attention import ContextParallel
-from bexp.kernels.recomputation import recomputed
-from bexp.kernels.selective_recompute import recomputable
 
 
 class AttentionBlock(ResidualBlock):

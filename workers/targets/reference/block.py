@@ -8,13 +8,13 @@ from contextlib import AbstractContextManager
 from typing import ClassVar, cast
 
 import torch
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.workers.targets.reference.compilation import compiled
 from torch import Tensor, nn
 
+from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.kernels.recomputation import recomputed
 from bexp.kernels.selective_recompute import selective_recompute
 from bexp.kernels.tiling import tiled
+from bexp.workers.targets.reference.compilation import compiled
 
 
 class ResidualBlock(nn.Module, ABC):

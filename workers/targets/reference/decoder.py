@@ -5,10 +5,14 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.cost_model.components import Component, ComponentKind, block_recompute
 from bexp.explorer.spec.candidate import Candidate, recomputed_layers
 from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.kernels.recomputation import recomputed, recomputed_group
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.embedding import Embedding
@@ -16,10 +20,6 @@ from bexp.workers.targets.reference.factory import build_block
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
-from torch import Tensor, nn
-
-from bexp.kernels.context_parallel.attention import ContextParallel
-from bexp.kernels.recomputation import recomputed, recomputed_group
 
 
 class TakeUnit(Protocol):

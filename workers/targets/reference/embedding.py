@@ -6,10 +6,11 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from bexp.explorer.spec.model import ModelSpec
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor, nn
 
 
 class Embedding(nn.Module):

@@ -6,10 +6,13 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor, nn
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.embedding import Embedding
 from bexp.workers.targets.reference.ffn_block import DenseFFN
@@ -20,9 +23,6 @@ from bexp.workers.targets.reference.shapes import torch_dtype
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank
 from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone
-from torch import Tensor, nn
-
-from bexp.kernels.context_parallel.attention import ContextParallel
 
 Block = AttentionBlock | DenseFFN | MoEFFN | Embedding | VocabularyEmbedding | Head
 

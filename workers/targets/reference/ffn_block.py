@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec
+from bexp.kernels.selective_recompute import recomputable
 from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.mlp import MLP
 from bexp.workers.targets.reference.norm import build_norm
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor
-
-from bexp.kernels.selective_recompute import recomputable
 
 
 class DenseFFN(ResidualBlock):

@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.training import LossSpec
+from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 from bexp.workers.targets.reference.compilation import compiled
 from bexp.workers.targets.reference.norm import build_norm
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor, nn
-
-from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 
 Loss = Callable[[Tensor, Tensor, Tensor | None, Tensor], Tensor]
 """Hidden states, projection, its bias and targets to the mean cross entropy."""

@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.explorer.spec.model import ModelSpec
-from bexp.workers.targets.reference.block import ResidualBlock
-from bexp.workers.targets.reference.compilation import left_eager
-from bexp.workers.targets.reference.mlp import MLP
-from bexp.workers.targets.reference.norm import build_norm
-from bexp.workers.targets.reference.weights import Weights
 from torch import Tensor, nn
 
+from bexp.explorer.cost_model.components import BlockRecompute
+from bexp.explorer.spec.model import ModelSpec
 from bexp.kernels.experts.backend import ExpertFFN
 from bexp.kernels.experts.capacity import ExpertsWithCapacity
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.router import route, score
 from bexp.kernels.selective_recompute import recomputable
+from bexp.workers.targets.reference.block import ResidualBlock
+from bexp.workers.targets.reference.compilation import left_eager
+from bexp.workers.targets.reference.mlp import MLP
+from bexp.workers.targets.reference.norm import build_norm
+from bexp.workers.targets.reference.weights import Weights
 
 
 class MoEFFN(ResidualBlock):

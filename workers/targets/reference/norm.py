@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import torch.nn.functional as F
+from torch import Tensor, nn
+
 from bexp.explorer.spec.model import ModelSpec
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor, nn
 
 EPSILON = 1e-6
 

@@ -6,10 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import OptimizerSpec
 from bexp.workers.targets.reference.shapes import torch_dtype
-from torch import Tensor, nn
 
 BUCKET_BYTES = 256 << 20
 """What a step may allocate at most to convert one tensor list between formats."""

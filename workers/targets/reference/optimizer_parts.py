@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
@@ -16,7 +18,6 @@ from bexp.workers.targets.reference.factory import build_block
 from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.targets.reference.shapes import torch_dtype
 from bexp.workers.targets.target import OptimizerPart
-from torch import nn
 
 
 @dataclass(frozen=True, slots=True)

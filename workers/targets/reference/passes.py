@@ -6,11 +6,11 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 
 import torch
-from bexp.explorer.cost_model.components import BlockRecompute
-from bexp.workers.targets.reference.block import ResidualBlock
 from torch import Tensor, nn
 
+from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.measure.passes import ModulePasses
+from bexp.workers.targets.reference.block import ResidualBlock
 
 
 class BlockPasses(ModulePasses):

@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from bexp.explorer.spec.model import ModelSpec
-from bexp.workers.targets.reference.shapes import torch_dtype
 from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from bexp.explorer.spec.model import ModelSpec
+from bexp.workers.targets.reference.shapes import torch_dtype
 
 _BASE = 10_000.0
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.routes import draw_batch_routes
 from bexp.explorer.spec.routing import RoutingSpec
-from torch import Tensor
 
 
 def device_routes(model: ModelSpec, routing: RoutingSpec, num_tokens: int, seed: int, device: torch.device) -> Tensor:

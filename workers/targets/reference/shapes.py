@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import torch
-from bexp.explorer.spec.model import DType, ModelSpec
 
+from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 
 _TORCH_DTYPES = {

@@ -10,10 +10,11 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from bexp.workers.targets.reference.norm import EPSILON
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
+
+from bexp.workers.targets.reference.norm import EPSILON
 
 Total = Callable[[Tensor], Tensor]
 """Sums a tensor over the ranks."""

@@ -8,18 +8,18 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels.expert_parallel.experts import ExpertParallel
+from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
+from bexp.kernels.experts.registry import expert_backend
 from bexp.workers.targets.reference.local_peers import LocalPeers
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.weights import Weights
-from torch import Tensor
-
-from bexp.kernels.expert_parallel.experts import ExpertParallel
-from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
-from bexp.kernels.experts.registry import expert_backend
 
 
 def build_spread_experts(

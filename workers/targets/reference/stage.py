@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.shards import tensor_shard
 from bexp.explorer.spec.candidate import Candidate, recomputed_layers
@@ -25,7 +27,6 @@ from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel
-from torch import Tensor, nn
 
 
 class DecoderStage(nn.Module):

@@ -13,6 +13,8 @@ from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels.attention import attention_backend
+from bexp.kernels.experts.registry import expert_backend
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.report import report_device
@@ -24,9 +26,6 @@ from bexp.workers.targets.reference.optimizer_parts import optimizer_parts
 from bexp.workers.targets.reference.passes import BlockPasses
 from bexp.workers.targets.reference.shapes import attention_shape, experts_shape, torch_dtype
 from bexp.workers.targets.target import Miniature, OptimizerPart
-
-from bexp.kernels.attention import attention_backend
-from bexp.kernels.experts.registry import expert_backend
 
 
 class ReferenceTarget:

@@ -15,6 +15,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import Function
+from torch.autograd.function import once_differentiable
+
 from bexp.explorer.spec.model import ModelSpec
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.block import ResidualBlock
@@ -24,9 +28,6 @@ from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.mlp import MLP
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks
-from torch import Tensor, nn
-from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 # torch 2.13 has new names, and warns about the old ones.
 _gather: Callable[..., Any] = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import nn
+
 from bexp.explorer.spec.model import ModelSpec
 from bexp.workers.targets.reference.shapes import torch_dtype
-from torch import nn
 
 _STANDARD_DEVIATION = 0.02  # as GPT-2 and its successors draw theirs
 

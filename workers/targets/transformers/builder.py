@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.expert_inputs import ExpertInputs
@@ -13,7 +15,6 @@ from bexp.workers.targets.transformers.layers import LayerPart
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.shell import ShellPart
 from bexp.workers.targets.transformers.skeleton import Skeleton
-from torch import Tensor, nn
 
 
 class PartsBuilder:

@@ -7,7 +7,6 @@ from bexp.explorer.cost_model.part_costs import COMPILED
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.request import ExplorationRequest
-
 from bexp.transformers.settings import Loss, Settings
 
 BY_OPERATION = {

@@ -11,7 +11,6 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from bexp.explorer.spec.spelling import did_you_mean
-
 from bexp.transformers.layers import config_depth
 
 MINIMUM_VERSION = (5, 0)

@@ -8,10 +8,9 @@ from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.parts import KindFigures, ShellFigures
 from bexp.workers.targets.transformers.resolved import ResolvedModel
-
-from bexp.transformers.experts import expert_modules
 
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""

@@ -13,11 +13,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
-from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
 from torch import Tensor, nn
 
 from bexp.transformers.experts import expert_modules
+from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
+from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
 
 COMPARED_SEQUENCES = 2
 """How many sequences decide which depth is typical."""

@@ -9,15 +9,15 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.config import ResolvedConfig
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.reference_run import run_plain
 from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
-from torch import Tensor, nn
-
-from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Settings
 
 _MIXER = re.compile(r".*(Attention|Attn|Mixer|Mamba|DeltaNet|ShortConv|RecurrentBlock|SelfAttn|mLSTM|MLA).*")
 _NO_MIXER = re.compile(r".*(Norm|Mask|Rotary|Layer|Cache|Block$|MLP).*")

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
+
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.layers import LayerPart
 from bexp.workers.targets.transformers.shell import ShellPart
-from torch import Tensor
 
 ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
 """How far off a result may be, relative to its norm. Kernels round to bfloat16 at other places than the library."""

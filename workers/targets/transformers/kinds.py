@@ -7,10 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Hashable, Sequence
 from typing import Any
 
-from bexp.workers.targets.transformers.config import UnsupportedModelError
 from torch import nn
 
 from bexp.transformers.layers import decoder_layers
+from bexp.workers.targets.transformers.config import UnsupportedModelError
 
 _OWN_NUMBER = re.compile(r".*(layer|block|depth).*(idx|ids?|index|number|num)|idx|layer")
 

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.skeleton import LayerCall, hidden_states
 from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
-from torch import Tensor, nn
 
 
 class LayerPart:

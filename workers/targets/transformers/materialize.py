@@ -6,10 +6,11 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
+from torch import nn
+
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, quiet_library
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
-from torch import nn
 
 _SPREAD = 0.02  # of what the class itself does not initialise
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 from torch import nn
+
+from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 
 META = torch.device("meta")
 Precision = Literal["pure", "autocast"]

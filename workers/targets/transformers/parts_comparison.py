@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
@@ -17,7 +19,6 @@ from bexp.workers.targets.transformers.reference_run import LayerRecord, Referen
 from bexp.workers.targets.transformers.saved_bytes import bytes_saved_by
 from bexp.workers.targets.transformers.skeleton import hidden_states
 from bexp.workers.targets.transformers.trees import tensors_of
-from torch import Tensor, nn
 
 CPU = torch.device("cpu")
 

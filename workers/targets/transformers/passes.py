@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
-from bexp.workers.targets.transformers.layers import LayerPart
-from bexp.workers.targets.transformers.model import BuildSettings
-from bexp.workers.targets.transformers.shell import ShellPart
 from torch import Tensor, nn
 
 from bexp.measure.passes import ModulePasses
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.settings import Settings
+from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.shell import ShellPart
 
 
 class LayerPasses(ModulePasses):

@@ -6,6 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import (
     ResolvedConfig,

@@ -6,9 +6,16 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import Tensor, nn
+
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.graph_recorder import CudaRecorder
+from bexp.out_of_memory import is_out_of_memory
+from bexp.transformers.experts import expert_modules
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.profiler.report import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.chosen_attention import recorded_choices
@@ -16,13 +23,6 @@ from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.kernel_check import require_alike, results_of, results_of_shell
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.resolved import ResolvedModel
-from torch import Tensor, nn
-
-from bexp.graph_recorder import CudaRecorder
-from bexp.out_of_memory import is_out_of_memory
-from bexp.transformers.experts import expert_modules
-from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Settings, SettingsError
 
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bexp.workers.targets.transformers.config import quiet_library
 from bexp.workers.targets.transformers.shell import LayerStandIn
 from bexp.workers.targets.transformers.skeleton import LayerCall
 from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
-from torch import Tensor, nn
 
 
 class _Gate(torch.autograd.Function):

@@ -8,6 +8,8 @@ from functools import cached_property
 from typing import Any
 
 import torch
+from torch import nn
+
 from bexp.workers.targets.transformers.batch import Padding
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
@@ -32,7 +34,6 @@ from bexp.workers.targets.transformers.parts import (
 from bexp.workers.targets.transformers.positions import require_positions
 from bexp.workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
 from bexp.workers.targets.transformers.tiny import tiny_config
-from torch import nn
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
-from bexp.workers.targets.transformers.layers import LayerPart
 from torch import Tensor
+
+from bexp.workers.targets.transformers.layers import LayerPart
 
 
 def bytes_saved_by(part: LayerPart) -> int:

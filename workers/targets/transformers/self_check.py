@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, quiet_library
@@ -20,7 +22,6 @@ from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.parts_comparison import CPU, OtherLayerError, PartsComparison
 from bexp.workers.targets.transformers.reference_run import taken_gradients
-from torch import Tensor
 
 PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # what measuring by parts needs
 FEATURES = (*PARTS, "uniform_layers", "padded_text", "checkpointing", "batch_tiles", "experts_interface")

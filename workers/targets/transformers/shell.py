@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
+
 from bexp.workers.targets.transformers.skeleton import Skeleton, hidden_states, passed_through
 from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
-from torch import Tensor
 
 
 class Bridge(torch.autograd.Function):

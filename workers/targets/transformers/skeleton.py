@@ -8,11 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor, nn
+
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, quiet_library
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import META, BuildSettings, Construction, build_model
 from bexp.workers.targets.transformers.trees import copied, map_tensors, signature, tensors_of
-from torch import Tensor, nn
 
 Handler = Callable[[int, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -20,6 +20,7 @@ from queue import Empty, Queue
 from typing import Any
 
 import torch
+
 from bexp.workers.targets.transformers.config import library_version
 from bexp.workers.targets.transformers.survey_document import render
 

@@ -8,6 +8,7 @@ import time
 from typing import Any
 
 import torch
+
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, resolve_config
 from bexp.workers.targets.transformers.feature_checks import find_experts
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names

@@ -9,6 +9,8 @@ from functools import lru_cache, partial
 from typing import Any
 
 import torch
+from torch import nn
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
@@ -16,6 +18,8 @@ from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routing import RoutingSpec
 from bexp.explorer.spec.training import Sharding
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.training.choice import data_parallel
@@ -39,10 +43,6 @@ from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.tiny import num_layers_for
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
-from torch import nn
-
-from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Settings, SettingsError
 
 
 class TransformersTarget:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, with_values
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.shrink import shrink

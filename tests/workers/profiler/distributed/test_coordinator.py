@@ -7,6 +7,7 @@ from collections import deque
 from typing import Any
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
@@ -34,7 +35,6 @@ from bexp.workers.process.protocol import (
 )
 from bexp.workers.profiler.distributed.coordinator import Coordinator, GroupEndedError
 from bexp.workers.profiler.distributed.merging import merge_component, merge_hardware, merge_trial
-
 from tests.workers.profiler.samples import candidate, components_of, plan
 from tests.workers.profiler.test_session import HARDWARE
 

@@ -2,19 +2,19 @@ from collections.abc import Callable
 
 import pytest
 import torch
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_layer
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.passes import Passes
+from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
 from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.profiler.trials.optimizer import measure_optimizer
 from bexp.workers.targets.reference.optimizer import TrainingOptimizer
 from bexp.workers.targets.reference.target import ReferenceTarget
-
-from bexp.measure.passes import Passes
-from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
 from tests.workers.profiler.samples import MODEL, candidate
 
 OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=2)

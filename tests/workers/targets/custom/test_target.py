@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.choice import find_source
-
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, candidate, measure, open_custom, write
 
 PARAMETER_BYTES = 4 * (64 * 64 + 64)

@@ -16,6 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import FileStore
+
 from bexp.explorer.cost_model.candidate_table import decomposer_of
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialPlan
@@ -30,9 +33,6 @@ from bexp.workers.targets.transformers.candidate_settings import settings_of
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from bexp.workers.targets.transformers.target import TransformersTarget
-from torch import Tensor
-from torch._C._distributed_c10d import FileStore
-
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
 

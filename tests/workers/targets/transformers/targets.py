@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.profiler.instruments import Instruments

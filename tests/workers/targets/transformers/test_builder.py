@@ -4,9 +4,10 @@ from importlib.util import find_spec
 
 import pytest
 import torch
+from torch import nn
+
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
-from torch import nn
 
 pytest.importorskip("transformers")
 

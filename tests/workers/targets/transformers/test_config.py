@@ -3,6 +3,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+
 from bexp.workers.targets.transformers.config import UnsupportedModelError, library_version, resolve_config
 from bexp.workers.targets.transformers.resolved import resolve
 

@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers import expert_inputs
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import quiet_library
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
-from torch import Tensor, nn
-
-from bexp.transformers.experts import expert_modules
 
 pytest.importorskip("transformers")
 

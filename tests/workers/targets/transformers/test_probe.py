@@ -9,19 +9,19 @@ from unittest.mock import Mock
 
 import pytest
 import torch
+
 from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.candidate_settings import settings_of
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
-
-from bexp.transformers.settings import Settings
 from tests.bexp.transformers import fake_liger
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, request_for
 

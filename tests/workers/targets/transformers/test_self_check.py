@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+
 from bexp.workers.targets.transformers.config import resolve_config
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model

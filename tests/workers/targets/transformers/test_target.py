@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
+
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
 from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.self_check import SelfCheck
-from torch import Tensor
-
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 
 pytest.importorskip("transformers")
