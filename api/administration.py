@@ -38,7 +38,6 @@ class QuotaLimits(BaseModel):
 
     max_queued: QuotaLimit = Field(None, description="Explorations in the queue.")
     max_running: QuotaLimit = Field(None, description="Explorations that run at the same time.")
-    max_device_seconds: QuotaLimit = Field(None, description="Device seconds a day (UTC).")
 
 
 class QuotaResource(QuotaLimits):

@@ -137,14 +137,14 @@ def _time_spent(timings: Mapping[str, float]) -> str:
 def _context(request: ExplorationRequest | None) -> str:
     if request is None:
         return ""
-    described = request.model is not None or request.hf_config is not None
-    length = f", {request.seq_length} tokens per sequence" if described else ""
+    seq_length = request.explored.seq_length
+    length = f", {seq_length} tokens per sequence" if seq_length is not None else ""
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
     precision = ", autocast" if request.training.precision == "autocast" else ""
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
-    return f" for {request.model_name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
+    return f" for {request.explored.name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
 
 
 def _provisional(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

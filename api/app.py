@@ -17,7 +17,8 @@ from bexp.api.auth import authorize
 from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.metrics import LatencyMiddleware, Metrics
 from bexp.api.parameters import refuse_unknown_parameters
-from bexp.api.problems import Problem, install_problem_handlers
+from bexp.api.problems import install_problem_handlers
+from bexp.api.refusals import Problem
 from bexp.api.routes import (
     administration,
     explorations,

@@ -15,8 +15,8 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from bexp.api.problems import ProblemException
 from bexp.api.rate_limits import RateLimiter, address_key
+from bexp.api.refusals import ProblemException
 from bexp.api.service import ServiceDep
 from bexp.api.tokens import has_expired
 from bexp.client.address import is_loopback

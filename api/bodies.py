@@ -8,7 +8,7 @@ from http import HTTPStatus
 
 from fastapi import Request
 
-from bexp.api.problems import ProblemException, invalid_body
+from bexp.api.refusals import ProblemException, invalid_body
 
 JSON = "application/json"
 YAML = "application/yaml"

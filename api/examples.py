@@ -6,7 +6,8 @@ from datetime import UTC, datetime
 from http import HTTPStatus
 from typing import Any
 
-from bexp.api.problems import MEDIA_TYPE, Problem
+from bexp.api.problems import MEDIA_TYPE
+from bexp.api.refusals import Problem
 from bexp.api.resources import Links
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.exports.registry import formats_for
@@ -253,7 +254,7 @@ AUDIT: dict[str, Any] = {
     ],
     "next_cursor": "41",
 }
-LIMITS: dict[str, Any] = {"max_queued": 100, "max_running": 4, "max_device_seconds": None}
+LIMITS: dict[str, Any] = {"max_queued": 100, "max_running": 4}
 QUOTA: dict[str, Any] = LIMITS | {"owner": "team-a", "inherited": False}
 QUOTAS: dict[str, Any] = {"items": [QUOTA]}
 

@@ -124,7 +124,7 @@ class LiveView:
         return max(0.0, ((self._ended_at or self._clock()) - self._started_at).total_seconds())
 
     def _head(self) -> Text:
-        name = self._request.model_name if self._request is not None else "exploration"
+        name = self._request.explored.name if self._request is not None else "exploration"
         trials = f"{self._num_trials} trial{'' if self._num_trials == 1 else 's'}"
         head = Text.assemble((name, "bold"), f"  {self._job_id}  ", (trials, "dim"))
         if self._ended_at is not None and self._started_at is not None:

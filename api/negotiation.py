@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from fastapi import Request
 
-from bexp.api.problems import ProblemException
+from bexp.api.refusals import ProblemException
 
 JSON = "application/json"
 EVENT_STREAM = "text/event-stream"

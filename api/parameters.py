@@ -8,7 +8,7 @@ from fastapi import Request
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 
-from bexp.api.problems import invalid_parameter
+from bexp.api.refusals import invalid_parameter
 from bexp.explorer.spec.spelling import did_you_mean
 
 

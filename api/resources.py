@@ -9,11 +9,12 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, Field
 
 from bexp.explorer.exports.registry import formats_for
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import Job, JobState, JobSummary
 from bexp.storage.run_reports import StoredRunReport
@@ -56,7 +57,7 @@ class AnswerSource(BaseModel):
     measured_at: Annotated[datetime, Field(description="When that exploration finished.")]
 
     @classmethod
-    def of(cls, job: Job | JobSummary) -> Self | None:
+    def of(cls, job: JobSummary) -> Self | None:
         """Return where the answer of a job comes from; null if the job measured it."""
         if job.reused_from is None or job.measured_at is None:
             return None
@@ -88,17 +89,19 @@ class ExplorationSummary(BaseModel):
     @classmethod
     def of(cls, job: JobSummary) -> Self:
         """Return the resource of a summary."""
-        return cls(**_shared_fields(job), micro_batch_size=job.micro_batch_size, confidence=job.confidence)
+        return cls(**_summary_fields(job))
 
 
-def _shared_fields(job: Job | JobSummary) -> dict[str, Any]:
+def _summary_fields(job: JobSummary) -> dict[str, Any]:
     return {
         "id": job.id,
         "state": job.state,
-        "owner": job.owned_by,
+        "owner": job.owner,
         "priority": job.priority,
         "model": job.model_name,
         "labels": dict(job.labels),
+        "micro_batch_size": job.micro_batch_size,
+        "confidence": job.confidence,
         "created_at": job.created_at,
         "started_at": job.started_at,
         "finished_at": job.finished_at,
@@ -135,12 +138,9 @@ class Exploration(ExplorationSummary):
         Its parts are not validated again, because the rules of a request take longer than all else here.
         """
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
-        best = job.recommendation
-        shown = _shared_fields(job) | {name: getattr(job, name) for name in names}
+        shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
         shown["error"] = job.error or job.unreadable
-        shown["micro_batch_size"] = best.candidate.micro_batch_size if best else None
-        shown["confidence"] = best.confidence if best else None
-        formats = formats_for(best) if best and with_results else []
+        formats = formats_for(job.recommendation) if job.recommendation and with_results else []
         shown |= {"export_formats": formats} | ({} if with_results else dict.fromkeys(_RESULTS))
         return cls.model_construct(**shown)
 
@@ -172,7 +172,7 @@ class RecommendationResource(BaseModel):
     @classmethod
     def of(cls, job: Job) -> Self:
         """Return the recommendation of a job; the target and the allocator are null if its request cannot be read."""
-        best = job.recommendation if job.answer is None else job.answer.recommendation
+        best = job.recommendation
         parts = job.report.parts if job.report else None
         return cls(
             id=job.id,

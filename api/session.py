@@ -1,26 +1,27 @@
 """One exploration for a program on this machine: `python -m bexp.api.session`, which `bexp.explore_config` starts.
 
-The first line of stdin is JSON: the `document` of a request, and the `device` of the worker or null. The first line of
-stdout is JSON, too: the `url` of the service and the `id` of the exploration, or the `error`. A second line has the
-`error` if the worker fails later. When stdin is closed, the exploration is cancelled unless it has ended.
+The first line of stdin is JSON: the `document` of a request, and the `device` of the worker or null. Each line of
+stdout is JSON, too: the `exploration`, then each `event`, and at the end the `exploration` again with its `trials` and
+the document of its `result`; or the `error`. When stdin is closed, the exploration is cancelled unless it has ended.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import sys
+import threading
 from typing import Any
 
+from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.cli.explore import cancel, check_target, open_embedded
+from bexp.api.cli.explore import check_target
+from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.options import device_kind
-from bexp.api.client import ProblemError, ServiceError
+from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.formats.document import FormatError, describe_problem
 from bexp.explorer.formats.request import parse_request
-
-CHECK_SECONDS = 0.5
+from bexp.storage.ids import new_job_id
 
 
 def main() -> ExitCode:
@@ -41,21 +42,32 @@ def _run(asked: dict[str, Any]) -> None:
     kind = device_kind(device)
     request = parse_request(asked["document"], overrides={} if kind is None else {"device_kind": kind})
     check_target(request, device)
-    with open_embedded(request, lambda client: client.submit(request), device) as (client, job, watchdog):
-        _tell(url=client.url, id=job.id)
-        while not _is_closed():
-            watchdog()
-        if not client.get(job.id).is_final:
-            cancel(client, job.id)
+    with LocalRun(request, new_job_id(), device, None) as run, open_stored() as stored:
+        job = stored.submit(request, job_id=run.job_id)
+        _tell(exploration=job.model_dump(mode="json"))
+        closed = threading.Event()
+        threading.Thread(target=_await_end_of_stdin, args=(closed,), daemon=True).start()
+        for event in stored.events(job.id, on_idle=lambda: run.check(stored), cancelled=closed.is_set):
+            _tell(event=event.model_dump(mode="json"))
+        ended = stored.get(job.id)
+        if not ended.is_final:
+            run.cancel(stored)
+            return
+        result = stored.result(job.id)
+        _tell(
+            exploration=ended.model_dump(mode="json"),
+            trials=[trial.model_dump(mode="json") for trial in stored.trials(job.id)],
+            result=None if result is None else result.model_dump(mode="json"),
+        )
 
 
-def _is_closed() -> bool:
-    """Wait a while for stdin; return whether it has been closed."""
-    ready, _, _ = select.select([sys.stdin], [], [], CHECK_SECONDS)
-    return bool(ready) and not os.read(sys.stdin.fileno(), 4096)
+def _await_end_of_stdin(closed: threading.Event) -> None:
+    while os.read(sys.stdin.fileno(), 4096):
+        pass
+    closed.set()
 
 
-def _tell(**message: str) -> None:
+def _tell(**message: Any) -> None:
     sys.stdout.write(json.dumps(message) + "\n")
     sys.stdout.flush()
 

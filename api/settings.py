@@ -14,7 +14,6 @@ MAX_WAIT_HOURS = 7 * 24.0
 DEFAULT_TOKEN_RATE = 50.0
 DEFAULT_ADDRESS_RATE = 100.0
 DEFAULT_TOKEN_STREAMS = 500
-DEFAULT_API_URL = f"http://{DEFAULT_HOST}:{DEFAULT_PORT}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class Environment:
     """The variables that bexp reads: BEXP_DATABASE_URL, BEXP_API_URL, BEXP_API_TOKEN, BEXP_HOST, BEXP_PORT."""
 
     database_url: str
-    api_url: str
+    api_url: str | None
     api_token: str | None
     host: str
     port: int
@@ -34,7 +33,6 @@ class ServiceSettings:
 
     `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
-    `takes_local_target` is for a command that serves itself alone: its worker has a target that is named by its file.
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
     start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
     deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay. A token is looked up again after
@@ -45,7 +43,6 @@ class ServiceSettings:
 
     database_url: str
     require_token: bool = False
-    takes_local_target: bool = False
     max_body_bytes: int = 256 * 1024
     max_connections: int = 4096
     header_seconds: float = 10.0
@@ -87,7 +84,7 @@ def read_environment(variables: Mapping[str, str] | None = None) -> Environment:
         raise ValueError("BEXP_API_TOKEN must be one line of printable ASCII, as `bexp token create` prints it")
     return Environment(
         database_url=given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", "")),
-        api_url=given.get("BEXP_API_URL", DEFAULT_API_URL),
+        api_url=given.get("BEXP_API_URL"),
         api_token=token or None,
         host=given.get("BEXP_HOST", DEFAULT_HOST),
         port=int(port),

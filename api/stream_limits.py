@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from http import HTTPStatus
 
-from bexp.api.problems import ProblemException
+from bexp.api.refusals import ProblemException
 
 RETRY_SECONDS = 10
 

@@ -1,287 +1,193 @@
 """Whether the attention back end that the explorer picks is the fastest, when all are timed again independently.
 
-    python -m benchmarks.attention_choice --out results/NAME.json [--quick] [--seconds S]
+    python -m benchmarks.attention_choice --out results/NAME.json [--seconds S]
 
 All cells run causal attention in bfloat16, forward and backward, with 32 heads and the same number of tokens. For each
 sequence length, head size and number of query groups, `explore` runs on a model that is mostly attention, and the back
-end is its only choice. Its trials are those of any exploration: the same profiler process, timer and budget. Components
-that do not depend on attention (embedding, FFN, head, optimizer) are measured once per width.
-
-After the profiler has ended, every back end is timed again in this process: the whole block, by which the explorer
-chooses, and attention alone. The result is the time of the chosen back end divided by the time of the fastest.
+end is its only choice. After the profiler has ended, the whole attention block is timed again in this process on every
+back end, in turns. The result is the device's time of the chosen back end over that of the fastest.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.attention_timing import Shape, block_pass, core_pass, time_back_ends
 from benchmarks.environment import describe_environment, write_results
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.trial import Measure, TrialPlan
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.trial import Measure
 from bexp.explorer.search.explore import explore
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.model import ModelSpec
-from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.kernels.attention import attention_backend
+from bexp.measure.turns import Run, TurnsBudget, time_in_turns
 from bexp.workers.process.profiler import Profiler
+from bexp.workers.profiler.failures import classify
+from bexp.workers.targets.reference.factory import build_block
+from bexp.workers.targets.reference.shapes import attention_shape, torch_dtype
 
 SEQ_LENGTHS = (8192, 512, 32768, 2048, 16384, 1024, 4096)
 """The order makes sure that a run that is cut short has both short and long ones."""
-QUICK_SEQ_LENGTHS = (512, 4096, 32768)
 HEAD_SIZES = (128, 64)
 TOKENS, NUM_HEADS = 32768, 32
 NUM_LAYERS, NARROW = 4, 128
 """Few layers, and an FFN and a vocabulary of this size, so that a step is attention and little else."""
 WITHIN = 1.01
-SECONDS, QUICK_SECONDS = 150.0, 60.0
-PICKING_SHARE = 0.6
-"""The share of the time after which no further exploration starts."""
+SECONDS, PICKING_SHARE = 240.0, 0.7
+"""No exploration starts after this share of the time."""
 LOCK_SECONDS, TRIAL_SECONDS = 60.0, 30.0
-
-
-@dataclass(frozen=True, slots=True)
-class Cell:
-    """One shape; `query_groups` equal to the heads is multi-head attention, 1 multi-query."""
-
-    seq_length: int
-    head_size: int
-    query_groups: int
-    num_heads: int
-    tokens: int
-
-    @property
-    def kind(self) -> str:
-        """MHA, GQA or MQA."""
-        return "MHA" if self.query_groups == self.num_heads else "MQA" if self.query_groups == 1 else "GQA"
-
-    @property
-    def flops(self) -> int:
-        """FLOPs of causal attention, forward and backward: two and five products of half a square."""
-        return 7 * self.tokens * self.seq_length * self.num_heads * self.head_size
-
-    def shape(self) -> Shape:
-        """A request in which only the attention back end varies."""
-        model = ModelSpec(
-            name="attention",
-            num_layers=NUM_LAYERS,
-            hidden_size=self.num_heads * self.head_size,
-            ffn_hidden_size=NARROW,
-            num_attention_heads=self.num_heads,
-            num_query_groups=self.query_groups,
-            vocab_size=NARROW,
-            seq_length=self.seq_length,
-        )
-        micro_batch_size = max(1, self.tokens // self.seq_length)
-        request = ExplorationRequest.model_validate(
-            {
-                "model": model,
-                "micro_batch_size": micro_batch_size,
-                "bta": {"enable": False},
-                "recompute": ["none"],
-                "budget": {"trial_timeout_seconds": TRIAL_SECONDS},
-                "verify": False,
-            }
-        )
-        return Shape(model, request, micro_batch_size)
+BUDGET = TurnsBudget(rounds=25, hopeless=2.0, most_seconds=1.5)
 
 
 def main(arguments: list[str] | None = None) -> int:
     """Explore, time again, print and write one JSON file; 1 if nothing could be compared."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="fewer shapes, within 60 s")
-    parser.add_argument("--seconds", type=float, help=f"start nothing after so long (default {SECONDS:g})")
+    parser.add_argument("--seconds", type=float, default=SECONDS, help="start nothing after so long")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--seq-lengths", type=int, nargs="+")
-    parser.add_argument("--head-sizes", type=int, nargs="+")
+    parser.add_argument("--seq-lengths", type=int, nargs="+", default=SEQ_LENGTHS)
+    parser.add_argument("--head-sizes", type=int, nargs="+", default=HEAD_SIZES)
     parser.add_argument("--num-heads", type=int, default=NUM_HEADS)
     parser.add_argument("--tokens", type=int, default=TOKENS)
     options = parser.parse_args(arguments)
-    started, seconds = time.monotonic(), options.seconds or (QUICK_SECONDS if options.quick else SECONDS)
+    started = time.monotonic()
     found: dict[str, Any] = {
         "environment": describe_environment(),
-        "tokens": options.tokens,
-        "num_heads": options.num_heads,
-        "within": WITHIN,
-        "cells": [],
-        "left_out": [],
+        **{"tokens": options.tokens, "num_heads": options.num_heads, "within": WITHIN},
+        **{"cells": [], "left_out": []},
     }
-    picked: list[tuple[Cell, dict[str, Any]]] = []
+    picked: list[tuple[dict[str, Any], ExplorationRequest, DeviceReport]] = []
     with Profiler(options.device, lock_timeout_seconds=LOCK_SECONDS) as profiler:
         found["hardware"] = profiler.hardware().model_dump(mode="json")
-        measure = SharedMeasure(profiler.measure)
         for cell in cells(options):
-            if time.monotonic() > started + PICKING_SHARE * seconds:
-                found["left_out"].append(describe(cell) | {"what": "exploration"})
+            if time.monotonic() > started + PICKING_SHARE * options.seconds:
+                found["left_out"].append(cell)
                 continue
-            shape = cell.shape()
-            picked.append((cell, pick(shape, profiler.begin(shape.request), measure)))
+            request = request_of(cell)
+            report = profiler.begin(request)
+            picked.append((cell | pick(request, report, profiler.measure), request, report))
     device = torch.device(options.device)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
-    for index, (cell, choice) in enumerate(picked):
-        left = started + seconds - time.monotonic()
-        if left <= 0:
-            found["left_out"].append(describe(cell) | {"what": "timing"})
+    for cell, request, report in picked:
+        if time.monotonic() > started + options.seconds:
+            found["left_out"].append(cell)
             continue
-        share = left / (len(picked) - index) / 2
-        shape, names = cell.shape(), tuple(choice["back_ends"])
-        timed = {
-            "block": time_back_ends(block_pass, shape, names, device, share),
-            "core": time_back_ends(core_pass, shape, names, device, share),
-        }
-        found["cells"].append(describe(cell) | choice | {"timed": timed} | verdict(choice["picked"], timed))
-        write_results(options.out, found | {"summary": summary(found["cells"])})
-    found["summary"] = summary(found["cells"])
-    write_results(options.out, found)
-    print_table(found)
-    return 0 if found["summary"]["cells"] else 1
+        timed = time_back_ends(request, [support.name for support in report.attention_backends], device)
+        found["cells"].append(cell | {"timed": timed, "verdict": {"block": verdict(cell["picked"], timed)}})
+        found["summary"] = {"cells": len(found["cells"]), "block": summary(found["cells"])}
+        write_results(options.out, found)
+        print(cell, found["cells"][-1]["verdict"])
+    print(found.get("summary"), f"left out for want of time: {len(found['left_out'])} shapes")
+    return 0 if found["cells"] else 1
 
 
-def cells(options: argparse.Namespace) -> Iterator[Cell]:
-    """What is compared."""
+def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The shapes, with multi-head, grouped and multi-query attention."""
     heads = options.num_heads
-    for seq_length in options.seq_lengths or (QUICK_SEQ_LENGTHS if options.quick else SEQ_LENGTHS):
-        for head_size in options.head_sizes or (HEAD_SIZES[:1] if options.quick else HEAD_SIZES):
-            for query_groups in dict.fromkeys((heads, max(1, heads // 4), 1)):
-                yield Cell(seq_length, head_size, query_groups, heads, options.tokens)
+    for seq_length in options.seq_lengths:
+        for head_size in options.head_sizes:
+            for kind, groups in {"MHA": heads, "GQA": max(1, heads // 4), "MQA": 1}.items():
+                sizes = {"seq_length": seq_length, "head_size": head_size, "num_heads": heads, "query_groups": groups}
+                yield sizes | {"kind": kind, "micro_batch_size": max(1, options.tokens // seq_length)}
 
 
-class SharedMeasure:
-    """Measures what a plan asks for. Components that do not depend on attention are measured once per width.
-
-    Every cell has the same number of tokens and the same model around its attention, so those parts are the same.
-    """
-
-    def __init__(self, measure: Measure) -> None:
-        self._measure = measure
-        self._known: dict[tuple[ComponentKind, int, int], ComponentMeasurement] = {}
-
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        """Run a plan as a profiler's `measure` does."""
-        new = tuple(component for component in plan.components if self._key(plan.model, component) not in self._known)
-        if new:
-            found = self._measure(plan.model_copy(update={"components": new}))
-            if found.outcome is not Outcome.OK:
-                return found
-        else:
-            found = Measurement(candidate=plan.candidate, outcome=Outcome.OK)
-        measured = {m.component: m for m in found.components}
-        for component, measurement in measured.items():
-            if component.kind is not ComponentKind.ATTENTION:
-                self._known[self._key(plan.model, component)] = measurement
-        components = [
-            measured.get(component)
-            or self._known[self._key(plan.model, component)].model_copy(update={"component": component})
-            for component in plan.components
-        ]
-        return found.model_copy(update={"components": tuple(components)})
-
-    @staticmethod
-    def _key(model: ExploredModel, component: Component) -> tuple[ComponentKind, int, int]:
-        """Of the parts around attention; only the optimizer sees how many parameters attention has."""
-        assert isinstance(model, ModelSpec), "reference layers"
-        groups = model.query_groups if component.kind is ComponentKind.OPTIMIZER else 0
-        return component.kind, model.hidden_size, groups
+def request_of(cell: dict[str, Any]) -> ExplorationRequest:
+    """A request in which only the attention back end varies."""
+    model = ModelSpec(
+        name="attention",
+        num_layers=NUM_LAYERS,
+        hidden_size=cell["num_heads"] * cell["head_size"],
+        ffn_hidden_size=NARROW,
+        num_attention_heads=cell["num_heads"],
+        num_query_groups=cell["query_groups"],
+        vocab_size=NARROW,
+        seq_length=cell["seq_length"],
+    )
+    only = {"micro_batch_size": cell["micro_batch_size"], "bta": {"enable": False}, "recompute": ["none"]}
+    budget = {"trial_timeout_seconds": TRIAL_SECONDS}
+    return ExplorationRequest.model_validate({"model": model, **only, "budget": budget, "verify": False})
 
 
-def pick(shape: Shape, report: DeviceReport, measure: Measure) -> dict[str, Any]:
-    """Return what `explore` recommends, and its trials."""
-    answer, trials = None, []
-    for step in explore(shape.request, report, measure):
+def pick(request: ExplorationRequest, report: DeviceReport, measure: Measure) -> dict[str, Any]:
+    """Return what `explore` recommends, and the outcomes of its trials."""
+    answer = None
+    trials: list[dict[str, Any]] = []
+    for step in explore(request, report, measure):
         answer = step.answer or answer
         if step.trial is not None:
             measured = step.trial.measurement
-            attention = [m for m in measured.components if m.component.kind is ComponentKind.ATTENTION]
-            trials.append(
-                {
-                    "back_end": measured.candidate.attention_backend,
-                    "outcome": measured.outcome.value,
-                    "reason": measured.reason,
-                    "attention": attention[0].model_dump(mode="json") if attention else None,
-                    "seconds": step.trial.seconds,
-                }
-            )
-    recommendation = answer.recommendation if answer else None
-    return {
-        "picked": recommendation.candidate.attention_backend if recommendation else None,
-        "confidence": recommendation.confidence if recommendation else None,
-        "back_ends": [support.name for support in report.attention_backends],
-        "trials": trials,
-    }
+            trial = {"back_end": measured.candidate.attention_backend, "outcome": measured.outcome.value}
+            trials.append({**trial, "reason": measured.reason, "seconds": step.trial.seconds})
+    found = answer.recommendation if answer else None
+    chosen = (
+        {"picked": found.candidate.attention_backend, "confidence": found.confidence} if found else {"picked": None}
+    )
+    return chosen | {"trials": trials}
 
 
-def verdict(picked: str | None, timed: dict[str, dict[str, dict[str, Any]]]) -> dict[str, Any]:
-    """Return the fastest by the independent timing, and the time of the chosen one over it; null if it has none."""
-    result: dict[str, Any] = {}
-    for of, runs in timed.items():
-        seconds = {name: run["seconds"] for name, run in runs.items() if run["outcome"] == Outcome.OK}
-        best = min(seconds, key=lambda name: seconds[name]) if seconds else None
-        ratio = seconds[picked] / seconds[best] if best is not None and picked in seconds else None
-        result[of] = {"best": best, "ratio": ratio, "within": ratio is not None and ratio <= WITHIN}
-    return {"verdict": result}
+def time_back_ends(
+    request: ExplorationRequest, names: list[str], device: torch.device, budget: TurnsBudget = BUDGET
+) -> dict[str, dict[str, Any]]:
+    """Seconds of the attention block on every back end, or why there are none."""
+    assert request.model is not None
+    found: dict[str, dict[str, Any]] = {}
+    runs: dict[str, Run] = {}
+    for name in names:
+        reason = attention_backend(name).unsupported_reason(attention_shape(request.model), device)
+        if reason is not None:
+            found[name] = {"reason": reason}
+            continue
+        try:
+            run = block_pass(request, name, device)
+            run()
+            runs[name] = run
+        except Exception as error:  # noqa: BLE001 - whatever a back end raises is its outcome
+            found[name] = {"reason": classify(error)[1] or type(error).__name__}
+    for name, timing in time_in_turns(runs, device, budget).items():
+        seconds = {"seconds": timing.device_seconds, "standard_error_seconds": timing.device_error_seconds}
+        found[name] = {**seconds, "clock_seconds": timing.clock_seconds}
+    return found
+
+
+def block_pass(request: ExplorationRequest, name: str, device: torch.device) -> Run:
+    """Forward and backward of a whole attention block: norm, projections, positions, attention."""
+    model, micro_batch_size = request.model, request.micro_batch_size
+    assert model is not None
+    assert isinstance(micro_batch_size, int)
+    component = Component(kind=ComponentKind.ATTENTION, micro_batch_size=micro_batch_size, backend=name)
+    generator = torch.Generator(device).manual_seed(0)
+    block = build_block(model, component, request, device, generator=generator)
+    size = (micro_batch_size, model.seq_length, model.hidden_size)
+    dtype = torch_dtype(model.dtype)
+    x, gradient = (torch.randn(size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    x.requires_grad_()
+
+    def run() -> None:
+        x.grad = None
+        torch.autograd.backward(block(x), gradient)
+
+    return run
+
+
+def verdict(picked: str | None, timed: dict[str, dict[str, Any]]) -> dict[str, Any]:
+    """Return the fastest by the independent timing, and the time of the chosen one over it; None if it has none."""
+    seconds = {name: run["seconds"] for name, run in timed.items() if "seconds" in run}
+    best = min(seconds, key=seconds.__getitem__, default=None)
+    ratio = seconds[picked] / seconds[best] if best is not None and picked in seconds else None
+    return {"best": best, "ratio": ratio, "within": ratio is not None and ratio <= WITHIN}
 
 
 def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
-    """Return the share of choices within 1% of the fastest, and the worst. A choice without a time is not within."""
-    result: dict[str, Any] = {"cells": len(found)}
-    for of in ("block", "core"):
-        verdicts = [cell["verdict"][of] for cell in found]
-        ratios = [found["ratio"] for found in verdicts if found["ratio"] is not None]
-        result[of] = {
-            "within": sum(found["within"] for found in verdicts),
-            "share_within": statistics.mean(found["within"] for found in verdicts) if verdicts else None,
-            "worst_ratio": max(ratios, default=None),
-        }
-    return result
-
-
-def describe(cell: Cell) -> dict[str, Any]:
-    """Its sizes, as JSON."""
-    return {
-        "seq_length": cell.seq_length,
-        "head_size": cell.head_size,
-        "query_groups": cell.query_groups,
-        "kind": cell.kind,
-        "micro_batch_size": max(1, cell.tokens // cell.seq_length),
-        "flops": cell.flops,
-    }
-
-
-def print_table(found: dict[str, Any]) -> None:
-    """Print milliseconds of a block by back end, the choice, and how far it is from the fastest."""
-    names = tuple(dict.fromkeys(name for cell in found["cells"] for name in cell["back_ends"]))
-    print("attention block, forward and backward, ms (attention alone, TFLOP/s); timed independently")
-    print(f"{'S':>6} {'D':>4} {'kind':>4} " + "".join(f"{name:>20}" for name in names) + "    picked  block   core")
-    for cell in sorted(found["cells"], key=lambda cell: (cell["seq_length"], cell["head_size"], -cell["query_groups"])):
-        shown = "".join(f"{_shown(cell, name):>20}" for name in names)
-        ratios = [cell["verdict"][of]["ratio"] for of in ("block", "core")]
-        print(
-            f"{cell['seq_length']:>6} {cell['head_size']:>4} {cell['kind']:>4} {shown}{cell['picked'] or '-':>10}"
-            + "".join(f"{'-':>7}" if ratio is None else f"{ratio:7.3f}" for ratio in ratios)
-        )
-    print(found["summary"])
-    if found["left_out"]:
-        print(f"left out for want of time: {len(found['left_out'])} shapes")
-
-
-def _shown(cell: dict[str, Any], name: str) -> str:
-    block, core = (cell["timed"][of].get(name, {"outcome": "-"}) for of in ("block", "core"))
-    if block["outcome"] != Outcome.OK:
-        return str(block["outcome"])
-    rate = f" ({cell['flops'] / core['seconds'] / 1e12:.0f})" if core["outcome"] == Outcome.OK else ""
-    return f"{1e3 * block['seconds']:.2f}{rate}"
+    """Return how many choices are within 1% of the fastest, and the worst. A choice without a time is not within."""
+    verdicts = [cell["verdict"]["block"] for cell in found]
+    ratios = [each["ratio"] for each in verdicts if each["ratio"] is not None]
+    return {"within": sum(each["within"] for each in verdicts), "worst_ratio": max(ratios, default=None)}
 
 
 if __name__ == "__main__":

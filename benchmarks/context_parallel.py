@@ -8,9 +8,8 @@ devices reach with the same kernel if each works alone on the whole sequence, wi
 first compared with float64 at a short length.
 
 torch's contender is `torch.distributed.tensor.experimental.context_parallel`, whose head-tail balance is the zigzag
-layout, with both of its ways to pass keys and values on. Three more are those of ring-flash-attention, if it can be
-imported (see benchmarks/context_parallel_peers.py). If a contender does not run, the reason stands in its place. Then
-all ranks fail alike, or the run ends with the group's timeout.
+layout, with both of its ways to pass keys and values on. If a contender does not run, the reason stands in its place.
+Then all ranks fail alike, or the run ends with the group's timeout.
 
 If the file exists, the run continues it: a length and back end that it has are not timed again.
 """
@@ -29,9 +28,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, peer, torchs
+from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, torchs
 from benchmarks.context_parallel_margins import summarize
-from benchmarks.context_parallel_peers import PEERS, describe_peer
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from bexp.kernels.context_parallel.attention import ContextParallel
@@ -50,7 +48,7 @@ TIMEOUT = timedelta(minutes=3)
 """Timeout of one operation: ranks that lost each other end after it."""
 ROUND_SECONDS, MAX_CALLS = 0.03, 20
 """A turn takes this long or this many calls, whichever is less, but at least one call."""
-IDENTITY = ("device", "num_devices", "versions", "heads", "dtype", "checked_length", "ring_flash_attn")
+IDENTITY = ("device", "num_devices", "versions", "heads", "dtype", "checked_length")
 """The settings that a run must share with one that continues it."""
 ALONE, TORCH, EXPANDED = "alone", "torch", " expanded"
 
@@ -60,8 +58,8 @@ class Bench:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.group = ring_group()
-        self.contexts = {layout: ContextParallel(self.group, layout) for layout in LAYOUTS}
+        group = ring_group()
+        self.contexts = {layout: ContextParallel(group, layout) for layout in LAYOUTS}
         self.size = self.contexts["ring"].size
 
     def contenders(self, problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
@@ -74,8 +72,6 @@ class Bench:
             found[f"{TORCH} {method}"] = partial(torchs_own, False)
             if problem.q.shape[1] != problem.k.shape[1]:
                 found[f"{TORCH} {method}{EXPANDED}"] = partial(torchs_own, True)
-        for name, layout in PEERS.items():
-            found[name] = partial(peer, problem, self.contexts[layout], self.group, backend)
         return found
 
     def check(self, problem: Problem, backend: str) -> dict[str, dict[str, Any]]:
@@ -98,8 +94,7 @@ class Bench:
                 found[name] = {"reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
                 continue
             if name != ALONE:
-                layout = name if name in LAYOUTS else PEERS.get(name, "zigzag")
-                context = self.contexts[layout]
+                context = self.contexts[name if name in LAYOUTS else "zigzag"]
                 results = [context.gather(x, dim=2) for x in results]
             errors = {
                 what: float((actual.double() - expected).norm() / expected.norm())
@@ -200,7 +195,6 @@ def main(arguments: list[str] | None = None) -> int:
         "heads": dict(zip(("num_heads", "query_groups", "head_size"), heads, strict=True)),
         "dtype": str(dtype).removeprefix("torch."),
         "checked_length": CHECKED_LENGTH[kind],
-        "ring_flash_attn": describe_peer(),
         "checks": {},
         "cells": [],
     }

@@ -8,13 +8,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from benchmarks.context_parallel_peers import peer_attention
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.context_parallel.attention import ContextParallel
 
@@ -111,15 +109,3 @@ def torchs(problem: Problem, zigzag: ContextParallel, backend: str, method: str,
     tokens = torch.zeros(1, problem.seq_length, device=problem.q.device)  # because it needs a buffer to split
     with context_parallel(mesh, buffers=[tokens], buffer_seq_dims=[1]), torch.enable_grad():
         yield differentiate(attend, *shards(problem, zigzag))
-
-
-@contextlib.contextmanager
-def peer(problem: Problem, context: ContextParallel, group: dist.ProcessGroup, backend: str) -> Iterator[Pass]:
-    """ring-flash-attention's variant for the layout of `context`, whose ring is `group`."""
-    ring_attention = peer_attention(context.layout.name, backend)
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        parts = (x.transpose(1, 2) for x in (q, k, v))
-        return ring_attention(*parts, causal=True, group=group).transpose(1, 2)
-
-    yield differentiate(attend, *shards(problem, context))

@@ -1,10 +1,10 @@
-"""Whole explorations through REST and a real worker: from submit to the final answer.
+"""Whole explorations by a real worker: from submit to the final answer.
 
     python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
 
-Starts the API and one worker on a new SQLite database and waits until the worker is ready. Then it submits each
-configuration when the one before has ended, and follows the event stream as any client does. All seconds are the
-client's: from just before the POST until the event has arrived. The worker keeps a profiler process ready for the next
+Starts one worker on a new SQLite database and waits until it is ready. Then it submits each configuration when the one
+before has ended, and follows its events as any command does. All seconds are those of the submitter: from just before
+the submission until the event was read. The worker keeps a profiler process ready for the next
 job, as it does in a service. `process_start` and `queue` say how long a job had to wait. A configuration measures
 everything itself, unless it says `fresh: false`: then it starts from what the ones before it learnt.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -21,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from bexp.api.client import Client, Job, Result
-from bexp.api.embedded import EmbeddedService
+from bexp.api.cli.connection import open_current
+from bexp.api.local_worker import child_environment
+from bexp.api.stored import StoredExplorations
+from bexp.child_process import module_command
+from bexp.client.explorations import Exploration, Result
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.event import Event, EventCode, render_line
@@ -61,9 +65,11 @@ def main(arguments: list[str] | None = None) -> int:
     configs = [path for path in options.configs if path.stem not in done]
     with tempfile.TemporaryDirectory() as folder:
         url = f"sqlite:///{folder}/bexp.db"
-        embedded = EmbeddedService(url, with_worker=True, device=options.device, group=options.group)
-        with embedded as service, Client(service.url) as client:
-            await_worker(service, client, options.warm_seconds)
+        stored = StoredExplorations(open_current(url))
+        chosen = [*(["--device", options.device] if options.device else []), *(["--group"] if options.group else [])]
+        worker = subprocess.Popen(module_command("bexp.workers", *chosen), env=child_environment(url))
+        try:
+            await_worker(worker, stored, options.warm_seconds)
             for path in configs:
                 for seed in range(options.repeat):
                     document = load_document(path.read_text())
@@ -72,31 +78,33 @@ def main(arguments: list[str] | None = None) -> int:
                     if options.max_seconds is not None:
                         document["budget"] = (document.get("budget") or {}) | {"max_seconds": options.max_seconds}
                     request = parse_request({"fresh": True, **document}).model_copy(update={"seed": seed})
-                    runs.append(explore(service, client, path.stem, request))
+                    runs.append(explore(stored, path.stem, request))
                     found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
                     found["kernels"] = kernels_digest()
                     write_results(options.out, found)
-    print_table(runs)
+        finally:
+            worker.terminate()
+            worker.wait()
+            stored.database.dispose()
     return 0 if all(run["state"] == "succeeded" for run in runs) else 1
 
 
-def await_worker(service: EmbeddedService, client: Client, warm_seconds: float) -> None:
+def await_worker(worker: subprocess.Popen[bytes], stored: StoredExplorations, warm_seconds: float) -> None:
     """Wait until the worker asks for jobs, and then until its profiler has prepared for one."""
-    while not client.workers():
-        service.check()
+    while not stored.workers():
+        if worker.poll() is not None:
+            sys.exit("the worker has ended; its log above says why")
         time.sleep(0.05)
     time.sleep(warm_seconds)
 
 
-def explore(service: EmbeddedService, client: Client, name: str, request: ExplorationRequest) -> dict[str, Any]:
-    """Submit, follow to the end, and collect everything that the service says about the job."""
+def explore(client: StoredExplorations, name: str, request: ExplorationRequest) -> dict[str, Any]:
+    """Submit, follow to the end, and collect everything that is stored of the job."""
     started = time.perf_counter()
     job = client.submit(request)
-    service.adopt(job.id)
     lines, moments, first_recommendation, confident, sure = [], [], None, None, None
     for event in client.events(job.id):
         seconds = time.perf_counter() - started
-        service.check()
         lines.append(render_line(event))
         moments.append(round(seconds, 3))
         print(f"{seconds:6.1f} s  {lines[-1]}", flush=True)
@@ -107,7 +115,7 @@ def explore(service: EmbeddedService, client: Client, name: str, request: Explor
             if sure is None and _confidence(event) >= SURE:
                 sure = seconds
     seconds = time.perf_counter() - started
-    job, result, trials = client.get(job.id), client.recommendation(job.id), client.trials(job.id)
+    job, result, trials = client.get(job.id), client.result(job.id), client.trials(job.id)
     answer = result.answer if result else None
     return {
         "name": name,
@@ -135,7 +143,7 @@ def comparisons(found: Recommendation | None) -> dict[str, Any] | None:
     return {name: None if other is None else other.model_dump(mode="json") for name, other in alternatives.items()}
 
 
-def overheads(job: Job, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
+def overheads(job: Exploration, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
     """Return the seconds beside measuring: suggest, storage and messages per trial, idle profiler, process starts."""
     timings = result.answer.timings if result and result.answer else {}
     components = [t for t in trials if t.kind is TrialKind.COMPONENTS]
@@ -155,34 +163,7 @@ def overheads(job: Job, result: Result | None, trials: tuple[Trial, ...]) -> dic
     return found
 
 
-def print_table(runs: list[dict[str, Any]]) -> None:
-    """One line a run: seconds in the queue, and from submit to the first line, to a confidence of 90, to the end."""
-    heads = f"{'model':<22}{'state':<11}{'queue s':>8}{'first s':>8}{'sure s':>8}{'final s':>8}"
-    print(f"\n{heads}{'m':>5}{'x base':>8}{'conf':>6}{'trials':>8}{'step err':>10}{'peak err':>10}")
-    for run in runs:
-        found = (run["answer"] or {"variants": [{}]})["variants"][0].get("recommendation")
-        moments = (
-            run["overheads"]["timings"].get("queue"),
-            run["submit_to_first_recommendation_seconds"],
-            run[f"submit_to_confidence_{SURE}_seconds"],
-            run["submit_to_final_seconds"],
-        )
-        times = "".join(f"{'-':>8}" if seconds is None else f"{seconds:>8.1f}" for seconds in moments)
-        if found is None:
-            print(f"{run['name']:<22}{run['state']:<11}{times}")
-            continue
-        check = found["whole_model"] or {}
-        errors = "".join(
-            f"{100 * check[key]:>9.1f}%" if check else f"{'-':>10}" for key in ("step_error", "peak_error")
-        )
-        print(
-            f"{run['name']:<22}{run['state']:<11}{times}"
-            f"{found['candidate']['micro_batch_size']:>5}{found['performance']:>8.2f}{found['confidence']:>6}"
-            f"{run['overheads']['num_trials']:>8}{errors}"
-        )
-
-
-def _hardware(job: Job) -> dict[str, Any] | None:
+def _hardware(job: Exploration) -> dict[str, Any] | None:
     return job.report["hardware"] if job.report else None
 
 

@@ -22,12 +22,12 @@ from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.whole_model_check import check_whole_model
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.selection import parse_devices
 from bexp.workers.process.profiler import Profiler
@@ -54,7 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
             document |= {"num_devices": len(devices), "training": training}
         request = parse_request(document)
         if options.num_layers is not None:
-            shorter = request.model.model_copy(update={"num_layers": options.num_layers})
+            shorter = request.shapes.model_copy(update={"num_layers": options.num_layers})
             request = request.model_copy(update={"model": shorter})
         profiler = Profiler(devices)
         try:
@@ -73,13 +73,13 @@ def candidates(request: ExplorationRequest, report: DeviceReport, micro_batch_si
 
     If there is only one level, the largest is also returned tiled, and with selective, partial and full recomputation.
     """
-    model = request.model
+    model = request.shapes
     plain = {
         "attention_backend": report.default_attention,
         "expert_backend": report.default_experts,
         "num_query_groups": model.query_groups,
     }
-    levels = request.sharding_choices
+    levels = request.space.sharding_choices
     found = [Candidate(micro_batch_size=m, sharding=level, **plain) for level in levels for m in micro_batch_sizes]
     largest = max(micro_batch_sizes)
     if request.mode == "train" and levels == (None,):
@@ -95,15 +95,15 @@ def check(
     """Measure, compose and run every candidate of one configuration that fits."""
     report = profiler.begin(request)
     chosen = candidates(request, report, micro_batch_sizes)
-    table = SpaceTable(chosen, request.model, request, exchanges=is_exchange_timed(request, report.hardware))
-    state = SearchState(table, chosen, request, report.hardware)
+    table = SpaceTable(chosen, request.shapes, request, exchanges=is_exchange_timed(request, report.hardware))
+    state = Posterior.of(table, chosen, request, report.hardware)
     rows = []
     for row, candidate in enumerate(chosen):
         missing = table.missing(row, state.surrogate.known_K)
         together = tuple(c for c in missing if c in table.communications)  # separate trials, as in an exploration
         for components in (together, tuple(c for c in missing if c not in together)):
             if components:
-                state.learn([profiler.measure(_plan(row, candidate, components, request, report))])
+                state.knowledge.learn(0, profiler.measure(_plan(row, candidate, components, request, report)))
         if not (state.is_known(row) and state.fits(row)):
             print(f"{name}: {candidate.describe()}: does not fit", flush=True)
             continue
@@ -124,7 +124,9 @@ def check(
                 "peak_bytes": state.bytes(row).peak,
                 "required_bytes": state.bytes(row).required,
             },
-            "components": [state.measured[c].model_dump(mode="json") for c in table.decompositions[row].components],
+            "components": [
+                state.knowledge.measured[c].model_dump(mode="json") for c in table.decompositions[row].components
+            ],
             "check": found.model_dump(mode="json") if found else None,
         }
         rows.append(entry)
@@ -144,7 +146,7 @@ def _plan(
     return TrialPlan(
         number=number,
         kind=kind,
-        model=request.model,
+        model=request.shapes,
         candidate=candidate,
         components=components or (),
         num_processes=count_processes(kind, candidate, components or (), request, report.hardware),

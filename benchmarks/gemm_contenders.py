@@ -15,11 +15,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from benchmarks.contenders import cublas_grouped
+from benchmarks.contenders.block_sparse import BLOCK, SDD
+from benchmarks.contenders.block_topology import block_topology
 from bexp.kernels.experts import loop, triton_gemm
-from bexp.kernels.experts.comparisons import cublas_grouped
-from bexp.kernels.experts.comparisons.block_sparse import BLOCK, SDD
-from bexp.kernels.experts.comparisons.block_topology import block_topology
-from bexp.kernels.experts.hopper import gemm as hopper_gemm
+from bexp.kernels.experts.hopper_grouped import gemm as hopper_gemm
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.kernels.experts.rows import Rows
 

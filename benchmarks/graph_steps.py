@@ -2,11 +2,9 @@
 
     python -m benchmarks.graph_steps --out graphs.json
 
-Each case is a model of transformers with random weights in bf16, at one micro-batch size, in a process of its own. All
-processes build, compile and capture at the same time; then one after another times its executions in turns, on one
-model with one optimizer. A micro-step is forward, loss and backward; a step adds clipping, fused AdamW and dropping the
-gradients. `--wait-for` names a process that has to end before the first timing. Cases that are not ready
-`--ready-within` seconds after the start are left out, and their result says so.
+Each case is a model of transformers with random weights in bf16, at one micro-batch size, in a process of its own. It
+times the executions in turns, on one model with one optimizer. A micro-step is forward, loss and backward; a step adds
+clipping, fused AdamW and dropping the gradients.
 
 Losses are those of the same micro-batch on the same weights. The peak of an execution is measured before the others
 have any memory, over whole steps, captures included.
@@ -21,6 +19,7 @@ import os
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -63,17 +62,6 @@ CASES: dict[str, dict[str, Any]] = {
         "loss": "chunked",
         "experts": "bexp_fused",
     },
-}
-OTHERS: dict[str, dict[str, Any]] = {
-    "gpt2-124m m=16": {"config": GPT2, "seq_length": 1024, "micro_batch_size": 16},
-    "llama-3.2-1b m=4": {"config": LLAMA, "seq_length": 2048, "micro_batch_size": 4, "loss": "chunked"},
-    "olmoe-1-layer m=1": {
-        "config": {**OLMOE, "num_hidden_layers": 1},
-        "seq_length": 4096,
-        "micro_batch_size": 1,
-        "loss": "chunked",
-        "experts": "bexp_fused",
-    },
     "tiny": {
         "config": {**LLAMA, "hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 256, "intermediate_size": 128},
         "seq_length": 32,
@@ -89,63 +77,28 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.graph_steps", description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--wait-for", type=int, help="the id of a process that has to end before the first timing")
-    parser.add_argument("--ready-within", type=float, default=600.0, help="seconds to build, compile and capture")
     parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, default=EXECUTIONS)
-    parser.add_argument("--cases", nargs="+", choices=[*CASES, *OTHERS], default=list(CASES))
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[name for name in CASES if name != "tiny"])
     options = parser.parse_args(arguments)
-    context = multiprocessing.get_context("spawn")
-    processes = {}
-    for name in options.cases:
-        here, there = context.Pipe()
-        setting = {**CASES, **OTHERS}[name]
-        process = context.Process(target=_child, args=(setting, options.device, tuple(options.executions), there))
-        process.start()
-        there.close()
-        processes[name] = (process, here)
-    until = time.monotonic() + options.ready_within
-    failed = {name: message for name, (_, pipe) in processes.items() if (message := _receive(pipe, until)) != "ready"}
-    for name in failed:
-        processes[name][0].terminate()
-    while options.wait_for is not None and Path(f"/proc/{options.wait_for}").exists():
-        time.sleep(0.2)
     found: dict[str, Any] = {}
-    for name, (process, pipe) in processes.items():
-        if name in failed:
-            found[name] = {"error": failed[name]}
-        else:
-            pipe.send("time")
-            found[name] = _receive(pipe)
-        process.join()
-        results = {"environment": describe_environment(), "cases": {**CASES, **OTHERS}, "results": found}
-        write_results(options.out, results)
+    for name in options.cases:
+        # a case that fails on the device leaves it unusable for this process
+        with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
+            found[name] = process.submit(measure, CASES[name], options.device, tuple(options.executions)).result()
+        run = {"environment": describe_environment(), "cases": CASES, "results": found}
+        write_results(options.out, {"device": options.device, "runs": [run]})
         print(_lines(name, found[name]), flush=True)
     return 0
 
 
-def _receive(pipe: Any, until: float | None = None) -> Any:
-    try:
-        if until is not None and not pipe.poll(max(0.0, until - time.monotonic())):
-            return "it was not ready in time"
-        return pipe.recv()
-    except EOFError:
-        return "the process ended without a result"
-
-
-def _child(setting: dict[str, Any], device: str, executions: tuple[str, ...], pipe: Any) -> None:
-    os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "2")  # each process would start one for each core
+def measure(setting: dict[str, Any], device: str, executions: tuple[str, ...]) -> dict[str, Any]:
+    """Return the times and peaks of a case, or its error."""
     try:
         runs = _Runs(setting, device, executions)
         runs.prepare()
+        return runs.time()
     except Exception as error:  # noqa: BLE001 - it is the case's result
-        pipe.send(f"{type(error).__name__}: {error}"[:500])
-        return
-    pipe.send("ready")
-    pipe.recv()
-    try:
-        pipe.send(runs.time())
-    except Exception as error:  # noqa: BLE001 - it is the case's result
-        pipe.send({"error": f"{type(error).__name__}: {error}"[:500]})
+        return {"error": f"{type(error).__name__}: {error}"[:500]}
 
 
 class _Runs:

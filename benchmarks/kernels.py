@@ -1,6 +1,6 @@
 """Grouped GEMM alone, forward and backward: our back ends against the loop, bmm and torch's grouped_mm.
 
-    python -m benchmarks.kernels --out results/NAME.json [--quick] [--minutes M] [--contenders NAME ...] [--variants]
+    python -m benchmarks.kernels --out results/NAME.json [--minutes M] [--contenders NAME ...]
 
 (K, N) = (2048, 1024) in bfloat16, over numbers of experts, tokens per expert, and even and Zipf(1) loads. A cell's
 contenders run in turns. The clock's time is that of a loop of forwards and backwards, the host included, as a model has
@@ -39,15 +39,12 @@ from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.gemm_contenders import BASELINES, CHOSEN, COUNTED, OURS, GemmPasses, Problem, errors, problem
 from benchmarks.gemm_summary import summarize
-from benchmarks.gemm_variants import compare_tiles, compile_tiles
 from benchmarks.sustained import sustained_matmul
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.model import DType
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.auto.measuring import GemmShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS
-from bexp.measure.cuda_timing import CudaTimer
-from bexp.measure.timing import TimingBudget
 from bexp.measure.turns import Run, TurnsBudget, TurnTiming, chained, synchronize, time_in_turns
 from bexp.workers.profiler.failures import classify, is_poisoned
 from bexp.workers.profiler.hardware import measure_hardware
@@ -55,20 +52,9 @@ from bexp.workers.profiler.hardware import measure_hardware
 K, N = 2048, 1024
 EXPERTS = (8, 64, 128)
 TOKENS = (16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192)
-QUICK_EXPERTS, QUICK_TOKENS = (8, 128), (16, 128, 512, 2048)
 DISTRIBUTIONS = ("uniform", "zipf")
-VARIANTS_LOADS = (
-    (128, 2048, "uniform"),
-    (128, 2048, "zipf"),
-    (128, 16, "uniform"),
-    (128, 128, "zipf"),
-    (8, 512, "uniform"),
-    (64, 256, "uniform"),
-    (128, 64, "uniform"),
-    (8, 8192, "zipf"),
-)
 TOLERANCE = 1e-2
-FULL_MINUTES, QUICK_MINUTES, VARIANTS_SECONDS = 9.0, 1.3, 240.0
+MINUTES = 9.0
 """No case starts after this time. Cells that were left out have no runs; starting again measures them."""
 CONTENDERS = BASELINES | OURS | CHOSEN | COUNTED
 REFERENCE = "grouped_mm"
@@ -79,27 +65,17 @@ SAVED_CELLS = 10
 """After so many cells the file is written, in case the command is stopped."""
 
 
-class KernelTimer(CudaTimer):
-    """Fewer repeats a case than an exploration makes: there are hundreds."""
-
-    BUDGET = TimingBudget(min_repeats=5, max_repeats=30, seconds=0.2)
-    MAX_WARM_UP_SECONDS = 0.2
-
-
 def main(arguments: list[str] | None = None) -> int:
     """Run all cases and write one JSON file; 1 if a result was wrong."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--quick", action="store_true", help="fewer cases, within 90 s")
-    parser.add_argument("--minutes", type=float, help="start no cell after so long")
+    parser.add_argument("--minutes", type=float, default=MINUTES, help="start no cell after so long")
     parser.add_argument("--contenders", nargs="+", choices=CONTENDERS, help="default: all")
-    parser.add_argument("--variants", action="store_true", help="compare the tiles of the kernels instead")
     options = parser.parse_args(arguments)
     if not torch.cuda.is_available():
         parser.error("these kernels are timed on a CUDA device, and there is none")
     device = torch.device("cuda", torch.cuda.current_device())
     hardware = measure_hardware(device, None)
-    timer = KernelTimer(device)
     found: dict[str, Any] = {
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
@@ -107,15 +83,9 @@ def main(arguments: list[str] | None = None) -> int:
         "k": K,
         "n": N,
     }
-    if options.variants:
-        found["variants"] = time_variants(device, timer, time.monotonic() + VARIANTS_SECONDS)
-        write_results(options.out, found)
-        print_variants(found["variants"])
-        return 0
     names = [name for name in CONTENDERS if name in (options.contenders or CONTENDERS)]
-    minutes = options.minutes or (QUICK_MINUTES if options.quick else FULL_MINUTES)
-    deadline = time.monotonic() + 60 * minutes
-    fresh = found | {"contenders": names, "cells": empty_cells(quick=options.quick), "table_seconds": 0.0}
+    deadline = time.monotonic() + 60 * options.minutes
+    fresh = found | {"contenders": names, "cells": empty_cells(), "table_seconds": 0.0}
     try:
         found = begin(options.out, fresh, same=("k", "n", "contenders", "kernels"))
     except ValueError as error:
@@ -140,7 +110,7 @@ def main(arguments: list[str] | None = None) -> int:
     found |= {"matmul_flops_per_second": peak, "bandwidth_bytes_per_second": bandwidth, "sustained": sustained}
     found["summary"] = summarize(cells)
     write_results(options.out, found)
-    print_table(found)
+    print_summary(found)
     print(f"{found['table_seconds']:.1f} s were spent on the table of auto")
     return 0 if all(run["outcome"] != "wrong" for cell in cells for run in cell["runs"]) else 1
 
@@ -157,7 +127,7 @@ def loads(distribution: str, num_experts: int, tokens: int) -> tuple[int, ...]:
     return tuple(counts[order].tolist())
 
 
-def empty_cells(*, quick: bool) -> list[dict[str, Any]]:
+def empty_cells() -> list[dict[str, Any]]:
     """All cells, without runs."""
     return [
         {
@@ -167,8 +137,8 @@ def empty_cells(*, quick: bool) -> list[dict[str, Any]]:
             "counts": loads(distribution, num_experts, tokens),
             "runs": [],
         }
-        for num_experts in (QUICK_EXPERTS if quick else EXPERTS)
-        for tokens in (QUICK_TOKENS if quick else TOKENS)
+        for num_experts in EXPERTS
+        for tokens in TOKENS
         for distribution in DISTRIBUTIONS
     ]
 
@@ -276,63 +246,12 @@ def roofline_seconds(counts: tuple[int, ...], peak: float, bandwidth: float) -> 
     return sum(max(2 * rows * K * N / peak, 2 * size / bandwidth) for size in sizes)
 
 
-def time_variants(device: torch.device, timer: KernelTimer, deadline: float) -> list[dict[str, Any]]:
-    """Every choice of tiles for a few loads."""
-    rows = []
-    compile_tiles({num_experts for num_experts, _, _ in VARIANTS_LOADS}, K, N)
-    for num_experts, tokens, distribution in VARIANTS_LOADS:
-        given = problem(loads(distribution, num_experts, tokens), K, N, torch.bfloat16, device)
-        key = {"experts": num_experts, "tokens": tokens, "distribution": distribution}
-        rows += [key | row for row in compare_tiles(given, timer, deadline)]
-    return rows
-
-
-def print_table(found: dict[str, Any]) -> None:
-    """TFLOP/s of each contender, ours over theirs, and the share of the roofline."""
-    peak, bandwidth = found["matmul_flops_per_second"], found["bandwidth_bytes_per_second"]
-    sustained = found["sustained"]
-    print(
-        f"peak {peak / 1e12:.0f} TFLOP/s, sustained {sustained['flops_per_second'] / 1e12:.0f} at "
-        f"{sustained['clock_mhz']} MHz and {sustained['power_watts']} W; {bandwidth / 1e12:.2f} TB/s; us of forward "
-        "and backward, device / clock; by the clock, the best stock one's time over that of our best and of auto"
-    )
-    names = found["contenders"]
-    print(f"{'E':>4} {'tokens':>6} {'load':>8} " + " ".join(f"{name[:14]:>14}" for name in names) + "  ours auto told")
-    for cell in found["cells"]:
-        runs = {run["name"]: run for run in cell["runs"]}
-        shown = [_shown(runs[name]) if name in runs else "-" for name in names]
-        ratios = [cell.get(f"{name}ratio_with_host", math.nan) for name in ("", "auto_", "auto_counted_")]
-        print(
-            f"{cell['experts']:>4} {cell['tokens']:>6} {cell['distribution']:>8} "
-            + " ".join(f"{text:>14}" for text in shown)
-            + "".join(f" {ratio:5.2f}" for ratio in ratios)
-        )
+def print_summary(found: dict[str, Any]) -> None:
+    """The summary, and why contenders failed; `benchmarks.result_tables` shows the cells."""
     print(found["summary"])
     failures = {(r["name"], r["reason"]) for cell in found["cells"] for r in cell["runs"] if "reason" in r}
     for name, reason in sorted(failures):
         print(f"{name}: {reason}")
-
-
-def print_variants(rows: list[dict[str, Any]]) -> None:
-    """TFLOP/s by product and load, the best first."""
-    keys = list(dict.fromkeys((r["experts"], r["tokens"], r["distribution"], r["product"]) for r in rows))
-    for key in keys:
-        experts, tokens, distribution, product = key
-        mine = [r for r in rows if (r["experts"], r["tokens"], r["distribution"], r["product"]) == key]
-        flops = 2 * experts * tokens * K * N
-        timed = sorted((r for r in mine if "seconds" in r), key=lambda r: float(r["seconds"]))
-        print(f"E={experts} tokens={tokens} {distribution} {product}")
-        for row in timed:
-            print(f"    {row['seconds'] * 1e6:9.1f} us {flops / row['seconds'] / 1e12:6.0f} TFLOP/s  {row['tiles']}")
-        for row in mine:
-            if "reason" in row:
-                print(f"    {row['tiles']}: {row['reason'][:150]}")
-
-
-def _shown(run: dict[str, Any]) -> str:
-    if run["outcome"] != "ok":
-        return str(run["outcome"])[:14]
-    return f"{run['seconds'] * 1e6:.0f} / {run['clock_seconds'] * 1e6:.0f}"
 
 
 if __name__ == "__main__":

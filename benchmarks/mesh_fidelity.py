@@ -26,13 +26,13 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.selection import parse_devices
 from bexp.workers.process.interface import DeviceProfiler
@@ -138,7 +138,7 @@ def measure(
             TrialPlan(
                 number=0,
                 kind=kind,
-                model=request.model,
+                model=request.shapes,
                 candidate=found.candidate,
                 components=tuple(components),
                 timeout_seconds=timeout_seconds,

@@ -1,4 +1,4 @@
-"""The contenders of the MoE layer benchmark: expert FFNs and layers on every back end, and dense counterparts."""
+"""The contenders of the MoE layer benchmark: layers on every back end, dense ones, and how results are checked."""
 
 from __future__ import annotations
 
@@ -9,26 +9,29 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contenders.registry import COMPARED, contender, usable_contenders
+from benchmarks.expert_reference import expert_ffn, relative_error
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.routing import RoutingSpec
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.auto.measuring import FFNShape
-from bexp.kernels.experts.backend import ExpertFFN
-from bexp.kernels.experts.registry import AUTO_EXPERTS, expert_backend, expert_support
-from bexp.workers.targets.reference.compilation import compiled
+from bexp.kernels.experts.expert_backend import ExpertFFN
+from bexp.kernels.experts.registry import AUTO_EXPERTS
+from bexp.measure.passes import ModulePasses
 from bexp.workers.targets.reference.ffn_block import DenseFFN
-from bexp.workers.targets.reference.mlp import MLP
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
 from bexp.workers.targets.reference.shapes import experts_shape
 from bexp.workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408
+SEQ_LENGTH = 2048
+TOLERANCE = 1e-2
+"""Of relative errors against float64."""
 DENSE = ("dense eager", "dense compile")
 LIGER, QUACK, AUTO = "liger", "quack", "auto"
 _COMPILED = " compile"
-_RECOMPUTING = " recomputing"
 
 
 def layer_model(num_experts: int, top_k: int) -> ModelSpec:
@@ -48,7 +51,7 @@ def contenders(model: ModelSpec, device: torch.device) -> tuple[str, ...]:
     """Every back end that serves the model here, and liger-kernel's fused MoE where it is installed."""
     shape = experts_shape(model)
     assert shape is not None, "a model with experts"
-    names = tuple(support.name for support in expert_support(shape, device) if support.usable)
+    names = usable_contenders(shape, device)
     return (*names, LIGER) if _has_liger() else names
 
 
@@ -61,11 +64,6 @@ def prepare_auto(num_experts: int, top_k: int, num_tokens: int, device: torch.de
 def compiled_name(backend: str) -> str:
     """The layer on `backend` with everything around the experts compiled."""
     return backend + _COMPILED
-
-
-def recomputing_name(backend: str) -> str:
-    """The layer on `backend` that keeps no result but those of matrix products and of routing."""
-    return backend + _RECOMPUTING
 
 
 def hidden_states(micro_batch: int, seq_length: int, device: torch.device) -> Tensor:
@@ -109,12 +107,11 @@ def expert_block(
 
 
 def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device: torch.device) -> MoEFFN:
-    """The whole layer on the back end `name`, or with `compiled_name` or `recomputing_name`."""
+    """The whole layer on the back end `name`, or with `compiled_name`."""
     model = layer_model(num_experts, top_k)
-    backend = name.removesuffix(_COMPILED).removesuffix(_RECOMPUTING)
-    known = "loop" if backend == LIGER else backend
-    recompute = BlockRecompute.ACTIVATIONS if name.endswith(_RECOMPUTING) else BlockRecompute.NONE
-    block = MoEFFN(model, backend=known, recompute=recompute, device=device, training=True)
+    backend = name.removesuffix(_COMPILED)
+    known = "loop" if backend == LIGER or backend in COMPARED else backend
+    block = MoEFFN(model, backend=known, recompute=BlockRecompute.NONE, device=device, training=True)
     block.run_experts = _run_of(backend)
     block.set_routes(device_routes(model, RoutingSpec(), num_tokens, 0, device))
     block.w_in, block.w_out = (_stored(w, backend) for w in (block.w_in, block.w_out))
@@ -123,26 +120,55 @@ def layer_block(name: str, num_experts: int, top_k: int, num_tokens: int, device
     return block
 
 
-def dense_block(kind: str, top_k: int, device: torch.device, *, compiled: bool) -> nn.Module:
-    """The dense layer, or the MLP alone, with the FLOPs of `top_k` experts."""
-    model = layer_model(top_k, top_k)
-    if kind == "layer":
-        layer = DenseFFN(model, recompute=BlockRecompute.NONE, device=device, training=True)
-        if compiled:
-            layer.compile_core()
-        return layer
-    mlp = MLP(model, model.ffn_hidden_size, Weights.of(model, device, True))
-    return _Compiled(mlp) if compiled else mlp
+def dense_block(top_k: int, device: torch.device, *, compiled: bool) -> DenseFFN:
+    """The dense layer with the FLOPs of `top_k` experts."""
+    layer = DenseFFN(layer_model(top_k, top_k), recompute=BlockRecompute.NONE, device=device, training=True)
+    if compiled:
+        layer.compile_core()
+    return layer
 
 
-class _Compiled(nn.Module):
-    def __init__(self, block: nn.Module) -> None:
-        super().__init__()
-        self.block = block
-        self._run = compiled(block.forward)
+class FreshGradients(ModulePasses):
+    """Passes whose backward writes the gradients of the weights instead of adding to earlier ones."""
 
-    def forward(self, x: Tensor) -> Any:
-        return self._run(x)
+    def __init__(self, block: nn.Module, *inputs: Tensor) -> None:
+        hidden_states = tuple(x.detach().requires_grad_() for x in inputs)
+        super().__init__(block, hidden_states, training=True, gradient_dtype=torch.bfloat16)
+
+    def prepare_forward(self) -> None:
+        """Forget the last gradients."""
+        for parameter in self.module.parameters():
+            parameter.grad = None
+        super().prepare_forward()
+
+
+def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, Any]]:
+    """Relative errors against float64, of the output and of every gradient, at a micro-batch of one."""
+    x = hidden_states(1, SEQ_LENGTH, device).view(SEQ_LENGTH, -1)
+    gradient = torch.randn_like(x)
+    rows = []
+    reference: dict[str, Tensor] = {}
+    for name in ("float64", *contenders(layer_model(num_experts, top_k), device)):
+        block = expert_block(name if name != "float64" else "loop", num_experts, top_k, SEQ_LENGTH, device, seed=1)
+        inputs = {"x": x, "weights": block.routing_weights(SEQ_LENGTH), "w_in": block.w_in, "w_out": block.w_out}
+        dtype = torch.float64 if name == "float64" else torch.bfloat16
+        leaves = {key: value.detach().to(dtype).requires_grad_() for key, value in inputs.items()}
+        run = expert_ffn if name == "float64" else block.run
+        arguments = (leaves["x"], block.routes, leaves["weights"], leaves["w_in"], leaves["w_out"])
+        out = run(*arguments, "silu")
+        out.backward(gradient.to(dtype))
+        found = {"out": out.detach()} | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+        if name == "float64":
+            reference = found
+            continue
+        if block.transposes:
+            found = {key: value.transpose(1, 2) if key.startswith("w_") else value for key, value in found.items()}
+        for key, value in found.items():
+            error = relative_error(value, reference[key])
+            rows.append({"num_experts": num_experts, "top_k": top_k, "backend": name, "of": key, "error": error})
+        del out, leaves, found, block
+        torch.cuda.empty_cache()
+    return rows
 
 
 def _stored(weight: nn.Parameter, backend: str) -> nn.Parameter:
@@ -156,7 +182,7 @@ def _stored(weight: nn.Parameter, backend: str) -> nn.Parameter:
 def _run_of(name: str) -> ExpertFFN:
     if name == LIGER:
         return _liger
-    return expert_backend(name).forward
+    return contender(name).forward
 
 
 def _has_liger() -> bool:

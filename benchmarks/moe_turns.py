@@ -2,7 +2,7 @@
 
     python -m benchmarks.moe_turns --out results/NAME.json [--minutes M] [--cells EXPERTS/TOP_K/MICRO_BATCH ...]
 
-The layers are those of `benchmarks.moe_layer`: norm, router, top-k, experts of 2048 x 1408 (gated), combination and
+A layer is norm, router, top-k, experts of 2048 x 1408 (gated), combination and
 residual sum, forward and backward in bfloat16, with uniform routes. The yardstick is the dense layer of as many active
 FLOPs, eager and compiled. Layers are compiled, too, around back ends that torch.compile can trace. The clock's time is
 that of a loop of forwards and backwards, the host included. The device's time is that of the same loop with its
@@ -34,6 +34,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contenders.registry import contender
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.kernels import seconds_once
@@ -42,7 +43,11 @@ from benchmarks.moe_contenders import (
     DENSE,
     HIDDEN,
     LIGER,
+    SEQ_LENGTH,
+    TOLERANCE,
     WIDTH,
+    FreshGradients,
+    check,
     compiled_name,
     contenders,
     dense_block,
@@ -51,10 +56,8 @@ from benchmarks.moe_contenders import (
     layer_model,
     prepare_auto,
 )
-from benchmarks.moe_layer import SEQ_LENGTH, TOLERANCE, FreshGradients, check
 from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.digest import kernels_digest
-from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
 from bexp.workers.profiler.failures import classify, is_poisoned
@@ -196,7 +199,7 @@ class Cell:
     def _block(self, name: str) -> nn.Module | Exception:
         try:
             if name in DENSE:
-                return dense_block("layer", self._model[1], self._device, compiled=name == "dense compile")
+                return dense_block(self._model[1], self._device, compiled=name == "dense compile")
             return layer_block(name, *self._model, self._tokens, self._device)
         except Exception as error:  # noqa: BLE001 - whatever a contender raises is its outcome
             return error
@@ -281,12 +284,12 @@ def _waits(name: str) -> bool:
     """Whether a contender waits for the device; liger-kernel asks it for the number of tiles."""
     if name in DENSE or name.endswith(" compile"):
         return False
-    return name == LIGER or expert_backend(name).waits
+    return name == LIGER or contender(name).waits
 
 
 def _traceable(name: str) -> bool:
     """Whether the layer can be compiled around the back end; `auto` is one of the others then."""
-    return name not in (LIGER, AUTO) and torch.bfloat16 in expert_backend(name).traceable_dtypes
+    return name not in (LIGER, AUTO) and torch.bfloat16 in contender(name).traceable_dtypes
 
 
 def _release() -> None:

@@ -8,12 +8,12 @@ from typing import Any
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, judge
 from bexp.explorer.records.trial import Measure, TrialKind, TrialPlan
 from bexp.explorer.search.plan_report import plan_parts
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
 from bexp.kernels.experts.auto.digest import kernels_digest
@@ -71,11 +71,10 @@ def measure_block(
     Raises:
         RowError: it cannot be measured.
     """
-    assert request.model is not None, "a plan is for a described model"
     plan = TrialPlan(
         number=0,
         kind=TrialKind.COMPONENTS,
-        model=request.model,
+        model=request.shapes,
         candidate=found.candidate,
         components=(component,),
         timeout_seconds=TIMEOUT_SECONDS,
@@ -90,9 +89,8 @@ def measure_block(
 
 def subject_of(request: ExplorationRequest) -> str:
     """Return what two requests must share for their blocks of the same name to be the same."""
-    assert request.model is not None, "a plan is for a described model"
     training = request.training.model_copy(update={"sharding": Sharding.NONE})
-    same = [request.model.model_dump_json(exclude_defaults=True), training.model_dump_json(exclude_defaults=True)]
+    same = [request.shapes.model_dump_json(exclude_defaults=True), training.model_dump_json(exclude_defaults=True)]
     if request.execution is not Execution.EAGER:
         same.append(request.execution)
     return " ".join(same)

@@ -33,8 +33,9 @@ from benchmarks.environment import describe_environment, write_results
 from benchmarks.plan_prediction import RowError, predict
 from bexp.explorer.cost_model.parameters import count_embedding, count_parameters
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import Measure
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.experts.auto.digest import kernels_digest
@@ -96,7 +97,7 @@ def forget_earlier(row: dict[str, Any], table: dict[str, Any], results: dict[str
     if known.get("kernels_digest") == kernels_digest():
         return
     known["stale"] = True
-    model = request_of(row, table).model.name
+    model = request_of(row, table).shapes.name
     results["components"] = [
         known
         for known in results["components"]
@@ -217,12 +218,11 @@ def _named(backends: Sequence[str] | None) -> tuple[BackendSupport, ...]:
 
 
 def _published(row: dict[str, Any], request: ExplorationRequest) -> dict[str, Any]:
-    assert request.model is not None, "a plan is for a described model"
     stated = {key: row.get(key, {}) for key in ("model", "source", "notes", "request", "as_run", "unstated")}
     return {
         **stated,
         "published": row["tokens_per_second"],
-        "model_flops_per_token": model_flops_per_token(request.model),
+        "model_flops_per_token": model_flops_per_token(request.shapes),
     }
 
 

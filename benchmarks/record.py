@@ -26,12 +26,12 @@ from benchmarks.recorded_candidates import compose, composed_tokens_per_second, 
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.roofline import predict_component_seconds
-from bexp.explorer.cost_model.search_space import EmptySpaceError
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.search.feasibility import at_least
+from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -243,7 +243,7 @@ def take_over(file: RecordingFile, others: Iterable[Path]) -> int:
         other = Recording.read(path)
         if other.header.report.hardware.fingerprint != header.report.hardware.fingerprint:
             raise RecordingError(f"{path} was recorded on another device")
-        cut = header.request.model_copy(update={"micro_batch_size": other.header.request.micro_batch_sizes})
+        cut = header.request.model_copy(update={"micro_batch_size": other.header.request.space.micro_batch_sizes})
         reason = mismatch(cut.model_copy(update={"base_micro_batch_size": None}), other)
         if reason is not None and "lacks components" not in reason:
             raise RecordingError(f"nothing of {path} can be taken over: {reason}")
@@ -257,7 +257,7 @@ def take_over(file: RecordingFile, others: Iterable[Path]) -> int:
 
 
 def _components(recording: Recording, request: ExplorationRequest) -> set[Component]:
-    tables = [recording.prune(request, model).table for model in request.variants()]
+    tables = [recording.prune(request, model).table for model in request.space.variants()]
     return {component for table in tables if table is not None for component in table.components}
 
 
@@ -321,7 +321,7 @@ def record_table(
             print(f"{take_over(file, options.reuse)} runs taken over", flush=True)
         budget = options.seconds - (time.monotonic() - started)
         recorder = Recorder(file, profiler, deadline_seconds=options.deadline, budget_seconds=budget)
-        tables = _tables(file.recording, request.variants())
+        tables = _tables(file.recording, request.space.variants())
         for table in tables:
             seconds = estimate_seconds(table, file.recording.header.report.hardware)
             print(

@@ -50,7 +50,7 @@ def main(arguments: list[str] | None = None) -> int:
 def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
     """A row for every candidate of the table's main model that was run whole."""
     request = recording.header.request
-    table = recording.prune(request, request.model).table
+    table = recording.prune(request, request.shapes).table
     if table is None:
         return []
     figures = compose(recording, table)
@@ -67,7 +67,7 @@ def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
         whole = next((run.figures for run in runs if run.figures is not None), None)
         entry: dict[str, Any] = {
             "name": name,
-            "model": request.model.name,
+            "model": request.shapes.name,
             "candidate": candidate.model_dump(mode="json"),
             "host_bound": bool(seconds_C[row] > device_C[row]),
             "outcome": runs[0].outcome.value,
@@ -89,7 +89,8 @@ def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
 
 def _tokens_per_second(whole: WholeModelMeasurement, micro_batch_size: int, recording: Recording) -> float:
     request = recording.header.request
-    found = combine_seconds(whole.micro_step_seconds, whole.optimizer_seconds, micro_batch_size, request.model, request)
+    micro_step, optimizer = whole.micro_step_seconds, whole.optimizer_seconds
+    found = combine_seconds(micro_step, optimizer, micro_batch_size, request.shapes, request)
     return found.tokens_per_second
 
 

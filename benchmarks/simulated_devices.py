@@ -53,7 +53,7 @@ class SmoothDevice:
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device / 0.8, predicted.host
         sort = f"{component.kind}:{component.backend}"
-        typical = {**ATTENTION, **EXPERTS}.get(component.backend or "", 0.65)
+        typical = {**ATTENTION, **EXPERTS}.get(str(component.backend), 0.65)
         peak = typical * np.exp(0.15 * self._normal(f"peak:{sort}"))
         tokens = (component.bta_tile or component.micro_batch_size) * model.seq_length
         half = 600 * np.exp(0.7 * self._normal(f"half:{sort}"))
@@ -116,7 +116,7 @@ class JaggedDevice(SmoothDevice):
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device / (0.7 + 0.2 * self._uniform("optimizer")), predicted.host
         sort = f"{component.kind}:{component.backend}"
-        typical = {**ATTENTION, **EXPERTS}.get(component.backend or "", 0.65)
+        typical = {**ATTENTION, **EXPERTS}.get(str(component.backend), 0.65)
         rate = typical * (0.75 + 0.5 * self._uniform(f"rate:{sort}"))
         at_once = component.bta_tile or component.micro_batch_size
         tokens = at_once * model.seq_length
@@ -166,7 +166,7 @@ class LumpyDevice(SmoothDevice):
         sort = f"{component.kind}:{component.backend}"
         if component.kind is ComponentKind.OPTIMIZER:
             return predicted.device * 1.3, predicted.host
-        typical = {**ATTENTION, **EXPERTS}.get(component.backend or "", 0.65)
+        typical = {**ATTENTION, **EXPERTS}.get(str(component.backend), 0.65)
         tokens = (component.bta_tile or component.micro_batch_size) * model.seq_length
         middle = 9.5 + 1.5 * self._normal(f"middle:{sort}")
         width = 0.8 * np.exp(0.3 * self._normal(f"width:{sort}"))

@@ -26,8 +26,9 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
@@ -61,7 +62,7 @@ def simulate(
         noise=device.describe_noise(),
     )
     recording = Recording(header)
-    for model in request.variants():
+    for model in request.space.variants():
         table = recording.prune(request, model).table
         if table is None:
             continue
@@ -163,7 +164,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     for path in options.configs:
         request = parse_request(load_document(path.read_text()))
-        report = h200_report(request.model)
+        report = h200_report(request.shapes)
         found = simulate(
             path.stem, request, report, options.seed, whole_model_share=options.whole_model_share, kind=options.device
         )

@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from bexp.client.client import Client
     from bexp.config_exploration import explore_config
     from bexp.model_setup import apply, restore
-    from bexp.recommendation import Recommendation
+    from bexp.recommended_setup import RecommendedSetup
     from bexp.step.exploration import explore
     from bexp.trainer_arguments import training_arguments
     from bexp.transformers.settings import Settings
 
 __all__ = [
     "Client",
-    "Recommendation",
+    "RecommendedSetup",
     "Settings",
     "TrainerCallback",
     "apply",
@@ -32,7 +32,7 @@ __all__ = [
 
 _MODULES = {  # No module has the name of a function here, because a loaded module would hide the function.
     "Client": "bexp.client.client",
-    "Recommendation": "bexp.recommendation",
+    "RecommendedSetup": "bexp.recommended_setup",
     "Settings": "bexp.transformers.settings",
     "TrainerCallback": "bexp.callback",
     "apply": "bexp.model_setup",

@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import threading
 import time
 import urllib.error
 import urllib.request
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
 
 import torch
 from transformers import TrainerCallback as _Callback
 
+from bexp.explorer.records.run_report import RunReport
 from bexp.model_setup import applied_to, device_name, inner_model, versions
-from bexp.recommendation import Recommendation, Source
+from bexp.recommended_setup import RecommendedSetup, Source
 from bexp.transformers.graph import GraphedForward, graphed
 
 _LOGGER = logging.getLogger(__name__)
@@ -24,27 +24,6 @@ _WARM_UP_STEPS = 3
 _TIMEOUT_SECONDS = 5.0
 _SLOWER, _LARGER = 0.9, 1.05
 """A run that reaches less than this share of the speed, or more than this share of the peak, is worth a warning."""
-
-
-@dataclass(frozen=True)
-class RunReport:
-    """What a run reached on this device, without its first steps, as a service takes it.
-
-    Bytes are null if the device does not count them. `applied` says whether `bexp.apply` had set the model up with the
-    recommendation, and its CUDA graphs, if it has them, were replayed. `finished_at` is in ISO format, with its time
-    zone.
-    """
-
-    tokens_per_second: float
-    peak_bytes: int | None
-    peak_reserved_bytes: int | None
-    steps: int
-    micro_batch_size: int
-    seconds: float
-    hardware: str
-    versions: dict[str, str]
-    applied: bool
-    finished_at: str
 
 
 class TrainerCallback(_Callback):
@@ -63,14 +42,14 @@ class TrainerCallback(_Callback):
 
     def __init__(
         self,
-        recommendation: Source | Recommendation,
+        recommendation: Source | RecommendedSetup,
         *,
         seq_length: int | None = None,
         service: str | None = None,
         token: str | None = None,
         exploration_id: str | None = None,
     ) -> None:
-        self.recommendation = Recommendation.read(recommendation)
+        self.recommendation = RecommendedSetup.read(recommendation)
         self.report: RunReport | None = None
         self._seq_length = seq_length or self.recommendation.seq_length
         self._service = service.rstrip("/") if service else None
@@ -157,7 +136,7 @@ class TrainerCallback(_Callback):
             hardware=device_name(),
             versions=versions(),
             applied=run.applied and (run.graphed is None or run.graphed.loss.always_replays),
-            finished_at=datetime.now(UTC).isoformat(),
+            finished_at=datetime.now(UTC),
         )
         if getattr(state, "is_world_process_zero", True):
             _LOGGER.log(logging.WARNING if self._misses(self.report) else logging.INFO, "%s", self.comparison())
@@ -193,18 +172,18 @@ class TrainerCallback(_Callback):
         if not url.startswith(("http://", "https://")):
             _LOGGER.warning("the run report was not sent: %s is not the URL of a service", self._service)
             return
-        sender = threading.Thread(target=_send, args=(url, self._token, asdict(report)), daemon=True)
+        sender = threading.Thread(target=_send, args=(url, self._token, report.model_dump_json()), daemon=True)
         sender.start()
         sender.join(_TIMEOUT_SECONDS)
         if sender.is_alive():
             _LOGGER.warning("the run report was not sent: %s does not answer", self._service)
 
 
-def _send(url: str, token: str | None, report: dict[str, Any]) -> None:
+def _send(url: str, token: str | None, report: str) -> None:
     headers = {"Content-Type": "application/json"}
     if token:
         headers["Authorization"] = f"Bearer {token}"
-    request = urllib.request.Request(url, json.dumps(report).encode(), headers, method="POST")  # noqa: S310 - checked
+    request = urllib.request.Request(url, report.encode(), headers, method="POST")  # noqa: S310 - checked
     try:
         with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:  # noqa: S310 - checked above
             response.read()

@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any
 from bexp.child_process import module_command, safe_environment
 from bexp.client.client import Client
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.connection import ServiceError
-from bexp.client.events import PATIENCE_SECONDS
-from bexp.client.exploration import Exploration
+from bexp.client.explorations import Exploration
 from bexp.client.view import ExplorationView
+from bexp.explorer.records.event import Event
 
 if TYPE_CHECKING:
-    from bexp.recommendation import Recommendation
+    from bexp.recommended_setup import RecommendedSetup
 
 SESSION = "bexp.api.session"
 GRACE_SECONDS = 15.0
@@ -40,7 +39,7 @@ class ExplorationResult:
     """
 
     exploration: Exploration
-    recommendation: Recommendation | None
+    recommendation: RecommendedSetup | None
     trials: Sequence[Mapping[str, Any]]
     document: Mapping[str, Any] | None
     view: ExplorationView
@@ -83,31 +82,28 @@ def explore_config(
         KeyboardInterrupt: an exploration on this machine is cancelled then; one on a service goes on.
     """
     document = read_configuration(config, **fields)
-    url = url or os.environ.get("BEXP_API_URL")
-    if url and device is None:
-        with Client(url, token) as client:
-            return _follow(client, client.submit(document), on_update, PATIENCE_SECONDS)
-    with _session(document, device) as session, Client(session.url) as client:
-        try:
-            return _follow(client, client.get(session.exploration_id), on_update, patience_seconds=2.0)
-        except ServiceError as error:
-            raise ExplorationError(session.trouble() or str(error)) from error
-
-
-def _follow(
-    client: Client,
-    exploration: Exploration,
-    on_update: Callable[[ExplorationView], None] | None,
-    patience_seconds: float,
-) -> ExplorationResult:
-    view = ExplorationView(exploration.id, exploration.model)
     update = on_update or _notebook_display()
-    for event in client.events(exploration.id, patience_seconds=patience_seconds):
-        view.show(event)
-        update(view)
-    ended = client.get(exploration.id)
-    recommendation = client.recommendation(exploration.id)
-    return ExplorationResult(ended, recommendation, client.trials(exploration.id), client.answer(exploration.id), view)
+    url = url or os.environ.get("BEXP_API_URL")
+    if not url or device is not None:
+        return _explore_here(document, device, update)
+    with Client(url, token) as client:
+        exploration = client.submit(document)
+        view = ExplorationView(exploration.id, exploration.model)
+        for event in client.events(exploration.id):
+            view.show(event)
+            update(view)
+        ended, trials = client.get(exploration.id), client.trials(exploration.id)
+        return _result(ended, [trial.model_dump(mode="json") for trial in trials], client.answer(ended.id), view)
+
+
+def _result(
+    ended: Exploration, trials: Sequence[Mapping[str, Any]], result: Mapping[str, Any] | None, view: ExplorationView
+) -> ExplorationResult:
+    from bexp.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
+
+    document = result if result is not None and result.get("recommendation") is not None else None
+    recommendation = None if document is None else RecommendedSetup.read(document)
+    return ExplorationResult(ended, recommendation, trials, document, view)
 
 
 def _notebook_display() -> Callable[[ExplorationView], None]:
@@ -129,24 +125,31 @@ def _notebook_display() -> Callable[[ExplorationView], None]:
     return update
 
 
-class _Session:
-    """A child process that runs one exploration on this machine, with a service of its own."""
-
-    def __init__(self, process: subprocess.Popen[str], url: str, exploration_id: str) -> None:
-        self._process = process
-        self.url = url
-        self.exploration_id = exploration_id
-
-    def trouble(self) -> str:
-        """Return why the child has ended early; nothing if it said nothing."""
-        assert self._process.stdout is not None, "it is a pipe"
-        line = self._process.stdout.readline() if self._process.poll() is not None else ""
-        return str(json.loads(line)["error"]) if line else ""
+def _explore_here(
+    document: Mapping[str, Any], device: str | None, update: Callable[[ExplorationView], None]
+) -> ExplorationResult:
+    """Run one exploration in a child process, which has what this process should not import: SQL, and the device."""
+    view: ExplorationView | None = None
+    with _session(document, device) as messages:
+        for message in messages:
+            if "error" in message:
+                raise ExplorationError(message["error"])
+            if "event" in message:
+                assert view is not None, "the exploration comes first"
+                view.show(Event.model_validate(message["event"]))
+                update(view)
+                continue
+            exploration = Exploration.model_validate(message["exploration"])
+            if "trials" in message:
+                assert view is not None, "the exploration comes first"
+                return _result(exploration, message["trials"], message["result"], view)
+            view = ExplorationView(exploration.id, exploration.model)
+    raise ExplorationError("the exploration ended without a word")
 
 
 @contextmanager
-def _session(document: Mapping[str, Any], device: str | None) -> Iterator[_Session]:
-    """Start the child; it cancels the exploration and ends when its stdin is closed."""
+def _session(document: Mapping[str, Any], device: str | None) -> Iterator[Iterator[dict[str, Any]]]:
+    """Start the child and yield its messages; it cancels the exploration and ends when its stdin is closed."""
     process = subprocess.Popen(
         module_command(SESSION),
         stdin=subprocess.PIPE,
@@ -157,17 +160,12 @@ def _session(document: Mapping[str, Any], device: str | None) -> Iterator[_Sessi
         text=True,
     )
     assert process.stdin is not None, "it is a pipe"
-    assert process.stdout is not None, "it is a pipe"
     with process:
         try:
             with suppress(BrokenPipeError):  # it has ended, and says why
                 process.stdin.write(json.dumps({"document": document, "device": device}) + "\n")
                 process.stdin.flush()
-            line = process.stdout.readline()
-            said = json.loads(line) if line else {"error": _last_line(process)}
-            if "error" in said:
-                raise ExplorationError(said["error"])
-            yield _Session(process, said["url"], said["id"])
+            yield _messages(process)
         finally:
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -175,6 +173,16 @@ def _session(document: Mapping[str, Any], device: str | None) -> Iterator[_Sessi
                 process.wait(GRACE_SECONDS)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def _messages(process: subprocess.Popen[str]) -> Iterator[dict[str, Any]]:
+    assert process.stdout is not None, "it is a pipe"
+    line = process.stdout.readline()
+    if not line:
+        yield {"error": _last_line(process)}
+    while line:
+        yield json.loads(line)
+        line = process.stdout.readline()
 
 
 def _last_line(process: subprocess.Popen[str]) -> str:

@@ -13,7 +13,7 @@ from torch import nn
 
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
-from bexp.recommendation import Recommendation, RecommendationError, Source, execution_settings
+from bexp.recommended_setup import RecommendationError, RecommendedSetup, Source, execution_settings
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
 
@@ -28,7 +28,7 @@ _MARK = "_bexp_applied"
 class Report:
     """What `apply` did: the recommendation, the settings of the model, and warnings for the user."""
 
-    recommendation: Recommendation
+    recommendation: RecommendedSetup
     applied: Applied
     warnings: tuple[str, ...]
 
@@ -44,7 +44,7 @@ class Report:
 
 def apply(
     model: nn.Module,
-    recommendation: Source | Recommendation,
+    recommendation: Source | RecommendedSetup,
     *,
     seq_length: int | None = None,
     strict: bool = False,
@@ -67,7 +67,7 @@ def apply(
     Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
     cannot have a setting.
     """
-    told = Recommendation.read(recommendation)
+    told = RecommendedSetup.read(recommendation)
     if execution is not None:
         compiled, replayed = execution_settings(execution)
         told = replace(told, settings=replace(told.settings, compile=compiled, graph=replayed))
@@ -148,7 +148,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return compiled_in_place or any("_orig_mod" in part._modules for part in model.modules())
 
 
-def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None:
+def _refuse_another_architecture(model: nn.Module, told: RecommendedSetup) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         raise RecommendationError(
@@ -160,7 +160,7 @@ def _refuse_another_architecture(model: nn.Module, told: Recommendation) -> None
         raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")
 
 
-def _differences(told: Recommendation, seq_length: int | None, model: nn.Module) -> list[str]:
+def _differences(told: RecommendedSetup, seq_length: int | None, model: nn.Module) -> list[str]:
     """Return, in words, what was different when the recommendation was measured."""
     found = []
     parameter = next(model.parameters(), None)
@@ -183,7 +183,7 @@ def _differences(told: Recommendation, seq_length: int | None, model: nn.Module)
     return found
 
 
-def _other_weights(told: Recommendation, model: nn.Module) -> list[str]:
+def _other_weights(told: RecommendedSetup, model: nn.Module) -> list[str]:
     largest = max(model.parameters(), key=lambda parameter: parameter.numel(), default=None)
     dtype = None if largest is None else str(largest.dtype).removeprefix("torch.")
     if told.dtype is None or dtype in (None, told.dtype):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import math
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bexp.measure.memory_meters import byte_meter
-from bexp.measure.step_checks import BatchShapes, StepError, check_gradients, shapes_of
+from bexp.measure.step_checks import BatchShapes, StepError, check_gradients, is_finite, shapes_of
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.measure.timing import TimingBudget, collector_paused, standard_error
 from bexp.target_loading import TargetError
@@ -185,8 +184,7 @@ class TargetRun:
 
     def _check(self, losses: list[Any], micro_batch_size: int) -> None:
         for loss in losses:
-            finite = bool(torch.isfinite(loss).all()) if isinstance(loss, Tensor) else math.isfinite(loss or 0.0)
-            if not finite:
+            if not is_finite(loss):
                 raise StepError(f"the loss is not finite at micro-batch size {micro_batch_size}")
         if [p.shape for p in self.model.parameters()] != self._shapes:
             raise StepError("the step changes the shapes of the model's parameters")

@@ -14,7 +14,7 @@ import bexp
 
 def main(name: str, text_file: str, best: str) -> None:
     """Train `name` on a text file."""
-    told = bexp.Recommendation.read(best)
+    told = bexp.RecommendedSetup.read(best)
     model = AutoModelForCausalLM.from_pretrained(name, dtype=told.dtype)
     # This comes before CUDA starts, because the allocator is part of the recommendation.
     print(bexp.apply(model, told))  # noqa: T201 - the script speaks to who runs it

@@ -13,7 +13,6 @@ from bexp.storage.events import insert_events, insert_same_event
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import Lease, LeaseLostError, is_held
 from bexp.storage.tables import jobs
-from bexp.storage.turns import book, held_since
 
 Conditions = Sequence[sa.ColumnElement[bool]]
 
@@ -33,22 +32,18 @@ def change_job(
 ) -> int | None:
     """Change the one job that meets `conditions` and append `drafts` to its log.
 
-    A change that ends a lease sets `claimed_at` to `held_since`; the lease's device seconds are then booked.
-
     Returns the seq of its last event; null if no job meets the conditions.
     """
     change = (
         sa.update(jobs)
         .where(*conditions)
         .values(version=jobs.c.version + 1, last_seq=jobs.c.last_seq + len(drafts), **values)
-        .returning(jobs.c.id, jobs.c.last_seq, jobs.c.owned_by, jobs.c.claimed_at, jobs.c.devices_needed)
+        .returning(jobs.c.id, jobs.c.last_seq)
     )
     row = connection.execute(change).one_or_none()
     if row is None:
         return None
     insert_events(database, connection, row.id, row.last_seq, drafts)
-    if "claimed_at" in values and row.claimed_at is not None:
-        book(database, connection, row.owned_by, row.claimed_at, row.devices_needed)
     last_seq: int = row.last_seq
     return last_seq
 
@@ -106,11 +101,10 @@ def end_values(database: Database, state: JobState, error: str | None) -> dict[s
     return {
         "state": state.value,
         "error": error,
-        "owner": None,
+        "worker": None,
         "lease_expires_at": None,
         "waiting_reason": None,
         "finished_at": database.clock(),
-        "claimed_at": held_since(database),
     }
 
 
@@ -118,13 +112,13 @@ def fence(lease: Lease) -> Conditions:
     """Return the conditions that the job of `lease` meets as long as the lease is held."""
     return [
         jobs.c.id == lease.job_id,
-        jobs.c.owner == lease.worker,
+        jobs.c.worker == lease.worker,
         jobs.c.attempt == lease.attempt,
         jobs.c.state == JobState.RUNNING.value,
     ]
 
 
-def is_unowned(database: Database) -> sa.ColumnElement[bool]:
+def has_no_worker(database: Database) -> sa.ColumnElement[bool]:
     """Return the condition of jobs that wait for a worker: they are queued, or their worker's lease has run out."""
     abandoned = (jobs.c.state == JobState.RUNNING.value) & sa.not_(is_held(database))
     return sa.or_(jobs.c.state == JobState.QUEUED.value, abandoned)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import sqlalchemy as sa
@@ -11,7 +10,7 @@ from pydantic import ValidationError
 
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.target import describe_target
-from bexp.storage.changes import change_job, end_job, end_values, fence, is_unowned
+from bexp.storage.changes import change_job, end_job, end_values, fence, has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events
 from bexp.storage.jobs import Job, JobState, describe_unreadable, job_from_row
@@ -21,28 +20,20 @@ from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version
 from bexp.storage.steps import claim_event
 from bexp.storage.tables import UTCDateTime, jobs
-from bexp.storage.trials import select_trial_documents
+from bexp.storage.trials import select_trials, trial_from_row
 from bexp.storage.turns import Conditions, await_turn, find_next, take_turn
+from bexp.storage.workers import WorkerInfo
 
 _LOST = "in a row that ended with the worker or its device and brought no trial"
 
 
-@dataclass(frozen=True, slots=True)
-class Claimant:
-    """A worker that asks for a job; `Queue.claim` explains the fields."""
-
-    worker: str
-    device_kind: str
-    num_devices: int
-    fingerprint: str
-    targets: Mapping[str, str]
-    software: Mapping[str, str]
-    description: str | None
-    memory_limit_bytes: int | None
-
-
 def claim_next(
-    database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None = None
+    database: Database,
+    settings: QueueSettings,
+    by: WorkerInfo,
+    *,
+    description: str | None = None,
+    among: Collection[str] | None = None,
 ) -> Claim | None:
     """Take the next job that a worker can run, as `Queue.claim` says.
 
@@ -63,21 +54,21 @@ def claim_next(
             if row is None:
                 return None
             refuse_later_version(connection)  # which rolls the claim back
-            if not take_turn(database, connection, row.owned_by):
+            if not take_turn(database, connection, row.owner):
                 connection.rollback()
                 continue
-            documents = select_trial_documents(connection, row.id)
-            measured = describe_target(row.target, by.targets[row.target])
-            draft = claim_event(row.attempt, by.worker, by.description, measured, len(documents))
+            measured = select_trials(connection, row.id)
+            target = describe_target(row.target, by.targets[row.target])
+            draft = claim_event(row.attempt, by.id, description, target, len(measured))
             insert_events(database, connection, row.id, row.last_seq, [draft])
-        claim = _open(database, job_from_row(row), by.worker, documents)
-        if claim is not None and not _answer_from_stored(database, claim, row.owned_by, by):
+        claim = _open(database, job_from_row(row), by.id, measured)
+        if claim is not None and not _answer_from_stored(database, claim, row.owner, by):
             return claim
 
 
 def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.ColumnElement[bool]) -> None:
     """End the `abandoned` jobs that nobody runs: cancelled ones, or those whose workers were lost too often."""
-    conditions = [is_unowned(database), abandoned]
+    conditions = [has_no_worker(database), abandoned]
     with database.read() as connection:
         found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
     for row in found:
@@ -90,14 +81,16 @@ def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.Col
                 end_job(database, connection, here, JobState.FAILED, error)
 
 
-def _claimable(database: Database, settings: QueueSettings, by: Claimant, among: Collection[str] | None) -> Conditions:
+def _claimable(
+    database: Database, settings: QueueSettings, by: WorkerInfo, among: Collection[str] | None
+) -> Conditions:
     """Return what holds for a job that the worker can take now.
 
     A pause that seems to last for longer than any was set before the clock was set back.
     """
     now = database.clock()
     return (
-        is_unowned(database),
+        has_no_worker(database),
         sa.not_(jobs.c.cancel_requested),
         sa.or_(jobs.c.device_kind.is_(None), jobs.c.device_kind == by.device_kind),
         jobs.c.target.in_(by.targets),
@@ -109,16 +102,15 @@ def _claimable(database: Database, settings: QueueSettings, by: Claimant, among:
     )
 
 
-def _values(database: Database, settings: QueueSettings, by: Claimant) -> dict[str, Any]:
+def _values(database: Database, settings: QueueSettings, by: WorkerInfo) -> dict[str, Any]:
     """Return the columns of a job that the worker takes."""
     return {
         "state": JobState.RUNNING.value,
-        "owner": by.worker,
+        "worker": by.id,
         "attempt": jobs.c.attempt + 1,
         "lease_expires_at": database.clock(settings.lease),
         "software": _software(by),
         "started_at": sa.func.coalesce(jobs.c.started_at, database.clock(), type_=UTCDateTime()),
-        "claimed_at": database.clock(),
         "waiting_reason": None,
         "not_before": None,
         "last_seq": jobs.c.last_seq + 1,
@@ -126,19 +118,19 @@ def _values(database: Database, settings: QueueSettings, by: Claimant) -> dict[s
     }
 
 
-def _software(by: Claimant) -> sa.ColumnElement[str | None]:
+def _software(by: WorkerInfo) -> sa.ColumnElement[str | None]:
     """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
-    own = sa.case({target: software_of(target, by.targets, by.software) for target in by.targets}, value=jobs.c.target)
+    own = sa.case({target: software_of(target, by.targets, by.versions) for target in by.targets}, value=jobs.c.target)
     return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)
 
 
-def _open(database: Database, job: Job, worker: str, documents: Sequence[Any]) -> Claim | None:
+def _open(database: Database, job: Job, worker: str, measured: Sequence[sa.Row[Any]]) -> Claim | None:
     """Return the claim of a job that `worker` has just taken. If the job cannot be read, end it and return null."""
     lease = Lease(job.id, worker, job.attempt)
     history: tuple[Trial, ...] = ()
     unreadable = job.unreadable
     try:
-        history = tuple(Trial.model_validate(document) for document in documents)
+        history = tuple(trial_from_row(row) for row in measured)
     except ValidationError as error:
         unreadable = unreadable or describe_unreadable("trial", error)
     if unreadable is not None or job.request is None:
@@ -148,11 +140,11 @@ def _open(database: Database, job: Job, worker: str, documents: Sequence[Any]) -
     return Claim(job, job.request, lease, history)
 
 
-def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: Claimant) -> bool:
+def _answer_from_stored(database: Database, claim: Claim, submitter: str, by: WorkerInfo) -> bool:
     """End a claimed job that has measured nothing yet with a stored answer; return whether there is one."""
     if claim.history:
         return False
-    offer = Offer.of(claim.request, by.fingerprint, by.num_devices, by.targets, by.software, by.memory_limit_bytes)
+    offer = Offer.of(claim.request, by)
     stored = find_answer(database, claim.request, submitter, [offer])
     if stored is None:
         return False

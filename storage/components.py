@@ -15,11 +15,12 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.component_subjects import component_subjects, subject_of
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.tables import components
@@ -27,7 +28,7 @@ from bexp.storage.tables import components
 MAX_AGE = timedelta(days=90)
 """Older rows are deleted; too much on a machine changes in that time."""
 MAX_ROWS = 50_000
-"""The most rows that are kept, the newest; a row takes about half a KiB."""
+"""The most rows that are kept, the newest; a row takes about 0.8 kB."""
 MAX_RUNS = 2
 """The newest runs of a component that an exploration reuses."""
 MAX_REUSED = 500
@@ -59,7 +60,7 @@ def keep_components(
     for measurement in (m for trial in trials for m in trial.measurement.components):
         subject = subject_of(measurement.component, subjects)
         if subject is not None and measurement.contamination is None:
-            document = measurement.model_dump(mode="json", exclude={"conditions"})
+            document = measurement.model_dump(mode="json", exclude_defaults=True, exclude={"conditions"})
             key = (subject, _digest(measurement.component.key)[:32])
             found[key] = {**values, "subject": subject, "component": key[1], "measurement": document}
     if not found:

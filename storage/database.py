@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,7 +15,6 @@ from typing import TYPE_CHECKING, Any
 import sqlalchemy as sa
 from sqlalchemy import event
 
-from bexp.storage.compact import dump_json
 from bexp.storage.tables import UTCDateTime
 from bexp.storage.writers import WriterTurns
 
@@ -33,6 +34,19 @@ DATABASE_TROUBLE = (
 """The database cannot be reached, is too busy, has no room, or takes no writes; the same step may be tried again."""
 
 _READ_ONLY = "bexp_read_only"
+
+
+_ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
+
+
+def dump_json(document: object) -> str:
+    """Return a document as JSON without the NUL and lone surrogates that PostgreSQL refuses.
+
+    Raises:
+        ValueError: a number is not finite.
+    """
+    text = json.dumps(document, allow_nan=False, ensure_ascii=False, separators=(",", ":"))
+    return _ESCAPED_NUL.sub(r"\1", text).encode("utf-8", "replace").decode()
 
 
 def describe_trouble(error: sa.exc.SQLAlchemyError) -> str:

@@ -11,10 +11,10 @@ from typing import Any, TypeVar
 import sqlalchemy as sa
 from pydantic import BaseModel, ValidationError
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Answer, Recommendation
-from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.base import rule_of
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.rules import rule_of
 from bexp.storage.database import Database
 from bexp.storage.tables import jobs, labels
 
@@ -50,7 +50,7 @@ class JobSummary:
 
     id: str
     state: JobState
-    owned_by: str
+    owner: str
     priority: int
     model_name: str
     micro_batch_size: int | None
@@ -72,7 +72,7 @@ SUMMARY_COLUMNS = tuple(jobs.c[part.name] for part in fields(JobSummary) if part
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class Job(JobSummary):
     """One exploration. `version` grows with every visible change; `last_seq` is its latest event.
 
     A part that another version of this program stored may break the rules of this version. It is then null, and
@@ -82,36 +82,20 @@ class Job:
     `software` is what all claims measured with; null if its versions changed between two of them.
     """
 
-    id: str
-    state: JobState
-    owned_by: str
-    priority: int
-    request: ExplorationRequest | None
-    model_name: str
-    created_at: datetime
-    started_at: datetime | None
-    finished_at: datetime | None
     attempt: int
     worker: str | None
     lease_expires_at: datetime | None
     software: str | None
-    cancel_requested: bool
-    report: DeviceReport | None
     space: dict[str, Any] | None
+    request: ExplorationRequest | None
+    report: DeviceReport | None
     recommendation: Recommendation | None
     answer: Answer | None
-    error: str | None
-    waiting_reason: str | None
-    reused_from: str | None
-    measured_at: datetime | None
-    last_seq: int
-    version: int
     unreadable: str | None
 
-    @property
-    def labels(self) -> Mapping[str, str]:
-        """The labels of the request."""
-        return self.request.labels if self.request is not None else {}
+
+_PARSED = {"state", "labels", "request", "report", "recommendation", "answer", "unreadable"}
+_PLAIN = tuple(part.name for part in fields(Job) if part.name not in _PARSED)
 
 
 def get_job(database: Database, job_id: str, *, owner: str | None = None) -> Job:
@@ -167,31 +151,17 @@ def job_from_row(row: sa.Row[Any], request: ExplorationRequest | None = None) ->
             problems.append(describe_unreadable(name, error))
             return None
 
+    request = request or parse(ExplorationRequest, "request")
+    report, answer = parse(DeviceReport, "report"), parse(Answer, "answer")
+    best = parse(Recommendation, "recommendation") if answer is None else answer.recommendation
     return Job(
-        id=row.id,
+        **{name: getattr(row, name) for name in _PLAIN},
         state=JobState(row.state),
-        owned_by=row.owned_by,
-        priority=row.priority,
-        request=request or parse(ExplorationRequest, "request"),
-        model_name=row.model_name,
-        created_at=row.created_at,
-        started_at=row.started_at,
-        finished_at=row.finished_at,
-        attempt=row.attempt,
-        worker=row.owner,
-        lease_expires_at=row.lease_expires_at,
-        software=row.software,
-        cancel_requested=row.cancel_requested,
-        report=parse(DeviceReport, "report"),
-        space=row.space,
-        recommendation=parse(Recommendation, "recommendation"),
-        answer=parse(Answer, "answer"),
-        error=row.error,
-        waiting_reason=row.waiting_reason,
-        reused_from=row.reused_from,
-        measured_at=row.measured_at,
-        last_seq=row.last_seq,
-        version=row.version,
+        labels={} if request is None else request.labels,
+        request=request,
+        report=report,
+        recommendation=best,
+        answer=answer,
         unreadable=problems[0] if problems else None,
     )
 
@@ -213,4 +183,4 @@ def summaries_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list
 
 
 def _is(job_id: str, owner: str | None) -> list[sa.ColumnElement[bool]]:
-    return [jobs.c.id == job_id, *([] if owner is None else [jobs.c.owned_by == owner])]
+    return [jobs.c.id == job_id, *([] if owner is None else [jobs.c.owner == owner])]

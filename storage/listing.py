@@ -34,7 +34,7 @@ class JobFilter:
         if self.model is not None:
             found.append(jobs.c.model_name == self.model)
         if self.owner is not None:
-            found.append(jobs.c.owned_by == self.owner)
+            found.append(jobs.c.owner == self.owner)
         for key, value in self.labels:
             labelled = sa.select(labels.c.job_id).where(labels.c.key == key, labels.c.value == value)
             found.append(jobs.c.id.in_(labelled))

@@ -24,6 +24,7 @@ class JobNotFinishedError(ValueError):
 
     def __init__(self, job_id: str, state: JobState) -> None:
         super().__init__(f"exploration {job_id} is {state}")
+        self.job_id = job_id
         self.state = state
 
 
@@ -37,7 +38,7 @@ def find_prunable(database: Database, *, older_than: timedelta | None = None, ke
             kept, so that an owner with many jobs does not displace those of another.
     """
     newest_first = (jobs.c.finished_at.desc(), jobs.c.id.desc())
-    place_of_owner = sa.func.row_number().over(partition_by=jobs.c.owned_by, order_by=newest_first)
+    place_of_owner = sa.func.row_number().over(partition_by=jobs.c.owner, order_by=newest_first)
     query = sa.select(jobs.c.id, jobs.c.finished_at).where(jobs.c.state.in_(_FINAL))
     with database.read() as connection:
         rows = connection.execute(query.order_by(place_of_owner, *newest_first)).all()

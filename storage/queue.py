@@ -16,14 +16,13 @@ from typing import Any
 
 import sqlalchemy as sa
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
 from bexp.storage.audit import Action, note_action
 from bexp.storage.changes import change_job, end_event, end_job, end_values, fence, write_job
-from bexp.storage.claims import Claimant, claim_next, end_abandoned
+from bexp.storage.claims import claim_next, end_abandoned
 from bexp.storage.components import find_earlier_runs
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, get_job, job_from_row, select_row
@@ -36,10 +35,9 @@ from bexp.storage.run_reports import find_reported_runs
 from bexp.storage.steps import find_step, step_values
 from bexp.storage.submission import Submission, insert_submission
 from bexp.storage.tables import jobs
-from bexp.storage.trials import dump_trial, insert_trial
-from bexp.storage.turns import held_since
+from bexp.storage.trials import insert_trial, trial_values
 from bexp.storage.waiting import MAX_WAIT, end_overdue, note_reasons
-from bexp.storage.workers import LIVE_WITHIN
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo
 
 WAITING_GRACE = timedelta(seconds=3)
 
@@ -59,6 +57,7 @@ class Queue:
         body_hash: str | None = None,
         priority: int = 0,
         by: Caller = LOCAL,
+        job_id: str | None = None,
     ) -> tuple[Job, bool]:
         """Store a job and its first event; return it, and whether it is new.
 
@@ -69,45 +68,31 @@ class Queue:
             body_hash: two requests are the same if it is equal; default: a hash of the validated content.
             priority: among the jobs of the owner, the highest is first.
             by: who submits it; the job belongs to its owner.
+            job_id: the id of a new job; default: `new_job_id`.
 
         Raises:
             IdempotencyConflictError: the key was used for another request.
             QueuedQuotaError: the owner has as many jobs in the queue as its quota allows.
         """
-        submission = Submission(request, by, idempotency_key, body_hash, priority)
+        submission = Submission(request, by, idempotency_key, body_hash, priority, job_id)
         return insert_submission(self.database, submission)
 
     def claim(
-        self,
-        worker: str,
-        *,
-        device_kind: str,
-        num_devices: int,
-        fingerprint: str,
-        targets: Mapping[str, str] = MappingProxyType({BEXP: ""}),
-        software: Mapping[str, str] = MappingProxyType({}),
-        description: str | None = None,
-        memory_limit_bytes: int | None = None,
-        among: Collection[str] | None = None,
+        self, worker: WorkerInfo, *, description: str | None = None, among: Collection[str] | None = None
     ) -> Claim | None:
         """Take the next job that `worker` can run; return null if there is none.
 
         Owners take turns (`bexp.storage.turns`); within an owner, the highest priority and then the oldest is next.
 
         A job can be claimed if it is queued, or if its worker's lease has run out. `among` restricts the claim to jobs
-        with these ids. `targets` has the version of each target that the worker can measure, by name; a job of another
-        target is left. `software` has the version of each other package that a measurement depends on. `description`
-        of the hardware goes into the event. If another version stored the job and this one cannot read it, the job is
-        ended and the next one is taken. A job that a stored answer serves is ended with that, which needs the memory
-        that a job may use there by default (`memory_limit_bytes`).
+        with these ids. A job of a target that the worker has not is left. `description` of the hardware goes into the
+        event. If another version stored the job and this one cannot read it, the job is ended and the next one is
+        taken. A job that a stored answer serves is ended with that.
 
         Raises:
             NewerSchemaError: a later version of this program has upgraded the database, and may have stored the job.
         """
-        claimant = Claimant(
-            worker, device_kind, num_devices, fingerprint, targets, software, description, memory_limit_bytes
-        )
-        return claim_next(self.database, self.settings, claimant, among)
+        return claim_next(self.database, self.settings, worker, description=description, among=among)
 
     def pin(
         self, lease: Lease, report: DeviceReport, *, software: Mapping[str, str] = MappingProxyType({})
@@ -133,7 +118,7 @@ class Queue:
             report = report.model_copy(update=found)
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             if job.request is not None:
-                values["devices_needed"] = job.request.devices_needed(report.hardware.num_devices)
+                values["devices_needed"] = job.request.devices.needed(report.hardware.num_devices)
         with self.database.begin() as connection:
             write_job(self.database, connection, lease, **values)
         pinned = job.report or report
@@ -179,7 +164,7 @@ class Queue:
             LeaseLostError: the lease is gone, and nothing was written.
         """
         assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
-        values, trial = {**step_values(progress), "waiting_reason": None}, dump_trial(progress.trial)
+        values, trial = {**step_values(progress), "waiting_reason": None}, trial_values(progress.trial)
         if trial is not None:
             values |= {"num_releases": jobs.c.attempt - 1, "num_faults": 0}
         with self.database.begin() as connection:
@@ -218,7 +203,7 @@ class Queue:
         if not any(draft.code.ends_job for draft in drafts):
             drafts.append(end_event(state, error))
         assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
-        values, trial = step_values(replace(last, answer=answer or last.answer)), dump_trial(last.trial)
+        values, trial = step_values(replace(last, answer=answer or last.answer)), trial_values(last.trial)
         with self.database.begin() as connection:
             write_job(self.database, connection, lease, drafts, **values, **end_values(self.database, state, error))
             if trial is not None:
@@ -324,11 +309,10 @@ class Queue:
     ) -> None:
         values |= {
             "state": JobState.QUEUED.value,
-            "owner": None,
+            "worker": None,
             "lease_expires_at": None,
             "queued_at": self.database.clock(),
             "not_before": None if wait is None else self.database.clock(wait),
-            "claimed_at": held_since(self.database),
         }
         write_job(self.database, connection, lease, [] if draft is None else [draft], **values)
         notify(self.database, connection, QUEUED_JOBS)

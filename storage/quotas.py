@@ -1,4 +1,4 @@
-"""Quotas of owners: how many jobs may wait, how many may run, and how many device seconds they may use a day."""
+"""Quotas of owners: how many jobs may wait, and how many may run."""
 
 from __future__ import annotations
 
@@ -20,13 +20,11 @@ EVERYBODY = "*"
 class Quota:
     """The limits of one owner; null is no limit.
 
-    A submission above `max_queued` is refused. The two others hold back claims; a job that runs is never stopped.
-    `max_device_seconds` is for a day in UTC: the seconds under a lease times the devices that the job needs.
+    A submission above `max_queued` is refused. `max_running` holds back claims; a job that runs is never stopped.
     """
 
     max_queued: int | None = None
     max_running: int | None = None
-    max_device_seconds: int | None = None
 
 
 class QueuedQuotaError(Exception):
@@ -62,7 +60,7 @@ def list_quotas(database: Database) -> dict[str, Quota]:
 def select_quotas(connection: sa.Connection) -> dict[str, Quota]:
     """`list_quotas` within a transaction."""
     rows = connection.execute(sa.select(quotas).order_by(quotas.c.owner))
-    return {row.owner: Quota(row.max_queued, row.max_running, row.max_device_seconds) for row in rows}
+    return {row.owner: Quota(row.max_queued, row.max_running) for row in rows}
 
 
 def quota_of(found: Mapping[str, Quota], owner: str) -> Quota:
@@ -82,6 +80,6 @@ def check_queued(connection: sa.Connection, owner: str) -> None:
     limit = limits.get(owner, limits.get(EVERYBODY)) if limits else None
     if limit is None:
         return
-    queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owned_by == owner)
+    queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owner == owner)
     if (connection.scalar(queued) or 0) >= limit:
         raise QueuedQuotaError(owner, limit)

@@ -6,6 +6,7 @@ from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.storage.audit import Action, note_action
 from bexp.storage.changes import change_job
 from bexp.storage.database import Database
+from bexp.storage.events import keep_answer
 from bexp.storage.jobs import Job, JobState, job_from_row, select_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
@@ -37,7 +38,9 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
         if state is JobState.SUCCEEDED:
             raise JobFinishedError(job_id)
         if state.is_final:
-            check_queued(connection, row.owned_by)
+            check_queued(connection, row.owner)
+            if row.answer is not None:
+                keep_answer(connection, job_id, row.last_seq, row.answer)
             draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} is queued again")
             change_job(
                 database,
@@ -46,6 +49,7 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
                 [draft],
                 state=JobState.QUEUED.value,
                 error=None,
+                answer=None,
                 cancel_requested=False,
                 finished_at=None,
                 queued_at=database.clock(),

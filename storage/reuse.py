@@ -24,10 +24,10 @@ from bexp.explorer.spec.target import BEXP, describe_target
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.tables import jobs, run_reports
-from bexp.storage.workers import LIVE_WITHIN, select_workers
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
 
 _COPIED = (
-    *("fingerprint", "report", "space", "recommendation", "micro_batch_size", "confidence", "answer"),
+    *("fingerprint", "report", "space", "micro_batch_size", "confidence", "answer"),
     *("devices_needed", "software", "request_key"),
 )
 MEMORY_TOLERANCE = 0.1
@@ -39,29 +39,18 @@ _IN_FINGERPRINT = frozenset(SoftwareVersions.model_fields)
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a worker measures a request with: its hardware, its versions, how many of its devices, and their memory.
-
-    `memory_limit_bytes` is what a job may use of a device by default; null if the worker does not tell it.
-    """
+    """What a worker measures a request with: its hardware, its versions, how many of its devices, and their memory."""
 
     fingerprint: str
     software: str
     devices_needed: int
-    memory_limit_bytes: int | None
+    memory_limit_bytes: int
 
     @classmethod
-    def of(
-        cls,
-        request: ExplorationRequest,
-        fingerprint: str,
-        num_devices: int,
-        targets: Mapping[str, str],
-        versions: Mapping[str, str],
-        memory_limit_bytes: int | None,
-    ) -> Offer:
+    def of(cls, request: ExplorationRequest, by: WorkerInfo) -> Offer:
         """Return what a worker offers a request that it can run."""
-        software = software_of(request.target_name, targets, versions)
-        return cls(fingerprint, software, request.devices_needed(num_devices), memory_limit_bytes)
+        software = software_of(request.target_name, by.targets, by.versions)
+        return cls(by.fingerprint, software, request.devices.needed(by.num_devices), by.memory_limit_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +79,11 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
     with database.read() as connection:
         live = [worker.info for worker in select_workers(database, connection, live_within=LIVE_WITHIN)]
     offers = {
-        Offer.of(
-            *(request, worker.fingerprint, worker.num_devices, worker.targets, worker.versions),
-            worker.memory_limit_bytes,
-        )
+        Offer.of(request, worker)
         for worker in live
         if request.target_name in worker.targets
         and request.device_kind in {None, worker.device_kind}
-        and worker.num_devices >= request.devices_needed()
+        and worker.num_devices >= request.devices.needed()
     }
     return find_answer(database, request, owner, offers)
 
@@ -132,7 +118,7 @@ def find_answer(
         .where(
             same.c.id == run_reports.c.job_id,
             same.c.request_key == key,
-            same.c.owned_by == owner,
+            same.c.owner == owner,
             run_reports.c.at > jobs.c.finished_at,
         )
         .correlate(jobs)
@@ -142,7 +128,7 @@ def find_answer(
         sa.select(jobs)
         .where(
             jobs.c.request_key == key,
-            jobs.c.owned_by == owner,
+            jobs.c.owner == owner,
             jobs.c.state == JobState.SUCCEEDED.value,
             jobs.c.reused_from.is_(None),
             jobs.c.serves_up_to >= request.budget.confidence_target,
@@ -163,10 +149,10 @@ def find_answer(
     return None
 
 
-def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int | None) -> bool:
+def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int) -> bool:
     """Whether a stored answer holds with such a limit of the device's memory, too."""
-    best = None if job.answer is None else job.answer.recommendation
-    if job.report is None or best is None or limit_bytes is None:
+    best = job.recommendation
+    if job.report is None or best is None:
         return False
     hardware = job.report.hardware
     measured = memory_limit(request, hardware)
@@ -176,7 +162,7 @@ def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int | None) ->
 
 
 def _stored_answer(job: Job, row: sa.Row[Any]) -> StoredAnswer | None:
-    best = None if job.answer is None else job.answer.recommendation
+    best = job.recommendation
     if job.answer is None or best is None or job.finished_at is None:
         return None
     values = {name: getattr(row, name) for name in _COPIED}

@@ -7,10 +7,9 @@ from datetime import datetime
 
 import sqlalchemy as sa
 
-from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.search.reported_runs import is_same_training, summarize_reports
-from bexp.explorer.spec.hardware import DeviceReport
-from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, get_job, job_from_row, select_row
 from bexp.storage.tables import jobs, run_reports
@@ -47,8 +46,7 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
         TooManyReportsError: it has as many reports as it keeps.
     """
     job = get_job(database, job_id)
-    best = job.recommendation if job.answer is None else job.answer.recommendation
-    if best is None:
+    if job.recommendation is None:
         raise NoAnswerError(f"exploration {job_id} has recommended nothing yet")
     document = report.model_dump(mode="json")
     with database.begin() as connection:
@@ -76,7 +74,7 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         .where(
             jobs.c.id.in_(reported),
             jobs.c.id != job.id,
-            jobs.c.owned_by == job.owned_by,
+            jobs.c.owner == job.owner,
             jobs.c.fingerprint == report.hardware.fingerprint,
             jobs.c.target == job.request.target_name,
         )
@@ -91,9 +89,8 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
     found: list[ReportedRun] = []
     for row in rows:
         other = job_from_row(row)
-        best = other.recommendation if other.answer is None else other.answer.recommendation
         if (
-            best is None
+            other.recommendation is None
             or other.request is None
             or other.report is None
             or not is_same_training(job.request, other.request)
@@ -101,7 +98,7 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         ):
             continue
         reports = [RunReport.model_validate(document) for job_id, document in documents if job_id == other.id]
-        found += summarize_reports(other.id, best, other.report.hardware, reports)
+        found += summarize_reports(other.id, other.recommendation, other.report.hardware, reports)
     return tuple(found)
 
 

@@ -22,6 +22,15 @@ _ADVISORY_LOCK = int.from_bytes(b"bexp-ddl", "big")
 _LOCK_SECONDS = 120.0
 
 
+class EarlierSchemaError(sa.exc.SQLAlchemyError):
+    """The database was made before the first migration that this program has."""
+
+    def __init__(self, database: Database) -> None:
+        path = database.sqlite_path
+        anew = "name an empty one in BEXP_DATABASE_URL" if path is None else f"move {path} away"
+        super().__init__(f"the database is of an earlier commit of bexp and cannot be upgraded; to begin anew, {anew}")
+
+
 class NewerSchemaError(sa.exc.SQLAlchemyError):
     """A later version of this program has upgraded the database."""
 
@@ -40,6 +49,7 @@ def upgrade(database: Database) -> None:
     A schema that is current is only read, so that a process can start while another one holds the write lock.
 
     Raises:
+        EarlierSchemaError: the schema is older than the first migration.
         NewerSchemaError: the schema is of a later version of this program.
     """
     if is_current(database):
@@ -50,6 +60,7 @@ def upgrade(database: Database) -> None:
     from alembic.util import CommandError  # noqa: PLC0415 - slow, for upgrades only
 
     with exclusive(database):
+        _refuse_earlier(database)
         if not database.is_postgresql:
             _set_journal_mode(database)
         config = Config()
@@ -67,9 +78,7 @@ def upgrade(database: Database) -> None:
 def is_current(database: Database) -> bool:
     """Return whether `upgrade` has nothing to do."""
     with database.read() as connection:
-        if not sa.inspect(connection).has_table(VERSION_TABLE):
-            return False
-        return _read_revisions(connection) == [latest_revision()]
+        return _has_tables(connection) and _read_revisions(connection) == [latest_revision()]
 
 
 def refuse_later_version(connection: sa.Connection) -> None:
@@ -86,10 +95,25 @@ def is_of_later_version(connection: sa.Connection) -> bool:
     return any(revision > latest_revision() for revision in _read_revisions(connection))
 
 
-@cache
 def latest_revision() -> str:
-    """Return the revision of the last migration. Its file's name begins with it, after a `v`."""
-    return max(path.name[1:5] for path in (_MIGRATIONS / "versions").glob("v*.py"))
+    """Return the revision of the last migration."""
+    return max(_revisions())
+
+
+def _refuse_earlier(database: Database) -> None:
+    with database.read() as connection:
+        if _has_tables(connection) and any(found < min(_revisions()) for found in _read_revisions(connection)):
+            raise EarlierSchemaError(database)
+
+
+@cache
+def _revisions() -> Sequence[str]:
+    """Return the revisions of the migrations. The name of each one's file begins with it, after a `v`."""
+    return [path.name[1:5] for path in (_MIGRATIONS / "versions").glob("v*.py")]
+
+
+def _has_tables(connection: sa.Connection) -> bool:
+    return sa.inspect(connection).has_table(VERSION_TABLE)
 
 
 def _read_revisions(connection: sa.Connection) -> Sequence[str]:

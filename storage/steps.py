@@ -15,16 +15,16 @@ from bexp.storage.tables import jobs
 
 def step_values(step: Progress) -> dict[str, Any]:
     """Return what a step changes in the job's row."""
-    values: dict[str, Any] = {}
-    if step.space is not None:
-        values["space"] = step.space
-    if step.recommendation is not None:
-        values["recommendation"] = step.recommendation.model_dump(mode="json")
-        values["micro_batch_size"] = step.recommendation.candidate.micro_batch_size
-        values["confidence"] = step.recommendation.confidence
+    values: dict[str, Any] = {} if step.space is None else {"space": step.space}
+    best = step.recommendation
     if step.answer is not None:
-        values["answer"] = step.answer.model_dump(mode="json")
-        values["serves_up_to"] = step.answer.serves_up_to
+        best = step.answer.recommendation
+        values |= {"answer": step.answer.model_dump(mode="json"), "serves_up_to": step.answer.serves_up_to}
+        values |= {"recommendation": None, "micro_batch_size": None, "confidence": None}  # the answer has it
+    elif best is not None:
+        values["recommendation"] = best.model_dump(mode="json")
+    if best is not None:
+        values |= {"micro_batch_size": best.candidate.micro_batch_size, "confidence": best.confidence}
     return values
 
 

@@ -13,13 +13,12 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
-from optuna.distributions import BaseDistribution, CategoricalDistribution
 from optuna.storages import RDBStorage
 
-from bexp.explorer.cost_model.search_space import explored_models
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.optuna_trials import distributions, frozen_trial
-from bexp.explorer.spec.variant import Variant
+from bexp.explorer.search.legal_space import explored_models
+from bexp.explorer.search.study import FIELDS, OFF, distributions, frozen_trial, params_of
+from bexp.explorer.spec.model import Variant
 from bexp.storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
 from bexp.storage.jobs import Job, JobNotFoundError, get_job
 from bexp.storage.schema import exclusive
@@ -100,18 +99,10 @@ def _write(storage: RDBStorage, name: str, trials: Sequence[Trial], space: Mappi
             return
         optuna.delete_study(study_name=name, storage=storage)
     study = optuna.create_study(storage=storage, study_name=name, direction="maximize")
-    choices = _choices(trials, space)
-    study.add_trials(frozen_trial(trial, choices) for trial in trials)
-
-
-def _choices(trials: Sequence[Trial], space: Mapping[str, Any]) -> dict[str, BaseDistribution]:
-    """Return each dimension with the values of the legal space and of the trials."""
-    found: dict[str, BaseDistribution] = {}
-    for name, tried in distributions([trial.candidate for trial in trials]).items():
-        assert isinstance(tried, CategoricalDistribution)
-        values = {*tried.choices, *space.get(name, ())}
-        found[name] = CategoricalDistribution(sorted(values, key=lambda value: (value is not None, value)))
-    return found
+    tried = [params_of(trial.candidate) for trial in trials]
+    legal = {name: [OFF if value is None else value for value in space.get(FIELDS[name], ())] for name in FIELDS}
+    choices = distributions({name: {*legal[name], *(params[name] for params in tried)} for name in FIELDS})
+    study.add_trials(frozen_trial(trial, params, choices) for trial, params in zip(trials, tried, strict=True))
 
 
 def _display_url(database: Database) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import secrets
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -18,6 +17,7 @@ from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events
 from bexp.storage.idempotency import asks_the_same
+from bexp.storage.ids import new_job_id
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import Caller
@@ -38,6 +38,7 @@ class Submission:
     idempotency_key: str | None
     body_hash: str | None
     priority: int
+    job_id: str | None
 
 
 class IdempotencyConflictError(ValueError):
@@ -54,21 +55,21 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
     request, key, owner = given.request, given.idempotency_key, given.by.owner
     hashed = None if key is None else stored_key(owner, key)
     body_hash = given.body_hash or hashlib.sha256(request.model_dump_json().encode()).hexdigest()
-    job_id = secrets.token_hex(8)
+    job_id = given.job_id or new_job_id()
     drafts = [
-        EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.model_name} is queued"),
+        EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.explored.name} is queued"),
         *(EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices),
     ]
     values = {
         "id": job_id,
         "state": JobState.QUEUED.value,
-        "owned_by": owner,
+        "owner": owner,
         "priority": given.priority,
         "request": request.model_dump(mode="json"),
-        "model_name": request.model_name,
+        "model_name": request.explored.name,
         "device_kind": request.device_kind,
         "target": request.target_name,
-        "devices_needed": request.devices_needed(),
+        "devices_needed": request.devices.needed(),
         "attempt": 0,
         "num_releases": 0,
         "num_faults": 0,

@@ -7,8 +7,6 @@ from datetime import UTC, datetime
 import sqlalchemy as sa
 from sqlalchemy.types import TypeDecorator
 
-from bexp.storage.compact import CompactJSON, PackedJSON, PackedText
-
 PREFIX = "bexp_"
 
 
@@ -63,11 +61,13 @@ jobs = sa.Table(
     f"{PREFIX}jobs",
     metadata,
     sa.Column("id", sa.String(32), primary_key=True),
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("priority", sa.Integer, nullable=False, doc="Among the jobs of its owner."),
     sa.Column("state", sa.String(16), nullable=False),
-    sa.Column("request", CompactJSON, nullable=False),
-    sa.Column("model_name", sa.String(128), nullable=False, server_default="unknown", doc="Of the request."),
+    sa.Column("request", _JSON, nullable=False),
+    sa.Column("model_name", sa.String(128), nullable=False, doc="Of the request."),
     sa.Column("device_kind", sa.String(16)),
-    sa.Column("target", sa.String(64), nullable=False, server_default="bexp", doc="A worker must have it."),
+    sa.Column("target", sa.String(64), nullable=False, doc="A worker must have it."),
     sa.Column("devices_needed", sa.Integer, nullable=False),
     sa.Column("created_at", UTCDateTime, nullable=False),
     sa.Column("queued_at", UTCDateTime, nullable=False, doc="When it was last put in the queue."),
@@ -75,22 +75,23 @@ jobs = sa.Table(
     sa.Column("finished_at", UTCDateTime),
     sa.Column("attempt", sa.Integer, nullable=False, doc="Claims so far; with the worker, the fence of every write."),
     sa.Column(
-        *("num_releases", sa.Integer),
+        "num_releases",
+        sa.Integer,
         nullable=False,
         doc="Claims that do not count: a clean shutdown or a fault ended them, or a trial was stored later.",
     ),
-    sa.Column("num_faults", sa.Integer, nullable=False, server_default="0", doc="Since the last stored trial."),
+    sa.Column("num_faults", sa.Integer, nullable=False, doc="Since the last stored trial."),
     sa.Column("not_before", UTCDateTime, doc="A job that was put back is not claimed earlier."),
-    sa.Column("owner", sa.String(128), doc="The worker that holds the lease; `owned_by` is the owner."),
+    sa.Column("worker", sa.String(128), doc="Its id; it holds the lease."),
     sa.Column("lease_expires_at", UTCDateTime),
     sa.Column("cancel_requested", sa.Boolean, nullable=False),
     sa.Column("fingerprint", sa.String(64), doc="Of the hardware that the first claim pinned."),
-    sa.Column("report", CompactJSON),
-    sa.Column("space", CompactJSON),
-    sa.Column("recommendation", CompactJSON),
+    sa.Column("report", _JSON),
+    sa.Column("space", _JSON),
+    sa.Column("recommendation", _JSON),
     sa.Column("micro_batch_size", sa.Integer, doc="Of the recommendation."),
     sa.Column("confidence", sa.Integer, doc="Of the recommendation."),
-    sa.Column("answer", CompactJSON),
+    sa.Column("answer", _JSON),
     sa.Column("error", PlainText),
     sa.Column("waiting_reason", PlainText),
     sa.Column("last_seq", sa.Integer, nullable=False),
@@ -106,14 +107,11 @@ jobs = sa.Table(
         "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
-    sa.Column("owned_by", sa.String(64), nullable=False, server_default="local", doc="The owner."),
-    sa.Column("priority", sa.Integer, nullable=False, server_default="0", doc="Among the jobs of its owner."),
-    sa.Column("claimed_at", UTCDateTime, doc="The last claim; null if the time since then is not to be booked."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
-    sa.Index(None, "owned_by", "created_at"),
+    sa.Index(None, "owner", "created_at"),
     sa.Index(None, "model_name", "created_at"),
-    sa.Index(f"ix_{PREFIX}jobs_queued", "owned_by", "state", sqlite_where=IS_QUEUED, postgresql_where=IS_QUEUED),
+    sa.Index(f"ix_{PREFIX}jobs_queued", "owner", "state", sqlite_where=IS_QUEUED, postgresql_where=IS_QUEUED),
 )
 
 labels = sa.Table(
@@ -133,8 +131,23 @@ events = sa.Table(
     sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("at", UTCDateTime, nullable=False),
     sa.Column("code", sa.Integer, nullable=False),
-    sa.Column("message", PackedText, nullable=False),
-    sa.Column("data", PackedJSON, nullable=False),
+    sa.Column("message", PlainText, nullable=False),
+    sa.Column("data", _JSON, nullable=False),
+    sqlite_with_rowid=False,
+)
+
+recommendations = sa.Table(
+    f"{PREFIX}recommendations",
+    metadata,
+    sa.Column("job_id", sa.ForeignKey(jobs.c.id, ondelete="CASCADE"), primary_key=True),
+    sa.Column("seq", sa.Integer, primary_key=True, autoincrement=False, doc="Of its event."),
+    sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("micro_batch_size", sa.Integer, nullable=False),
+    sa.Column("performance", sa.Float, nullable=False, doc="Relative to the base candidate."),
+    sa.Column("confidence", sa.Integer, nullable=False, doc="Out of 100."),
+    sa.Column("tokens_per_second", sa.Float, nullable=False, doc="Of one device."),
+    sa.Column("peak_bytes", sa.BigInteger, nullable=False, doc="Composed of what was measured."),
+    sa.Column("candidate", _JSON, nullable=False, doc="Without what it leaves open."),
     sqlite_with_rowid=False,
 )
 
@@ -145,8 +158,13 @@ trials = sa.Table(
     sa.Column("number", sa.Integer, primary_key=True, autoincrement=False),
     sa.Column("seq", sa.Integer, nullable=False, doc="Grows in the order of storing, which is not that of number."),
     sa.Column("at", UTCDateTime, nullable=False),
+    sa.Column("kind", sa.String(16), nullable=False),
+    sa.Column("micro_batch_size", sa.Integer, nullable=False),
     sa.Column("outcome", sa.String(16), nullable=False),
-    sa.Column("trial", CompactJSON, nullable=False),
+    sa.Column("tokens_per_second", sa.Float, doc="Of one device."),
+    sa.Column("peak_bytes", sa.BigInteger, doc="As measured."),
+    sa.Column("seconds", sa.Float, nullable=False, doc="Wall time of the measurement."),
+    sa.Column("trial", _JSON, nullable=False, doc="The rest; a field that is absent has its default."),
     sa.UniqueConstraint("job_id", "seq"),
     sqlite_with_rowid=False,
 )
@@ -170,7 +188,7 @@ components = sa.Table(
     sa.Column("device", sa.String(255), nullable=False),
     sa.Column("versions", sa.String(255), nullable=False, doc="For people."),
     sa.Column("at", UTCDateTime, nullable=False),
-    sa.Column("measurement", CompactJSON, nullable=False),
+    sa.Column("measurement", _JSON, nullable=False),
     sa.Index(None, "subject"),
     sa.Index(None, "source"),
     sa.Index(None, "at"),
@@ -186,10 +204,10 @@ workers = sa.Table(
     sa.Column("device_name", sa.String(255), nullable=False),
     sa.Column("num_devices", sa.Integer, nullable=False),
     sa.Column("fingerprint", sa.String(64), nullable=False),
-    sa.Column("devices", sa.String(255), nullable=False, server_default=""),
-    sa.Column("versions", _JSON, nullable=False, server_default="{}", doc="Of what it measures with, by name."),
-    sa.Column("targets", _JSON, nullable=False, server_default="{}", doc="The version of each target, by name."),
-    sa.Column("memory_limit_bytes", sa.BigInteger, doc="What a job may use of a device by default."),
+    sa.Column("devices", sa.String(255), nullable=False),
+    sa.Column("versions", _JSON, nullable=False, doc="Of what it measures with, by name."),
+    sa.Column("targets", _JSON, nullable=False, doc="The version of each target, by name."),
+    sa.Column("memory_limit_bytes", sa.BigInteger, nullable=False, doc="What a job may use of a device by default."),
     sa.Column("started_at", UTCDateTime, nullable=False),
     sa.Column("last_seen_at", UTCDateTime, nullable=False),
 )
@@ -201,8 +219,8 @@ tokens = sa.Table(
     sa.Column("prefix", sa.String(16), nullable=False, index=True),
     sa.Column("digest", sa.String(64), nullable=False, doc="SHA-256 of the secret, in hexadecimal."),
     sa.Column("created_at", UTCDateTime, nullable=False),
-    sa.Column("owner", sa.String(64), nullable=False, server_default="local"),
-    sa.Column("scopes", sa.String(64), nullable=False, server_default="admin cancel read submit"),
+    sa.Column("owner", sa.String(64), nullable=False),
+    sa.Column("scopes", sa.String(64), nullable=False),
     sa.Column("expires_at", UTCDateTime),
 )
 
@@ -212,16 +230,13 @@ quotas = sa.Table(
     sa.Column("owner", sa.String(64), primary_key=True, doc="`*`: of each owner without a row of its own."),
     sa.Column("max_queued", sa.Integer),
     sa.Column("max_running", sa.Integer),
-    sa.Column("max_device_seconds", sa.Integer, doc="A day, in UTC."),
 )
 
-usage = sa.Table(
-    f"{PREFIX}usage",
+turns = sa.Table(
+    f"{PREFIX}turns",
     metadata,
     sa.Column("owner", sa.String(64), primary_key=True),
     sa.Column("claimed_at", UTCDateTime, nullable=False, doc="When a worker last took a job of this owner."),
-    sa.Column("day", sa.Date, nullable=False, doc="In UTC."),
-    sa.Column("device_seconds", sa.Float, nullable=False, doc="Booked on that day."),
 )
 
 audit = sa.Table(

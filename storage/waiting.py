@@ -10,10 +10,10 @@ from typing import Any
 import sqlalchemy as sa
 from pydantic import ValidationError
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.target import TRANSFORMERS
-from bexp.storage.changes import change_jobs, end_job, is_unowned
+from bexp.storage.changes import change_jobs, end_job, has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import events, jobs
@@ -22,6 +22,9 @@ from bexp.storage.workers import REPLAYED, WorkerInfo, select_workers
 
 MAX_WAIT = timedelta(days=7)
 """How long a job that no live worker can run stays in the queue, unless the service is told otherwise."""
+
+DEVICE_HELD = "the device is in use"
+"""How a reason begins that a worker gives which is there for one job alone."""
 
 NOTED_AT_ONCE = 20
 """Jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
@@ -34,7 +37,7 @@ def select_overdue(
     live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
     columns = (
         jobs.c.id,
-        jobs.c.owned_by,
+        jobs.c.owner,
         jobs.c.device_kind,
         jobs.c.target,
         jobs.c.devices_needed,
@@ -58,7 +61,7 @@ def find_waiting(
     found = []
     for row in overdue:
         new = waiting_reason(row, live)
-        quota = quotas.get(row.owned_by)
+        quota = quotas.get(row.owner)
         if new is None and quota is not None and (quota.holds or row.waiting_reason == quota.reason):
             new = quota.reason
         if new != row.waiting_reason:
@@ -85,11 +88,18 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
                 _note_reason(database, connection, job_ids, reason)
 
 
+def note_reason(database: Database, job_id: str, reason: str) -> None:
+    """Append an event that says why a job waits, unless that was said last, or a worker runs it."""
+    with database.begin() as connection:
+        _note_reason(database, connection, [job_id], reason)
+
+
 def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequence[str], reason: str | None) -> None:
-    conditions = [jobs.c.id.in_(job_ids), is_unowned(database), jobs.c.waiting_reason.is_distinct_from(reason)]
+    conditions = [jobs.c.id.in_(job_ids), has_no_worker(database), jobs.c.waiting_reason.is_distinct_from(reason)]
     draft = None
     if reason is not None:
-        message = f"Waiting: {reason}" if reason.startswith(HELD_BACK) else f"Waiting for a worker: {reason}"
+        is_known = reason.startswith((HELD_BACK, DEVICE_HELD))
+        message = f"Waiting: {reason}" if is_known else f"Waiting for a worker: {reason}"
         draft = EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason})
     change_jobs(database, connection, conditions, draft, waiting_reason=reason)
 

@@ -8,7 +8,7 @@ import sqlalchemy as sa
 from pydantic import ValidationError
 
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.storage.changes import is_unowned
+from bexp.storage.changes import has_no_worker
 from bexp.storage.database import Database
 from bexp.storage.tables import jobs
 
@@ -16,7 +16,7 @@ from bexp.storage.tables import jobs
 def list_waiting_ids(database: Database, target: str) -> list[str]:
     """Return the ids of the jobs of `target` that no worker owns."""
     with database.read() as connection:
-        query = sa.select(jobs.c.id).where(is_unowned(database), jobs.c.target == target)
+        query = sa.select(jobs.c.id).where(has_no_worker(database), jobs.c.target == target)
         return list(connection.scalars(query))
 
 

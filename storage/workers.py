@@ -30,8 +30,7 @@ class WorkerInfo:
 
     `fingerprint` is that of its HardwareSpec. `targets` has the version of each target that it can measure, by name,
     and `versions` that of each library that a measurement depends on. `devices` names them: `cuda:0`, or `cuda:0+3` for
-    that one and three more. `memory_limit_bytes` is what a job may use of a device by default; null in the entry of an
-    earlier version.
+    that one and three more. `memory_limit_bytes` is what a job may use of a device by default.
     """
 
     id: str
@@ -41,10 +40,10 @@ class WorkerInfo:
     device_name: str
     num_devices: int
     fingerprint: str
+    memory_limit_bytes: int
     targets: Mapping[str, str] = field(default_factory=dict)
     devices: str = ""
     versions: Mapping[str, str] = field(default_factory=dict)
-    memory_limit_bytes: int | None = None
 
 
 class WorkerState(StrEnum):
@@ -126,9 +125,9 @@ def list_known_workers(
     not named.
     """
     alive = (workers.c.last_seen_at >= database.clock(-live_within)).label("alive")
-    owned = sa.and_(jobs.c.owner == workers.c.id, jobs.c.state == JobState.RUNNING.value)
+    owned = sa.and_(jobs.c.worker == workers.c.id, jobs.c.state == JobState.RUNNING.value)
     query = (
-        sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owned_by)
+        sa.select(workers, alive, jobs.c.id.label("job_id"), jobs.c.owner)
         .join(jobs, owned, isouter=True)
         .where(workers.c.last_seen_at >= database.clock(-KEEP))
         .order_by(workers.c.id, jobs.c.lease_expires_at)  # of several, the last one holds: others await another owner
@@ -138,7 +137,7 @@ def list_known_workers(
     return [
         KnownWorker(
             *(_info_of(row), _state_of(row)),
-            row.job_id if owner in {None, row.owned_by} else None,
+            row.job_id if owner in {None, row.owner} else None,
             *(row.started_at, row.last_seen_at),
         )
         for row in rows.values()

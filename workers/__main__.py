@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import signal
 import sys
 import threading
 from collections.abc import Sequence
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -28,6 +26,7 @@ from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
 from bexp.workers.doctor import main as diagnose
+from bexp.workers.jobs.own_job import OwnJob
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError
 from bexp.workers.process.profiler import Profiler
@@ -77,12 +76,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
         "trial needs: cpu, cuda:0, or cuda:0-3 for four GPUs of a host; default: one GPU",
     )
     parser.add_argument("--database-url", help="default: BEXP_DATABASE_URL, else a SQLite file of this user")
-    parser.add_argument("--once", action="store_true", help="end after one job")
     parser.add_argument("--max-jobs", type=int, metavar="N", help="end after N jobs on each device")
     parser.add_argument(
-        "--jobs-from-stdin",
-        action="store_true",
-        help="run only the jobs whose ids come on standard input, one per line; end when standard input is closed",
+        "--job",
+        metavar="ID",
+        help="run this exploration alone, and end with it; it is cancelled when standard input is closed",
     )
     options = parser.parse_args(arguments)
     if options.max_jobs is not None and options.max_jobs < 1:
@@ -98,7 +96,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     _log.setLevel(logging.INFO)
     try:
         settings = read_settings()
-        job_ids: list[str] | None = [] if options.jobs_from_stdin else None
+        job_ids = None if options.job is None else [options.job]
         url = options.database_url or settings.database_url
         if options.ray is not None:
             database = open_database(url, database_limits(1))
@@ -113,7 +111,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         parser.error(f"a file cannot be opened: {error.strerror}: {error.filename}")
     try:
         _upgrade(database)
-        return serve_workers(workers, 1 if options.once else options.max_jobs, read_to=job_ids)
+        return serve_workers(workers, options.max_jobs, own_job_id=options.job)
     except sa.exc.SQLAlchemyError as error:
         _log.error("the database cannot be used: %s", describe_trouble(error))
         return SERVICE_FAILED
@@ -162,13 +160,19 @@ def _build_worker(
         replayed = partial(explore, clock=replay.clock)
         chosen = AnswerableJobs(database, replay.recording) if job_ids is None else job_ids
         return _worker(database, replay, "replay", settings, explore=replayed, job_ids=chosen)
-    profiler = Profiler(devices, environment=settings.environment, on_wait=_log.info)
+
+    def wait(reason: str) -> None:
+        _log.info("waiting for the device: %s", reason)
+        worker.device_held = reason
+
+    profiler = Profiler(devices, environment=settings.environment, on_wait=wait)
     named = devices[0] if len(devices) == 1 else f"{devices[0]}+{len(devices) - 1}"
     targets = installed_targets()
     if settings.local_target is not None:
         file = Path(settings.local_target).name
-        targets |= {name_local_target(settings.local_target): file, LOCAL: file}  # earlier versions had the second only
-    return _worker(database, profiler, named, settings, job_ids=job_ids, targets=targets)
+        targets |= {name_local_target(settings.local_target): file, LOCAL: file}
+    worker = _worker(database, profiler, named, settings, job_ids=job_ids, targets=targets)
+    return worker
 
 
 def _build_cluster_worker(
@@ -183,10 +187,10 @@ def _worker(database: Database, profiler: DeviceProfiler, device: str, settings:
     return Worker(queue, profiler, device, max_poll_seconds=settings.max_poll.total_seconds(), **options)
 
 
-def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: list[str] | None = None) -> int:
+def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, own_job_id: str | None = None) -> int:
     """Run each worker in a thread until all have ended; returns SERVICE_FAILED if the device of any failed.
 
-    The lines of standard input are appended to `read_to`, and the workers end when standard input is closed.
+    With `own_job_id` the first worker is there for that job alone.
     """
     ending = threading.Event()
     failed = threading.Event()
@@ -212,8 +216,9 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
     threads = [threading.Thread(target=run, args=(worker,), name=worker.id) for worker in workers]
     for thread in threads:
         thread.start()
-    if read_to is not None:
-        threading.Thread(target=_read_stdin, args=(read_to, workers, ending), name="stdin", daemon=True).start()
+    own = None if own_job_id is None else OwnJob(workers[0], own_job_id)
+    for watch in () if own is None else (own.watch, own.end_with_stdin):
+        threading.Thread(target=watch, args=(ending,), daemon=True).start()
     while any(thread.is_alive() for thread in threads) and not ending.wait(0.1):
         pass
     for worker, thread in zip(workers, threads, strict=True):
@@ -222,7 +227,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, read_to: l
             thread.join(1.0)
             worker.stop()  # again, because a profiler that was starting may have missed it
     listener.close()
-    return SERVICE_FAILED if failed.is_set() else 0
+    return SERVICE_FAILED if failed.is_set() or (own is not None and own.is_refused) else 0
 
 
 def listen(workers: Sequence[Worker]) -> Listener:
@@ -237,17 +242,6 @@ def listen(workers: Sequence[Worker]) -> Listener:
         worker.rely_on(listener)
     listener.start()
     return listener
-
-
-def _read_stdin(lines: list[str], workers: Sequence[Worker], ending: threading.Event) -> None:
-    rest = b""
-    with suppress(OSError, ValueError):
-        while chunk := os.read(sys.stdin.fileno(), 4096):  # sys.stdin would still hold its lock when the process ends
-            *complete, rest = (rest + chunk).split(b"\n")
-            lines.extend(line.decode(errors="replace").strip() for line in complete)
-            for worker in workers:
-                worker.notice()
-    ending.set()
 
 
 if __name__ == "__main__":

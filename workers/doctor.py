@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING
 
 from pydantic import Field
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target

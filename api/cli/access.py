@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from bexp.api.cli.administration import open_storage
 from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.connection import open_storage
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.results import print_json, print_table
 from bexp.storage.owners import ALL_SCOPES, LOCAL_OWNER, USUAL_SCOPES, Caller, Scope
@@ -114,8 +114,8 @@ def revoke(name: TokenName) -> None:
 
 
 @quota_commands.command("set")
-def set_quota(owner: OwnerName, queued: Most = None, running: Most = None, device_seconds: Most = None) -> None:
-    """Set how many explorations of an owner may wait and run, and its device seconds a day (UTC).
+def set_quota(owner: OwnerName, queued: Most = None, running: Most = None) -> None:
+    """Set how many explorations of an owner may wait and run.
 
     What is not given has no limit; without any, the owner's quota is removed.
 
@@ -124,7 +124,7 @@ def set_quota(owner: OwnerName, queued: Most = None, running: Most = None, devic
     from bexp.storage.quotas import Quota  # noqa: PLC0415 - for this command alone
     from bexp.storage.quotas import set_quota as store_quota  # noqa: PLC0415 - for this command alone
 
-    quota = Quota(queued, running, device_seconds)
+    quota = Quota(queued, running)
     with open_storage() as database:
         store_quota(database, owner, None if quota == Quota() else quota, by=_me())
     say(f"the quota of {owner} is {'removed' if quota == Quota() else 'set'}")
@@ -145,11 +145,8 @@ def list_quotas(as_json: AsJson = False) -> None:
     if as_json:
         print_json({owner: asdict(quota) for owner, quota in found.items()})
         return
-    rows = [
-        (owner, *map(_number, (quota.max_queued, quota.max_running, quota.max_device_seconds)))
-        for owner, quota in found.items()
-    ]
-    print_table(("OWNER", "QUEUED", "RUNNING", "DEVICE SECONDS A DAY"), rows)
+    rows = [(owner, _number(quota.max_queued), _number(quota.max_running)) for owner, quota in found.items()]
+    print_table(("OWNER", "QUEUED", "RUNNING"), rows)
 
 
 def audit(

@@ -2,22 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from bexp.api.cli.arguments import AsJson, JobId
-from bexp.api.cli.connection import environment
+from bexp.api.cli.connection import open_storage, open_stored
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.cli.job_ids import find_stored_id
+from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import print_json
-
-if TYPE_CHECKING:
-    from bexp.storage.database import Database
-
 
 database_commands = typer.Typer(no_args_is_help=True)
 
@@ -39,8 +33,8 @@ def study(job_id: JobId, as_json: AsJson = False) -> None:
     """
     from bexp.storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
-    with open_storage() as database:
-        found = write_studies(database, find_stored_id(database, job_id))
+    with open_stored() as stored:
+        found = write_studies(stored.database, find_job(stored, job_id).id)
     if not found.names:
         raise CommandError(ExitCode.USAGE, f"there is no study of an exploration {job_id!r}")
     if as_json:
@@ -114,36 +108,3 @@ def prune(
 
 def _explorations(count: int) -> str:
     return f"{count} exploration{'' if count == 1 else 's'}"
-
-
-@contextmanager
-def open_storage() -> Iterator[Database]:
-    """Open the database that the environment names, and bring its tables up to date."""
-    from bexp.storage.database import open_database  # noqa: PLC0415 - for this command alone
-    from bexp.storage.schema import upgrade as upgrade_schema  # noqa: PLC0415 - for this command alone
-
-    with database_errors():
-        database = open_database(environment().database_url)
-        try:
-            upgrade_schema(database)
-            yield database
-        finally:
-            database.dispose()
-
-
-@contextmanager
-def database_errors() -> Iterator[None]:
-    """Turn database errors into the end of the command."""
-    from filelock import Timeout  # noqa: PLC0415 - for this command alone
-    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - for this command alone
-
-    from bexp.storage.database import describe_trouble  # noqa: PLC0415 - for this command alone
-
-    try:
-        yield
-    except ValueError as error:
-        raise CommandError(ExitCode.USAGE, str(error)) from None
-    except SQLAlchemyError as error:
-        raise CommandError(ExitCode.SERVICE, f"the database cannot be used: {describe_trouble(error)}") from None
-    except Timeout:
-        raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None

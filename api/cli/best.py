@@ -10,12 +10,12 @@ import typer
 from bexp.api.answer import is_provisional, render_run_report
 from bexp.api.answer_choices import no_dividing_text
 from bexp.api.cli.arguments import AsJson, JobId
-from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import document, print_json
-from bexp.api.client import Job, Result
 from bexp.api.text import slower_text
+from bexp.client.explorations import Exploration, Result
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
@@ -47,9 +47,9 @@ def best(
     """
     if export_format is not None:
         _check_format(export_format, as_json=as_json)
-    with connect_or_embed() as client:
+    with connect() as client:
         job = find_job(client, job_id)
-        result = client.recommendation(job.id)
+        result = client.result(job.id)
         known = result.recommendation if result is not None else None
         if as_json:
             print_json(document(client, job))
@@ -99,7 +99,7 @@ def _check_format(name: str, *, as_json: bool) -> None:
         raise CommandError(ExitCode.USAGE, f"--format {name}: {error}") from error
 
 
-def _warnings(job: Job, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
+def _warnings(job: Exploration, known: Recommendation, chosen: Recommendation | DividingCandidate) -> Iterator[str]:
     """Yield what a script that reads the printed number alone would not know."""
     other = known.dividing
     if job.is_final and job.request is not None and is_provisional(chosen.confidence, job.request):
@@ -118,6 +118,6 @@ def _warnings(job: Job, known: Recommendation, chosen: Recommendation | Dividing
         )
 
 
-def _why_nothing(job: Job, result: Result | None) -> str:
+def _why_nothing(job: Exploration, result: Result | None) -> str:
     variant = result.answer.variants[0] if result is not None and result.answer is not None else None
     return (variant.reason if variant is not None else job.error) or f"the exploration is {job.state}"

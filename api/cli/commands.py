@@ -13,7 +13,10 @@ from bexp.api.cli.guarded_group import GuardedGroup
 
 COMMANDS = {
     "explore": ("explore:explore", "Explore a model on this machine and print the best micro_batch_size."),
-    "submit": ("submit:submit", "Submit a model to the service and print the id of the exploration."),
+    "submit": (
+        "submit:submit",
+        "Submit a model to the workers of a service or a database, and print the id of the exploration.",
+    ),
     "watch": ("jobs:watch", "Follow an exploration to its end and print its answer."),
     "resume": ("resume:resume", "Go on with an exploration that was interrupted, cancelled or has failed."),
     "best": ("best:best", "Print the best micro_batch_size so far, and what real runs with it have reached."),

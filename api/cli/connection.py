@@ -1,15 +1,19 @@
-"""The service that a command talks to."""
+"""Where a command finds its explorations: at a service, or in the database."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
 
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.client import Client, ServiceError
-from bexp.api.embedded import EmbeddedService
-from bexp.api.settings import DEFAULT_API_URL, Environment, read_environment
+from bexp.api.settings import Environment, read_environment
 from bexp.client.address import without_secrets
+
+if TYPE_CHECKING:
+    from bexp.api.stored import StoredExplorations
+    from bexp.client.explorations import Explorations
+    from bexp.storage.database import Database
 
 
 def environment() -> Environment:
@@ -21,45 +25,76 @@ def environment() -> Environment:
 
 
 @contextmanager
-def connect() -> Iterator[Client]:
-    """Connect to the service at BEXP_API_URL, or at the default address.
+def connect() -> Iterator[Explorations]:
+    """Return the explorations of the service that BEXP_API_URL names; without it, those of the database.
 
-    Raises ServiceError when nothing answers there.
+    Raises ServiceError if the service does not answer, CommandError if the database cannot be used.
     """
     told = environment()
-    with Client(told.api_url, told.api_token) as client:
-        try:
-            client.check_alive()
-        except ServiceError as error:
-            hint = (
-                "\nset BEXP_API_URL if it is elsewhere, start one with `bexp serve` and `bexp worker`, or explore "
-                "without one: `bexp explore CONFIG`"
-            )
-            raise ServiceError(f"{error}{hint if str(error).startswith('no service') else ''}") from error
-        yield client
-
-
-@contextmanager
-def find_service() -> Iterator[Client | None]:
-    """Connect as `connect` does, but yield null if nothing answers at the default address."""
-    told = environment()
-    if told.api_url != DEFAULT_API_URL:
-        with connect() as client:
-            yield client
+    if told.api_url is None:
+        with open_stored() as stored:
+            yield stored
         return
+    from bexp.client.client import Client  # noqa: PLC0415 - takes long, and only a service needs it
+
     with Client(told.api_url, told.api_token) as client:
-        yield client if client.is_alive() else None
+        client.connection.check_alive()
+        yield client
 
 
 @contextmanager
-def connect_or_embed() -> Iterator[Client]:
-    """Connect as `connect` does, but if nothing answers at the default address, start an API on the same database."""
-    with find_service() as found:
-        if found is not None:
-            yield found
-            return
-    with EmbeddedService(environment().database_url, with_worker=False) as service, Client(service.url) as client:
-        yield client
+def open_stored() -> Iterator[StoredExplorations]:
+    """Return the explorations of the database that BEXP_DATABASE_URL names; default: a file of this user."""
+    from bexp.api.stored import StoredExplorations  # noqa: PLC0415 - takes long, and a service needs no database
+
+    with database_errors():
+        database = open_current(environment().database_url)
+    try:
+        yield StoredExplorations(database)
+    finally:
+        database.dispose()
+
+
+@contextmanager
+def open_storage() -> Iterator[Database]:
+    """Open the same database for commands on the database itself."""
+    with database_errors():
+        database = open_current(environment().database_url)
+        try:
+            yield database
+        finally:
+            database.dispose()
+
+
+def open_current(url: str) -> Database:
+    """Return the database with its tables up to date."""
+    from bexp.storage.database import open_database  # noqa: PLC0415 - few commands need SQL
+    from bexp.storage.schema import upgrade  # noqa: PLC0415 - few commands need SQL
+
+    database = open_database(url)
+    upgrade(database)
+    return database
+
+
+@contextmanager
+def database_errors() -> Iterator[None]:
+    """Turn database errors into the end of the command."""
+    from filelock import Timeout  # noqa: PLC0415 - few commands need SQL
+    from sqlalchemy.exc import SQLAlchemyError  # noqa: PLC0415 - few commands need SQL
+
+    from bexp.storage.database import describe_trouble  # noqa: PLC0415 - few commands need SQL
+
+    try:
+        yield
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from None
+    except OSError as error:
+        where = f"the database cannot be opened: {error.strerror}: {error.filename}"
+        raise CommandError(ExitCode.SERVICE, where) from None
+    except SQLAlchemyError as error:
+        raise CommandError(ExitCode.SERVICE, f"the database cannot be used: {describe_trouble(error)}") from None
+    except Timeout:
+        raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None
 
 
 def shown_url(database_url: str) -> str:

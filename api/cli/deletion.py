@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from bexp.api.cli.arguments import JobId
-from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.job_ids import find_job
-from bexp.api.client import NOT_FINISHED, ProblemError
+from bexp.client.errors import ProblemError
+from bexp.client.explorations import NOT_FINISHED
 
 
 def delete(job_id: JobId) -> None:
@@ -14,12 +15,12 @@ def delete(job_id: JobId) -> None:
 
     Example: bexp delete 9f1c2d3e
     """
-    with connect_or_embed() as client:
+    with connect() as client:
         job = find_job(client, job_id)
         try:
             client.delete(job.id)
         except ProblemError as error:
-            if error.problem.get("type") != NOT_FINISHED:
+            if error.name != NOT_FINISHED:
                 raise
             message = f"exploration {job.id} has not ended: end it first with `bexp cancel {job.id}`"
             raise CommandError(ExitCode.USAGE, message) from None

@@ -5,8 +5,8 @@ from __future__ import annotations
 from http import HTTPStatus
 
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.client import ProblemError, ServiceError
-from bexp.api.embedded import ChildEndedError
+from bexp.api.local_worker import WorkerEndedError
+from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.formats.document import FormatError, describe_problem
 
 _TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
@@ -21,7 +21,7 @@ def describe_failure(error: Exception) -> CommandError | None:
             code = ExitCode.SERVICE if error.status in _TRY_AGAIN else ExitCode.USAGE
             hint = ["set BEXP_API_TOKEN to a token from `bexp token create`"]
             return CommandError(code, *error.lines(), *(hint if error.status == HTTPStatus.UNAUTHORIZED else []))
-        case ChildEndedError():  # status 2: a --device or a database URL that cannot be used
+        case WorkerEndedError():  # status 2: a --device that cannot be used
             code = ExitCode.USAGE if error.status == ExitCode.USAGE else ExitCode.SERVICE
             return CommandError(code, *str(error).splitlines())
         case ServiceError():

@@ -16,10 +16,10 @@ from rich.live import Live
 from rich.text import Text
 
 from bexp.api.cli.errors import say
-from bexp.api.client import Client, Job
 from bexp.api.live import LiveView
 from bexp.api.run_log import ObservationLog, log_path
 from bexp.api.text import wrap
+from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.records.event import Event, EventCode, render_line
 from bexp.explorer.records.recommendation import Recommendation
 
@@ -85,7 +85,7 @@ class LiveOutput:
 
 
 @contextmanager
-def open_output(job: Job, *, to_stderr: bool) -> Iterator[Output]:
+def open_output(job: Exploration, *, to_stderr: bool) -> Iterator[Output]:
     """Return the live view on a terminal, lines elsewhere; `to_stderr` keeps stdout for JSON."""
     stream = sys.stderr if to_stderr else sys.stdout
     console = Console(file=stream)
@@ -98,12 +98,12 @@ def open_output(job: Job, *, to_stderr: bool) -> Iterator[Output]:
 
 
 @contextmanager
-def open_run_log(job: Job) -> Iterator[ObservationLog | None]:
+def open_run_log(job: Exploration) -> Iterator[ObservationLog | None]:
     """Open the log file of `job` below the working directory; yield null, and say why, if it cannot be written."""
     if job.request is None:
         yield None
         return
-    path = log_path(Path.cwd(), job.request.mode, job.request.model_name, job.id)
+    path = log_path(Path.cwd(), job.request.mode, job.request.explored.name, job.id)
     try:
         log = ObservationLog(path)
     except OSError as error:
@@ -115,10 +115,12 @@ def open_run_log(job: Job) -> Iterator[ObservationLog | None]:
         yield log
 
 
-def follow(client: Client, job: Job, *, to_stderr: bool = False, check: Callable[[], None] = lambda: None) -> Event:
+def follow(
+    client: Explorations, job: Exploration, *, to_stderr: bool = False, check: Callable[[], None] = lambda: None
+) -> Event:
     """Show every event of `job`, and return the last one.
 
-    `check` is called several times a second and may raise to give up. Raises what `Client.events` raises.
+    `check` is called several times a second and may raise to give up. Raises what `Explorations.events` raises.
     """
     received: queue.SimpleQueue[Event | Exception | None] = queue.SimpleQueue()
 

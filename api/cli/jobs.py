@@ -1,18 +1,19 @@
-"""`bexp watch`, `list` and `cancel`: explorations on a service."""
+"""`bexp watch`, `list` and `cancel`: what becomes of explorations."""
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from itertools import islice
+from typing import Annotated
 
 import typer
 
 from bexp.api.cli.arguments import AsJson, JobId, parse_labels
-from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import ExitCode, say
 from bexp.api.cli.following import follow
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import conclude, print_json, print_table, say_best
-from bexp.api.client import Client, Job, JobState
+from bexp.client.explorations import Exploration, Explorations, State
 
 
 def watch(job_id: JobId, as_json: AsJson = False) -> None:
@@ -20,12 +21,12 @@ def watch(job_id: JobId, as_json: AsJson = False) -> None:
 
     Example: bexp watch latest
     """
-    with connect_or_embed() as client:
+    with connect() as client:
         raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json))
 
 
 def list_(
-    state: Annotated[JobState | None, typer.Option(help="List only explorations in this state.")] = None,
+    state: Annotated[State | None, typer.Option(help="List only explorations in this state.")] = None,
     model: Annotated[str | None, typer.Option(help="List only explorations of the model with this name.")] = None,
     labels: Annotated[
         list[str] | None,
@@ -39,8 +40,8 @@ def list_(
     Example: bexp list --label team=search --state succeeded
     """
     parse_labels(labels)
-    with connect_or_embed() as client:
-        jobs = _newest(client, limit, state=state, model=model, labels=labels or ())
+    with connect() as client:
+        jobs = list(islice(client.list(state=state, model=model, labels=labels or ()), limit))
     if as_json:
         print_json([job.model_dump(mode="json") for job in jobs])
         return
@@ -59,7 +60,7 @@ def cancel(job_id: JobId, as_json: AsJson = False) -> None:
 
     Example: bexp cancel latest
     """
-    with connect_or_embed() as client:
+    with connect() as client:
         before = find_job(client, job_id)
         job = client.cancel(before.id)
     if as_json:
@@ -70,7 +71,7 @@ def cancel(job_id: JobId, as_json: AsJson = False) -> None:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 
 
-def follow_job(client: Client, job: Job, *, as_json: bool) -> ExitCode:
+def follow_job(client: Explorations, job: Exploration, *, as_json: bool) -> ExitCode:
     """Follow an exploration that goes on whatever happens to this command, and print its answer."""
     try:
         last = follow(client, job, to_stderr=as_json)
@@ -79,18 +80,6 @@ def follow_job(client: Client, job: Job, *, as_json: bool) -> ExitCode:
         say(f"the exploration goes on; `bexp watch {job.id}` follows it again, `bexp cancel {job.id}` ends it")
         raise
     return conclude(client, job.id, last, as_json=as_json)
-
-
-def _newest(client: Client, limit: int, **wanted: Any) -> list[Job]:
-    jobs: list[Job] = []
-    cursor: str | None = None
-    while len(jobs) < limit:
-        page = client.list(**wanted, limit=min(100, limit - len(jobs)), cursor=cursor)
-        jobs += page.jobs
-        cursor = page.next_cursor
-        if cursor is None:
-            break
-    return jobs
 
 
 def _or_dash(value: int | None) -> str:

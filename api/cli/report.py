@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from bexp.api.cli.arguments import JobId
-from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.job_ids import find_job
 
@@ -25,7 +25,7 @@ def report(
     """
     from bexp.api.web.report import render_report  # noqa: PLC0415 - for this command alone
 
-    with connect_or_embed() as client:
+    with connect() as client:
         job = client.get(find_job(client, job_id).id)
         trials = client.trials(job.id)
         events = client.stored_events(job.id)

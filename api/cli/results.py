@@ -15,8 +15,9 @@ from pydantic import BaseModel
 
 from bexp.api.answer import is_provisional, render_answer, render_recommendation
 from bexp.api.cli.errors import ExitCode, say
-from bexp.api.client import Client, Job, ProblemError, ServiceError
 from bexp.api.text import WIDTH, rate_text, row, wrap
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
@@ -28,14 +29,14 @@ GAP, INDENT = "  ", "    "
 FEWEST_COLUMNS, MOST_COLUMNS = 60, 120
 
 
-def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> ExitCode:
+def conclude(client: Explorations, job_id: str, last: Event, *, as_json: bool) -> ExitCode:
     """Print the answer of a job that has ended with the event `last`."""
     job = client.get(job_id)
     code = _exit_code(job, last)
     if as_json:
         print_json(document(client, job))
         return code
-    result = client.recommendation(job_id)
+    result = client.result(job_id)
     if result is not None and result.answer is not None:
         typer.echo("\n" + render_answer(result.answer, job.request, result.measured, terminal_width()))
         if result.recommendation is not None:
@@ -48,10 +49,10 @@ def conclude(client: Client, job_id: str, last: Event, *, as_json: bool) -> Exit
     return code
 
 
-def say_best(client: Client, job_id: str) -> None:
+def say_best(client: Explorations, job_id: str) -> None:
     """Say what is recommended so far; nothing if the service does not answer."""
     with suppress(ProblemError, ServiceError):
-        result = client.recommendation(job_id)
+        result = client.result(job_id)
         best = None if result is None else result.recommendation
         if best is None:
             say("nothing is recommended yet")
@@ -61,7 +62,7 @@ def say_best(client: Client, job_id: str) -> None:
             say(f"  {rate} per device, {best.performance:.2f}x base, confidence {best.confidence} out of 100")
 
 
-def usage_rows(job: Job, answer: Answer, best: Recommendation) -> list[str]:
+def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[str]:
     """Return the commands that use an answer, and how to get a surer one if it is provisional."""
     job_id, request, surer = job.id, job.request, []
     if request is not None and is_provisional(best.confidence, request):
@@ -81,9 +82,9 @@ def usage_rows(job: Job, answer: Answer, best: Recommendation) -> list[str]:
     ]
 
 
-def document(client: Client, job: Job) -> dict[str, Any]:
+def document(client: Explorations, job: Exploration) -> dict[str, Any]:
     """Return a job with its recommendation, its answer, and what real runs reached, as JSON."""
-    result = client.recommendation(job.id)
+    result = client.result(job.id)
     return {
         **({} if result is None else result.model_dump(include=MEASURED)),
         "job": job.model_dump(mode="json", exclude={"recommendation", "answer"}),
@@ -135,7 +136,7 @@ def _dump(part: BaseModel | None) -> dict[str, Any] | None:
     return None if part is None else part.model_dump(mode="json")
 
 
-def _exit_code(job: Job, last: Event) -> ExitCode:
+def _exit_code(job: Exploration, last: Event) -> ExitCode:
     if job.state == "succeeded" and last.code is EventCode.SUCCEEDED:
         return ExitCode.ANSWER
     return ExitCode.SERVICE if last.code is EventCode.FAILED else ExitCode.NO_ANSWER

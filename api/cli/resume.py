@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Annotated
 
 import typer
 
 from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson, JobId
-from bexp.api.cli.connection import connect_or_embed, find_service
+from bexp.api.cli.connection import connect, environment, open_stored
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.cli.explore import WorkerDevice, run_embedded
+from bexp.api.cli.explore import WorkerDevice
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.jobs import follow_job
-from bexp.api.client import Client
+from bexp.api.cli.local_run import LocalRun
+from bexp.client.explorations import Exploration
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import LOCAL, is_local_target
 
@@ -26,19 +26,30 @@ LocalTarget = Annotated[
 def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = None, as_json: AsJson = False) -> None:
     """Go on with an exploration that was interrupted, cancelled or has failed.
 
-    Nothing that is stored is measured again. Where a service answers, its workers go on and this command follows;
-    else it starts a worker of its own, as `bexp explore` does. The worker needs the hardware that the exploration
-    started on.
+    Nothing that is stored is measured again. With BEXP_API_URL, the workers of that service go on and this command
+    follows; without it, it starts a worker of its own, as `bexp explore` does. The worker needs the hardware that the
+    exploration started on.
 
     Example: bexp resume latest
     """
-    with find_service() as service:
-        if service is not None:
+    if environment().api_url is not None:
+        with connect() as service:
             job = service.resume(find_job(service, job_id).id)
             say(f"exploration {job.id}")
             raise typer.Exit(follow_job(service, job, as_json=as_json))
-    with connect_or_embed() as client:
-        job = find_job(client, job_id)
+    with open_stored() as stored:
+        job = find_job(stored, job_id)
+        request = _resumable(job, target)
+        if job.state == "running":
+            say("it runs already, or its worker has died: this command's worker takes it over if it has")
+        run = LocalRun(request, job.id, device, target)
+        resumed = stored.resume(job.id)
+        with run:
+            raise typer.Exit(run.follow(stored, resumed, as_json=as_json, leaves_others=True))
+
+
+def _resumable(job: Exploration, target: str | None) -> ExplorationRequest:
+    """Return the request of an exploration that this command can resume."""
     if job.request is None:
         raise CommandError(ExitCode.NO_ANSWER, f"exploration {job.id} cannot be resumed: {job.error}")
     if job.state == "succeeded":
@@ -46,10 +57,7 @@ def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = Non
             ExitCode.USAGE, f"exploration {job.id} has succeeded: `bexp best {job.id}` prints its answer"
         )
     check_target(job.request, target)
-    if job.state == "running":
-        say("it runs already, or its worker has died: this command's worker takes it over if it has")
-    start = partial(Client.resume, job_id=job.id)
-    raise typer.Exit(run_embedded(job.request, start, device, target, as_json=as_json, spares_others=True))
+    return job.request
 
 
 def check_target(request: ExplorationRequest, target: str | None) -> None:
@@ -57,7 +65,7 @@ def check_target(request: ExplorationRequest, target: str | None) -> None:
     measured, (name, file) = request.target_name, options.split_target(target)
     if not is_local_target(measured) or (file is not None and measured in {LOCAL, name}):
         return
-    stem = request.model_name if measured != LOCAL else "FILE"
+    stem = request.explored.name if measured != LOCAL else "FILE"
     raise CommandError(
         ExitCode.USAGE,
         f"the exploration measures a class of your own, with the target '{measured}'",

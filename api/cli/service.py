@@ -9,11 +9,10 @@ from typing import Annotated, NoReturn
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.administration import database_errors
 from bexp.api.cli.arguments import AsJson
-from bexp.api.cli.connection import environment
+from bexp.api.cli.connection import database_errors, environment
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.embedded import child_environment
+from bexp.api.local_worker import child_environment
 from bexp.api.settings import (
     DEFAULT_ADDRESS_RATE,
     DEFAULT_TOKEN_RATE,

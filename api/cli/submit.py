@@ -1,4 +1,4 @@
-"""`bexp submit`: an exploration for the workers of a service."""
+"""`bexp submit`: an exploration for workers that run already, or will."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import say
 from bexp.api.cli.jobs import follow_job
 from bexp.api.cli.results import print_json
-from bexp.api.client import Client, Job, ProblemError, ServiceError
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
@@ -32,7 +33,7 @@ def submit(
     watch: Annotated[bool, typer.Option("--watch", help="Follow the exploration to its end.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Submit a model to the service and print the id of the exploration.
+    """Submit a model to the workers of a service or a database, and print the id of the exploration.
 
     Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
     """
@@ -53,7 +54,7 @@ def submit(
             raise typer.Exit(follow_job(client, job, as_json=as_json))
 
 
-def missing_target(client: Client, job: Job, name: str) -> str | None:
+def missing_target(client: Explorations, job: Exploration, name: str) -> str | None:
     """Return a note that no live worker has a target; null if one has, or if that is not known or needed.
 
     A service without workers says nothing of the targets that bexp itself brings: any worker will have them.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from bexp.api.cli.arguments import AsJson
-from bexp.api.cli.connection import connect_or_embed
+from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import say
 from bexp.api.cli.results import print_json, print_table
-from bexp.api.client import Worker
+from bexp.client.explorations import Worker
 from bexp.explorer.spec.target import describe_target
 
 
@@ -17,7 +17,7 @@ def workers(as_json: AsJson = False) -> None:
 
     Example: bexp workers
     """
-    with connect_or_embed() as client:
+    with connect() as client:
         found = client.workers()
     if as_json:
         print_json([worker.model_dump(mode="json") for worker in found])

@@ -13,11 +13,11 @@ from bexp.api import bodies, examples
 from bexp.api.administration import AuditPage, AuditResource, QuotaLimits, QuotaList, QuotaResource
 from bexp.api.auth import Administrator
 from bexp.api.negotiation import accepts_json
-from bexp.api.problems import ProblemException, invalid_body
+from bexp.api.refusals import ProblemException, invalid_body
 from bexp.api.resources import NO_NUL
 from bexp.api.service import ServiceDep
 from bexp.explorer.formats.document import load_document
-from bexp.explorer.spec.rules import rule_of
+from bexp.explorer.spec.base import rule_of
 from bexp.storage.audit import read_audit
 from bexp.storage.owners import check_name
 from bexp.storage.quotas import EVERYBODY, Quota, list_quotas, quota_of, set_quota

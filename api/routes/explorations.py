@@ -11,17 +11,17 @@ from fastapi import APIRouter, Depends, Header, Query, Request, Response
 from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
 from bexp.api.negotiation import accepts_json
-from bexp.api.problems import ProblemException, invalid_parameter
+from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from bexp.api.service import ServiceDep
-from bexp.explorer.formats.document import FormatError, load_document
+from bexp.api.submission import submit
+from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.labels import MAX_LABELS, parse_label
-from bexp.explorer.spec.target import is_local_target
 from bexp.storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
 from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
 from bexp.storage.owners import Scope
-from bexp.storage.pruning import JobNotFinishedError, delete_job
+from bexp.storage.pruning import delete_job
 
 router = APIRouter(prefix="/v1/explorations", tags=["explorations"], dependencies=[Depends(accepts_json)])
 
@@ -115,15 +115,8 @@ def submit_exploration(
     If the same request has been measured on the hardware and with the versions of a live worker, the exploration has
     that answer and ends at once: 201. `fresh: true` in the request measures again.
     """
-    if idempotency_key is not None and not re.fullmatch(
-        r"[\x21-\x7e](?:[\x20-\x7e]{0,253}[\x21-\x7e])?", idempotency_key
-    ):
-        raise invalid_parameter("Idempotency-Key", "must be 1 to 255 printable ASCII characters")
     request = parse_request(load_document(text))
-    if is_local_target(request.target_name) and not service.settings.takes_local_target:
-        where = "is a file on somebody's machine; `bexp explore` measures it there"
-        raise FormatError([(("target",), f"'{request.target_name}' {where}")])
-    job, is_new = service.queue.enqueue(request, idempotency_key=idempotency_key, priority=priority, by=caller)
+    job, is_new = submit(service.queue, request, idempotency_key=idempotency_key, priority=priority, by=caller)
     shown = Exploration.of_job(job, with_results=caller.may(Scope.READ))
     return Response(  # what FastAPI makes of a model takes another thread
         shown.model_dump_json(),
@@ -230,14 +223,7 @@ def delete_exploration(job_id: JobIdDep, service: ServiceDep, caller: Canceller)
 
     409 for one that has not ended: cancel it first. Explorations that were answered from it keep their answers.
     """
-    try:
-        delete_job(service.database, job_id, by=caller)
-    except JobNotFinishedError as error:
-        raise ProblemException(
-            HTTPStatus.CONFLICT,
-            f"The exploration is {error.state}: end it first with POST {exploration_path(job_id)}/cancel.",
-            name="not-finished",
-        ) from None
+    delete_job(service.database, job_id, by=caller)
 
 
 @router.post(

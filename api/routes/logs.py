@@ -17,7 +17,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse, format_sse_event
 from bexp.api import examples
 from bexp.api.auth import Reader
 from bexp.api.negotiation import EVENT_STREAM, JSON, PLAIN_TEXT, choose_media_type
-from bexp.api.problems import invalid_parameter
+from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import EventPage, exploration_path
 from bexp.api.routes.explorations import JobIdDep
 from bexp.api.service import Service, ServiceDep

@@ -9,7 +9,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from bexp.api import examples, metrics
 from bexp.api.auth import Reader, authorize
-from bexp.api.problems import ProblemException
+from bexp.api.refusals import ProblemException
 from bexp.api.resources import Health
 from bexp.api.service import ServiceDep
 from bexp.storage.schema import is_current

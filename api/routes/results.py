@@ -8,23 +8,24 @@ from typing import Annotated
 from fastapi import APIRouter, Depends, Query, Response
 
 from bexp.api import examples
-from bexp.api.exports import export_response
 from bexp.api.negotiation import accepts_json
-from bexp.api.problems import ProblemException
+from bexp.api.refusals import ProblemException, readable
 from bexp.api.resources import RecommendationResource, TrialPage, exploration_path
+from bexp.api.results import export_notes, export_of, result_of, why_nothing
 from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
-from bexp.storage.jobs import JobState
+from bexp.client.headers import NOTE_HEADER
+from bexp.explorer.exports.document import Export
 from bexp.storage.trials import read_trials
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
 
 _ONE = exploration_path(examples.JOB_ID)
-_NOTHING = {
-    JobState.QUEUED: "The exploration has not started yet.",
-    JobState.RUNNING: "The exploration has nothing to recommend yet.",
-    JobState.FAILED: "The exploration failed before it had anything to recommend.",
-    JobState.CANCELLED: "The exploration was cancelled before it had anything to recommend.",
+SUFFIXES = {
+    "application/json": "json",
+    "application/yaml": "yaml",
+    "text/x-python": "py",
+    "text/x-shellscript": "sh",
 }
 
 
@@ -57,12 +58,20 @@ def get_recommendation(
     404 while there is none. If nothing fits, the recommendation of a finished exploration is null, and the variants of
     the answer say why. With `format`, the answer is a file, and 409 says what is missing for it.
     """
-    detail = _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
     if export_format is not None:
-        return export_response(service.database, job, export_format, detail)
-    if job.recommendation is None and job.answer is None:
-        raise ProblemException(HTTPStatus.NOT_FOUND, detail, name="no-recommendation")
-    return RecommendationResource.of(job)
+        return _file(export_of(service.database, job, export_format), export_format)
+    found = result_of(job)
+    if found is None:
+        raise ProblemException(HTTPStatus.NOT_FOUND, why_nothing(job), name="no-recommendation")
+    return found
+
+
+def _file(made: Export, name: str) -> Response:
+    headers = {"Content-Disposition": f'inline; filename="bexp-{name}.{SUFFIXES[made.media_type]}"'}
+    response = Response(made.text, media_type=made.media_type, headers=headers)
+    for line in export_notes(made):
+        response.headers.append(NOTE_HEADER, readable(line, 1000).encode("ascii", "replace").decode())
+    return response
 
 
 @router.get(

@@ -9,7 +9,6 @@ from fastapi import APIRouter, Depends
 from bexp.api import examples
 from bexp.api.auth import Submitter
 from bexp.api.negotiation import accepts_json
-from bexp.api.problems import ProblemException
 from bexp.api.resources import Exploration, exploration_path
 from bexp.api.routes.explorations import JobIdDep
 from bexp.api.service import ServiceDep
@@ -41,8 +40,5 @@ def resume_exploration(job_id: JobIdDep, service: ServiceDep, caller: Submitter)
 
     One that waits or runs stays as it is, so the call can be repeated.
     """
-    try:
-        job = service.queue.resume(job_id, by=caller)
-    except JobFinishedError as error:
-        raise ProblemException(HTTPStatus.CONFLICT, f"{error}.", name="finished") from error
+    job = service.queue.resume(job_id, by=caller)
     return Exploration.of_job(job, with_results=caller.may(Scope.READ))

@@ -11,14 +11,14 @@ from pydantic import ValidationError
 from bexp.api import bodies, examples
 from bexp.api.auth import Submitter
 from bexp.api.negotiation import accepts_json
-from bexp.api.problems import ProblemException, invalid_body
+from bexp.api.refusals import invalid_body
 from bexp.api.resources import RunReportPage, RunReportResource, exploration_path
 from bexp.api.routes.explorations import SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.rules import rule_of
-from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
+from bexp.explorer.spec.base import rule_of
+from bexp.storage.run_reports import insert_run_report, read_run_reports
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
 
@@ -72,13 +72,7 @@ def report_run(
     except ValidationError as error:
         problems = [(detail["loc"], rule_of(detail)) for detail in error.errors(include_url=False, include_input=False)]
         raise invalid_body(problems, "This is no report of a run.") from None
-    try:
-        stored = insert_run_report(service.database, job.id, report)
-    except NoAnswerError:
-        detail = "The exploration has recommended nothing that a run could have followed."
-        raise ProblemException(HTTPStatus.CONFLICT, detail, name="no-recommendation") from None
-    except TooManyReportsError as error:
-        raise ProblemException(HTTPStatus.CONFLICT, f"The {error}.", name="too-many-run-reports") from None
+    stored = insert_run_report(service.database, job.id, report)
     response.headers["Location"] = f"{exploration_path(job.id)}/run-reports"
     return RunReportResource.of(stored)
 

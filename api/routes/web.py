@@ -7,7 +7,7 @@ from typing import Annotated
 
 from fastapi import APIRouter, Header, Response
 
-from bexp.api.problems import ProblemException
+from bexp.api.refusals import ProblemException
 from bexp.api.web.assets import HEADERS, read_assets
 
 router = APIRouter(include_in_schema=False)

@@ -1,16 +1,12 @@
 """Replays searches on recorded tables and compares them.
 
     python -m benchmarks.replay tables/*.jsonl --out results/replay.json [--seeds 100] [--processes 2]
-    python -m benchmarks.replay tables/*.jsonl --out results/in-flight.json --in-flight 4 [--seeds 100]
-    python -m benchmarks.replay tables/*.jsonl --out results/second-job.json --second-job [--seeds 100]
 
 Every strategy sees the recorded runs of a component, drawn with the run's seed, and is charged the recorded seconds.
 With `--truth drawn` it sees runs that scatter around their mean as separate jobs do, and whole models with a
 composition error (`benchmarks.replay.drawn_truth`). A strategy is charged once for components that several of its
 candidates share. Optuna's samplers run through the product's search, so they stop by the same confidence. `gp` is slow
-and runs on `--gp-seeds` seeds. With `--in-flight` the product's search with one trial at a time is compared with
-several trials at a time, on as many devices. With `--second-job` it is compared with a search that starts from the
-components of an earlier job, on drawn truths.
+and runs on `--gp-seeds` seeds.
 """
 
 from __future__ import annotations
@@ -24,10 +20,8 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from benchmarks.replay.in_flight import compare_in_flight, print_in_flight
 from benchmarks.replay.report import print_summary
 from benchmarks.replay.runs import NUM_SEEDLESS, SAMPLERS, SEEDLESS, STRATEGIES, read_truth, run_all
-from benchmarks.replay.second_job import compare_second_job, print_second_job
 from benchmarks.replay.summary import summarize
 from bexp.workers.replay.recording import RecordingError
 
@@ -44,8 +38,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gp-seeds", type=int, default=GP_SEEDS)
     parser.add_argument("--strategies", nargs="+", choices=(*SAMPLERS, *STRATEGIES), default=[*SAMPLERS, *STRATEGIES])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--in-flight", type=int, metavar="N", help="compare N trials in flight with one")
-    parser.add_argument("--second-job", action="store_true", help="compare a search that reuses an earlier job's")
     parser.add_argument(
         "--truth",
         choices=TRUTHS,
@@ -54,10 +46,6 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--full", action="store_true", help="write every run with its path and lines too")
     options = parser.parse_args(arguments)
-    if options.in_flight is not None and options.in_flight < 2:
-        parser.error("--in-flight must be at least 2")
-    if options.in_flight is not None and options.truth != "recorded":
-        parser.error("--in-flight replays recorded runs")
     started = time.perf_counter()
     try:
         truths = {path: read_truth(path) for path in options.tables}
@@ -73,16 +61,6 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     # A linear algebra library in each process that takes all cores for small matrices makes all of them slow.
     os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    if options.in_flight is not None:
-        compared = compare_in_flight(options.tables, options.in_flight, options.seeds, options.processes)
-        write_results(options.out, {"environment": describe_environment(), "tables": tables, **compared})
-        print_in_flight(compared)
-        return 0
-    if options.second_job:
-        compared = compare_second_job(options.tables, options.seeds, options.processes)
-        write_results(options.out, {"environment": describe_environment(), "tables": tables, **compared})
-        print_second_job(compared)
-        return 0
     seeds = dict.fromkeys(options.strategies, options.seeds)
     seeds |= {name: min(NUM_SEEDLESS, options.seeds) for name in SEEDLESS & seeds.keys()}
     if "gp" in seeds:

@@ -99,7 +99,7 @@ class DrawnDevice(RecordedDevice):
         if truth.tokens_C[row] <= 0.0:
             return WholeModelRow(candidate=candidate, run=0, outcome=Outcome.OUT_OF_MEMORY, reason="does not fit")
         rng = np.random.default_rng([self._seed, zlib.crc32(candidate.describe().encode()), 3])
-        share, optimizer = truth.request.device_batch_size, float(self._optimizer_C[row])
+        share, optimizer = truth.request.devices.batch_share, float(self._optimizer_C[row])
         step = share * truth.table.model.seq_length / float(truth.tokens_C[row])
         micro_step = (step - optimizer) * candidate.micro_batch_size / share
         micro_step *= math.exp(WHOLE_RUN_STD * float(rng.standard_normal()))

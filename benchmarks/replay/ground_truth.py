@@ -12,10 +12,10 @@ from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_se
 from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording, RecordingError
@@ -52,7 +52,7 @@ class GroundTruth:
             RecordingError: no candidate of it is feasible.
         """
         request = recording.covered_request()
-        prune = recording.prune(request, request.model)
+        prune = recording.prune(request, request.shapes)
         table = prune.table
         assert table is not None, "a covered request has a space"
         hardware = recording.header.report.hardware
@@ -78,7 +78,7 @@ class GroundTruth:
         costs = [_mean_cost(recording, c) for c, used in zip(table.components, used_K, strict=True) if used]
         return cls(
             name=name,
-            model_name=request.model.name,
+            model_name=request.shapes.name,
             recording=recording,
             request=request,
             report=recording.header.report,

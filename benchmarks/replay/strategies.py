@@ -99,23 +99,23 @@ def _bisect(bench: TrialBench) -> int | None:
 
 
 def _sizes(truth: GroundTruth) -> tuple[int, ...]:
-    return truth.request.micro_batch_sizes
+    return truth.request.space.micro_batch_sizes
 
 
 def _plain(truth: GroundTruth, size: int) -> Candidate:
     """Return the plainest settings that the request allows."""
     request, report = truth.request, truth.report
-    policies = request.recompute_policies
+    policies = request.space.recompute_policies
     attention = request.attention_backends
     experts = request.expert_backends
-    default_experts = report.default_experts if request.model.moe is not None else None
+    default_experts = report.default_experts if request.shapes.moe is not None else None
     return Candidate(
         micro_batch_size=size,
-        bta_tile=request.tiles_for(size)[0] if request.tiles_for(size) else None,
+        bta_tile=request.space.tiles_for(size)[0] if request.space.tiles_for(size) else None,
         recompute=Recompute.NONE if Recompute.NONE in policies else policies[0],
         attention_backend=report.default_attention
         if attention is None or report.default_attention in attention
         else attention[0],
         expert_backend=default_experts if experts is None or default_experts in experts else experts[0],
-        num_query_groups=request.model.query_groups,
+        num_query_groups=request.shapes.query_groups,
     )

@@ -58,7 +58,7 @@ class Kernels:
         backward = draws.between(1.8, 2.7, "backward", kind, component.backend) * forward
         jump = 1.0 + draws.between(-0.015, 0.015, "jump", kind, component.backend, at_once, tiles)
         passes = 3.0 + (again > 0)
-        if kind is ComponentKind.MOE_FFN and component.backend == "loop":
+        if kind is ComponentKind.MOE_FFN and component.experts == "loop":
             passes *= 4.0  # a launch for each expert and product
         return tiles * (forward + backward + again) * jump, host * passes * tiles
 
@@ -76,15 +76,15 @@ class Kernels:
             heads = model.num_attention_heads * model.head_size
             grouped = model.query_groups * model.head_size
             first = self._product(tokens, heads + 2 * grouped, width, "qkv")
-            core = self._attention_core(component.backend, batch, model)
+            core = self._attention_core(component.attention, batch, model)
             last = self._product(tokens, width, heads, "output")
         elif kind is ComponentKind.DENSE_FFN:
             columns = model.ffn_hidden_size * (2 if model.gated_mlp else 1)
             first, core = self._product(tokens, columns, width, "up"), 0.0
             last = self._product(tokens, width, model.ffn_hidden_size, "down")
         else:
-            first, last = self._experts(component.backend, tokens, model)
-            core = self._traffic(6.0 * tokens * width * ITEM, component.backend)
+            first, last = self._experts(component.experts, tokens, model)
+            core = self._traffic(6.0 * tokens * width * ITEM, component.experts)
         forward = first + core + last + between
         again = {
             BlockRecompute.NONE: 0.0,

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.unseen.draws import Draws
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.options import BTASpec, ExploreRange, MicroBatchRange
 from bexp.explorer.spec.request import ExplorationRequest

@@ -14,8 +14,8 @@ from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable, predict_memory, required_table
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.search_space import EmptySpaceError
 from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Measurement,
@@ -24,10 +24,10 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.options import BTASpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import VirtualClock
@@ -111,7 +111,7 @@ def draw_truth(
         report = draw_report(draws, request)
         try:
             request = _limit_memory(draws, request, report)
-            prune = prune_space(request.model, request, report)
+            prune = prune_space(request.shapes, request, report)
         except EmptySpaceError:
             continue
         if prune.table is None or len(prune.legal.candidates) < FEWEST_CANDIDATES:
@@ -122,7 +122,7 @@ def draw_truth(
         if np.any(truth.tokens_C > 0) and (executions is not None or num_sizes is not None):
             request = request if num_sizes is None else _narrowed(request, report, prune, num_sizes)
             request = request.model_copy(update={"executions": executions})
-            prune = prune_space(request.model, request, report)
+            prune = prune_space(request.shapes, request, report)
             assert prune.table is not None, "each of its candidates may fit"
             truth = _complete(seed, draws, request, report, prune, prune.table)
         if np.any(truth.tokens_C > 0):
@@ -132,7 +132,7 @@ def draw_truth(
 
 def _limit_memory(draws: Draws, request: ExplorationRequest, report: DeviceReport) -> ExplorationRequest:
     """Return the request with a limit that cuts through its space, in half of all draws."""
-    table = prune_space(request.model, request, report).table
+    table = prune_space(request.shapes, request, report).table
     if table is None or draws.happens(0.5, "all fit"):
         return request
     required_C = predict_memory(table, report.hardware)
@@ -148,7 +148,7 @@ def _narrowed(
     The experts are the first that a graph can contain, if there are any.
     """
     legal = [c for c in prune.legal.candidates if c.bta_tile is None]
-    policy = min((c.recompute for c in legal), key=request.recompute_policies.index)
+    policy = min((c.recompute for c in legal), key=request.space.recompute_policies.index)
     sizes = {c.micro_batch_size for c in legal if c.recompute is policy}
     experts = sorted(request.expert_backends or (), key=WAITING_EXPERTS.__contains__)
     narrow = {
@@ -164,7 +164,7 @@ def _narrowed(
 def _complete(
     seed: int, draws: Draws, request: ExplorationRequest, report: DeviceReport, prune: PrunedSpace, table: SpaceTable
 ) -> UnseenTruth:
-    hardware, model = report.hardware, request.model
+    hardware, model = report.hardware, request.shapes
     kernels = Kernels(draws, hardware)
     pairs = [kernels.seconds(component, model) for component in table.components]
     device_K, host_K = np.array([d for d, _ in pairs]), np.array([h for _, h in pairs])
@@ -204,7 +204,7 @@ def _complete(
 
 def _sizes(draws: Draws, component: Component, request: ExplorationRequest) -> tuple[float, float, float]:
     """Return measured bytes: off the prediction by similar, with a workspace from some size on."""
-    found = predict_component_bytes(component, request.model, request)
+    found = predict_component_bytes(component, request.shapes, request)
     sort = (component.kind, component.backend, component.recompute)
     factor = math.exp(0.08 * draws.normal("bytes", *sort, component.bta_tile is None))
     threshold = draws.scale_between(2, 64, "workspace from", component.kind, component.backend)

@@ -1,94 +1,181 @@
-"""The client for programs: it submits configurations and returns recommendations that `bexp.apply` takes."""
+"""The client of a service, over HTTP: it submits configurations and returns recommendations that `bexp.apply` takes."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import httpx
 
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.connection import EXPLORATIONS, ConnectedClient, Connection, exploration_path
+from bexp.client.connection import EXPLORATIONS, Connection, exploration_path
+from bexp.client.errors import ProblemError
 from bexp.client.events import PATIENCE_SECONDS, follow_events
-from bexp.client.exploration import Event, Exploration
+from bexp.client.explorations import NO_RECOMMENDATION, Exploration, Export, Result, State, Worker, read_as
+from bexp.client.headers import NOTE_HEADER
+from bexp.explorer.records.event import Event
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.request import ExplorationRequest
 
 if TYPE_CHECKING:
-    from bexp.recommendation import Recommendation
+    from bexp.recommended_setup import RecommendedSetup
 
 DEFAULT_URL = "http://127.0.0.1:8642"
 
 
-class Client(ConnectedClient):
-    """Talks to one service. Close it, or use it in a `with`.
+class Client:
+    """The explorations of one service, see `bexp.client.explorations.Explorations`. Close it, or use it in a `with`.
 
     `url` and `token` are those of BEXP_API_URL and BEXP_API_TOKEN if they are not given. `timeout` is in seconds, for
-    one request. Every method raises `bexp.client.connection.ProblemError` if the service refuses the request, and
-    `ServiceError` if it cannot be reached or fails.
+    one request.
     """
 
-    def __init__(self, url: str | None = None, token: str | None = None, timeout: float = 30.0) -> None:
-        self.connection = Connection(
-            url or os.environ.get("BEXP_API_URL") or DEFAULT_URL, token or os.environ.get("BEXP_API_TOKEN"), timeout
-        )
+    def __init__(
+        self,
+        url: str | None = None,
+        token: str | None = None,
+        timeout: float = 30.0,
+        *,
+        transport: httpx.BaseTransport | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+    ) -> None:
+        address = url or os.environ.get("BEXP_API_URL") or DEFAULT_URL
+        self.connection = Connection(address, token or os.environ.get("BEXP_API_TOKEN"), timeout, transport=transport)
+        self._sleep = sleep
 
-    def submit(self, config: Configuration, *, idempotency_key: str | None = None, **fields: Any) -> Exploration:
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections."""
+        self.connection.close()
+
+    def submit(
+        self,
+        config: Configuration | ExplorationRequest,
+        *,
+        idempotency_key: str | None = None,
+        priority: int = 0,
+        **fields: Any,
+    ) -> Exploration:
         """Submit a configuration, with `fields` of the request in place of its own.
 
-        `config` is what `read_configuration` takes: a path, text, or an object.
+        `config` is what `read_configuration` takes: a path, text, or an object. Among the explorations of its owner,
+        the one with the highest `priority` is next.
         """
+        given = config.model_dump(mode="json") if isinstance(config, ExplorationRequest) else config
+        body = read_configuration(given, **fields)
         headers = {"Idempotency-Key": idempotency_key} if idempotency_key else {}
-        document = read_configuration(config, **fields)
-        return Exploration.read(self.connection.request("POST", EXPLORATIONS, json=document, headers=headers))
+        params = {"priority": priority} if priority else {}
+        document = self.connection.request("POST", EXPLORATIONS, json=body, headers=headers, params=params)
+        return read_as(Exploration, document)
 
-    def get(self, exploration_id: str) -> Exploration:
+    def get(self, job_id: str) -> Exploration:
         """Return one exploration."""
-        return Exploration.read(self.connection.request("GET", exploration_path(exploration_id)))
+        return read_as(Exploration, self.connection.request("GET", exploration_path(job_id)))
 
-    def list(self, **filters: Any) -> Iterator[Exploration]:
-        """Yield explorations, the newest first. `filters` are parameters of `GET /v1/explorations`, such as `state`."""
-        return map(Exploration.read, self.connection.pages(EXPLORATIONS, **filters))
+    def list(
+        self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
+    ) -> Iterator[Exploration]:
+        """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
+        asked = {"state": state, "model": model, "label": [*labels] or None}
+        params = {key: value for key, value in asked.items() if value is not None}
+        return (read_as(Exploration, item) for item in self.connection.pages(EXPLORATIONS, **params))
 
-    def cancel(self, exploration_id: str) -> Exploration:
+    def cancel(self, job_id: str) -> Exploration:
         """Cancel an exploration; its worker stops within seconds."""
-        return Exploration.read(self.connection.request("POST", exploration_path(exploration_id, "cancel")))
+        return read_as(Exploration, self.connection.request("POST", exploration_path(job_id, "cancel")))
 
-    def resume(self, exploration_id: str) -> Exploration:
+    def resume(self, job_id: str) -> Exploration:
         """Queue an exploration again that was cancelled or has failed; nothing that is stored is measured again."""
-        return Exploration.read(self.connection.request("POST", exploration_path(exploration_id, "resume")))
+        return read_as(Exploration, self.connection.request("POST", exploration_path(job_id, "resume")))
 
-    def events(
-        self, exploration_id: str, *, after: int = 0, patience_seconds: float = PATIENCE_SECONDS
-    ) -> Iterator[Event]:
+    def delete(self, job_id: str) -> None:
+        """Delete an exploration that has ended, and all that belongs to it."""
+        self.connection.send("DELETE", exploration_path(job_id))
+
+    def workers(self) -> tuple[Worker, ...]:
+        """Return the workers that live, and those that were lost within a day."""
+        return tuple(read_as(Worker, item) for item in self.connection.page("/v1/workers")["items"])
+
+    def answer(self, job_id: str) -> Mapping[str, Any] | None:
+        """Return the recommendation as the service's document, to save as best.json; None while nothing is known."""
+        found = self._recommendation(job_id)
+        return found if found is not None and found.get("recommendation") is not None else None
+
+    def recommendation(self, job_id: str) -> RecommendedSetup | None:
+        """Return the best candidate so far, as `bexp.apply` takes it; None while nothing is known."""
+        from bexp.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
+
+        document = self.answer(job_id)
+        return None if document is None else RecommendedSetup.read(document)
+
+    def result(self, job_id: str) -> Result | None:
+        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
+        document = self._recommendation(job_id)
+        return None if document is None else read_as(Result, document)
+
+    def export(self, job_id: str, name: str) -> Export:
+        """Return the answer as a file for a training framework; docs/exports.md lists the names."""
+        path = exploration_path(job_id, "recommendation")
+        response = self.connection.send("GET", path, params={"format": name})
+        return Export(response.text, tuple(response.headers.get_list(NOTE_HEADER)))
+
+    def trials(self, job_id: str) -> tuple[Trial, ...]:
+        """Return every trial that is stored so far, in the order of their numbers."""
+        items = self.connection.pages(exploration_path(job_id, "trials"))
+        return tuple(sorted((read_as(Trial, item) for item in items), key=lambda trial: trial.number))
+
+    def report_run(self, job_id: str, report: RunReport) -> None:
+        """Send back what a real run of the recommendation reached."""
+        path = exploration_path(job_id, "run-reports")
+        self.connection.request("POST", path, json=report.model_dump(mode="json"))
+
+    def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
+        """Return every report of a real run, in the order in which they arrived."""
+        items = self.connection.pages(exploration_path(job_id, "run-reports"), limit=1000)
+        return tuple(read_as(RunReport, item.get("report")) for item in items)
+
+    def events(self, job_id: str, *, after: int = 0, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Event]:
         """Follow the events of an exploration to its end, each exactly once and in order.
 
         Raises ServiceError if the service cannot be reached for `patience_seconds`.
         """
-        documents = follow_events(self.connection, exploration_id, after=after, patience_seconds=patience_seconds)
-        return map(Event.read, documents)
+        documents = follow_events(
+            self.connection, job_id, after=after, patience_seconds=patience_seconds, sleep=self._sleep
+        )
+        return (read_as(Event, document) for document in documents)
 
-    def wait(self, exploration_id: str) -> Exploration:
+    def stored_events(self, job_id: str) -> tuple[Event, ...]:
+        """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
+        found: list[Event] = []
+        while True:
+            params = {"after": found[-1].seq if found else 0}
+            path = exploration_path(job_id, "events")
+            page = self.connection.page(path, params=params, headers={"Accept": "application/json"})
+            found += [read_as(Event, item) for item in page["items"]]
+            if page.get("next_cursor") is None or not page["items"]:
+                return tuple(found)
+
+    def wait(self, job_id: str) -> Exploration:
         """Wait for the end of an exploration, and return it."""
-        for _ in self.events(exploration_id):
+        for _ in self.events(job_id):
             pass
-        return self.get(exploration_id)
+        return self.get(job_id)
 
-    def answer(self, exploration_id: str) -> Mapping[str, Any] | None:
-        """Return the recommendation as the service's document, to save as best.json; null while nothing is known."""
-        found: Mapping[str, Any] | None = self.connection.recommendation(exploration_id)
-        return found if found is not None and found.get("recommendation") is not None else None
-
-    def recommendation(self, exploration_id: str) -> Recommendation | None:
-        """Return the best candidate so far, as `bexp.apply` takes it; null while nothing is known."""
-        from bexp.recommendation import Recommendation  # noqa: PLC0415 - for those who ask for it
-
-        document = self.answer(exploration_id)
-        return None if document is None else Recommendation.read(document)
-
-    def export(self, exploration_id: str, name: str) -> str:
-        """Return the answer as a file for a training framework; docs/exports.md lists the names."""
-        path = exploration_path(exploration_id, "recommendation")
-        return self.connection.send("GET", path, params={"format": name}).text
-
-    def trials(self, exploration_id: str) -> Sequence[Mapping[str, Any]]:
-        """Return the documents of all trials that are stored so far, in the order of their numbers."""
-        found = self.connection.pages(exploration_path(exploration_id, "trials"))
-        return sorted(found, key=lambda trial: trial["number"])
+    def _recommendation(self, job_id: str) -> Any:
+        try:
+            return self.connection.request("GET", exploration_path(job_id, "recommendation"))
+        except ProblemError as error:
+            if error.name == NO_RECOMMENDATION:
+                return None
+            raise

@@ -5,39 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import httpx
 
 from bexp.client.address import is_loopback, without_secrets
+from bexp.client.errors import ProblemError, ServiceError
 
 EXPLORATIONS = "/v1/explorations"
 JOB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}")
 """What an id may be. A service is not trusted with more: the id becomes a part of a path, here and there."""
-NO_RECOMMENDATION = "urn:bexp:problem:no-recommendation"
-
-
-class ServiceError(Exception):
-    """The service cannot be reached, it failed, or its answer cannot be understood."""
-
-
-class ProblemError(Exception):
-    """The service refused a request.
-
-    `problem` is its RFC 9457 document, `status` the HTTP status.
-    """
-
-    def __init__(self, status: int, problem: dict[str, Any]) -> None:
-        self.status = status
-        self.problem = problem
-        super().__init__(str(problem.get("detail") or problem.get("title") or f"HTTP {status}"))
-
-    def lines(self) -> list[str]:
-        """Return lines for a person: what is wrong, then each field with the rule that it breaks."""
-        errors = self.problem.get("errors")
-        listed = [_error_line(e) for e in errors if isinstance(e, dict)] if isinstance(errors, list) else []
-        return [str(self), *listed]
 
 
 class Connection:
@@ -73,14 +50,6 @@ class Connection:
     def close(self) -> None:
         """Close the connections."""
         self._http.close()
-
-    def is_alive(self) -> bool:
-        """Return whether a service of this kind answers at the URL."""
-        try:
-            self.check_alive()
-        except ServiceError:
-            return False
-        return True
 
     def check_alive(self) -> None:
         """Raise ServiceError with the reason if no service of this kind answers at the URL."""
@@ -127,15 +96,6 @@ class Connection:
                 return
             params["cursor"] = cursor
 
-    def recommendation(self, job_id: str) -> Any:
-        """Return the document of a recommendation; null while nothing is known."""
-        try:
-            return self.request("GET", exploration_path(job_id, "recommendation"))
-        except ProblemError as error:
-            if error.problem.get("type") == NO_RECOMMENDATION:
-                return None
-            raise
-
     @contextmanager
     def stream(self, path: str, headers: dict[str, str], silence_seconds: float) -> Iterator[httpx.Response]:
         """Open a stream that ends if nothing comes for `silence_seconds`.
@@ -155,28 +115,6 @@ class Connection:
         if isinstance(error, httpx.TimeoutException):
             return f"the service at {self.url} did not answer in time"
         return f"the connection to {self.url} broke: {error or type(error).__name__}"
-
-
-class ConnectedClient:
-    """What all clients of one `connection` share. Close it, or use it in a `with`."""
-
-    connection: Connection
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def close(self) -> None:
-        """Close the connections."""
-        self.connection.close()
-
-    def is_alive(self) -> bool:
-        """Return whether a service of this kind answers at the URL."""
-        return self.connection.is_alive()
 
 
 def exploration_path(job_id: str, *rest: str) -> str:
@@ -205,8 +143,3 @@ def _raise_for(response: httpx.Response) -> None:
         cause = problem.get("detail") or problem.get("title")
         raise ServiceError(f"the service failed with {response.status_code}: {cause}")
     raise ProblemError(response.status_code, problem)
-
-
-def _error_line(error: dict[str, Any]) -> str:
-    where, rule = error.get("field"), error.get("message") or "is wrong"
-    return f"{where}: {rule}" if where else str(rule)

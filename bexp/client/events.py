@@ -9,10 +9,10 @@ from typing import Any
 
 import httpx
 
-from bexp.client.connection import Connection, ServiceError, exploration_path, raise_for_stream
+from bexp.client.connection import Connection, exploration_path, raise_for_stream
+from bexp.client.errors import ServiceError
+from bexp.explorer.records.event import EventCode
 
-FIRST_END_CODE = 401
-"""The codes of the events that end an exploration begin here."""
 SILENCE_SECONDS = 45.0  # the server sends comments more often than this while nothing happens
 PATIENCE_SECONDS = 60.0
 
@@ -43,7 +43,7 @@ def follow_events(
                 if event["seq"] > seq + 1:
                     raise ServiceError(f"the service skipped events {seq + 1} to {event['seq'] - 1}")
                 seq, waited, delay = event["seq"], 0.0, 0.2
-                has_ended = event["code"] >= FIRST_END_CODE
+                has_ended = event["code"] >= EventCode.SUCCEEDED
                 yield event
             if has_ended:
                 return

@@ -6,11 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import Any
 
-from bexp.client.events import FIRST_END_CODE
-from bexp.client.exploration import Event
+from bexp.explorer.records.event import Event, EventCode
 
-TRIAL, RECOMMENDATION, VARIANT, INFEASIBLE = 201, 202, 107, 301
-"""The codes of the events that are drawn."""
 GIB = 1 << 30
 _CELL = "text-align:left;padding:2px 8px"
 _BAR = "display:inline-block;height:0.8em;background:"
@@ -40,17 +37,17 @@ class ExplorationView:
     def show(self, event: Event) -> None:
         """Take an event."""
         self.status = event.message
-        self.has_ended = event.code >= FIRST_END_CODE
+        self.has_ended = event.code.ends_job
         candidate = event.data.get("candidate")
-        if event.code == RECOMMENDATION and isinstance(event.data.get("recommendation"), Mapping):
+        if event.code is EventCode.RECOMMENDATION and isinstance(event.data.get("recommendation"), Mapping):
             self.best = event.data["recommendation"]
             self._note(self.best["candidate"], self.best.get("tokens_per_second"))
-        elif event.code == VARIANT:  # another model: its figures cannot be compared with those of the last one
+        elif event.code is EventCode.VARIANT:  # another model, whose figures cannot be compared
             self.best, self._rates, self._failures = None, {}, {}
-        elif event.code == TRIAL:
+        elif event.code is EventCode.TRIAL:
             self.num_trials += 1
             self._note(candidate, event.data.get("tokens_per_second"))
-        elif event.code == INFEASIBLE and isinstance(candidate, Mapping):
+        elif event.code is EventCode.INFEASIBLE and isinstance(candidate, Mapping):
             self._failures.setdefault(candidate["micro_batch_size"], str(event.data.get("outcome", "infeasible")))
 
     @property

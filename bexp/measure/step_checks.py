@@ -5,7 +5,9 @@ A step that breaks these rules runs without an error, fast, and would win.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
+from numbers import Real
 from typing import Any
 
 import torch
@@ -15,6 +17,13 @@ from torch.utils._pytree import tree_leaves
 
 class StepError(Exception):
     """A step that ran, but cannot be measured as a training step; the message says why."""
+
+
+def is_finite(loss: Any) -> bool:
+    """Return whether a loss is finite; only tensors and numbers are looked at."""
+    if isinstance(loss, Tensor):
+        return bool(torch.isfinite(loss.detach()).all())
+    return not isinstance(loss, Real) or math.isfinite(loss)
 
 
 def shapes_of(batch: Any) -> list[torch.Size]:

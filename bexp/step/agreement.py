@@ -22,7 +22,8 @@ from typing import Any
 
 import torch.distributed as dist
 
-from bexp.step.outcomes import Failure, Outcome
+from bexp.explorer.records.measurement import Outcome
+from bexp.step.outcomes import Failure
 
 if dist.is_available():
     from torch.distributed import distributed_c10d as c10d
@@ -112,7 +113,7 @@ class Together:
         Raises BrokenGroupError if the leader does not answer.
         """
         own = {
-            "outcome": int(Outcome.OK if failure is None else failure.outcome),
+            "outcome": Outcome.OK if failure is None else failure.outcome,
             "reason": None if failure is None else failure.reason,
             "is_first": failure is not None and self._store.add(f"{self._key}/{self._number}/failed", 1) == 1,
             "figures": figures,
@@ -171,7 +172,7 @@ class Together:
             found: dict[str, Any] = self._read(key, end - time.monotonic())
         except BrokenGroupError:
             reason = f"process {rank} no longer answers"
-            outcome = int(Outcome.CRASHED)
+            outcome = Outcome.CRASHED
             return {"outcome": outcome, "reason": reason, "is_first": True, "figures": None, "operations": None}
         return found
 
@@ -194,13 +195,13 @@ def _judge(found: list[dict[str, Any]]) -> dict[str, Any]:
     Memory that is short on one process counts first. Otherwise the first failure does, because others follow from it.
     """
 
-    def severity(rank: int) -> tuple[bool, bool, int]:
+    def severity(rank: int) -> tuple[bool, bool, bool]:
         each = found[rank]
-        return each["outcome"] == int(Outcome.OUT_OF_MEMORY), each["is_first"], each["outcome"]
+        return each["outcome"] == Outcome.OUT_OF_MEMORY, each["is_first"], each["outcome"] != Outcome.OK
 
     worst = max(range(len(found)), key=severity)
     reason = found[worst]["reason"]
-    failed = found[worst]["outcome"] != int(Outcome.OK)
+    failed = found[worst]["outcome"] != Outcome.OK
     begun: dict[str, int] = {}
     usable = all(each["operations"] is not None for each in found)
     for each in found:

@@ -1,26 +1,26 @@
 """Finds the best micro-batch size for any training step, by measuring it in the training process itself.
 
 Each size starts from the same state, whatever the earlier ones did. Afterwards the gradients, the buffers and the
-random state are as they were before. The service's search chooses what is measured, in a process of its own
-(`bexp.step.search`).
+random state are as they were before. The search (`bexp.explorer`) chooses what is measured.
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import asdict
 from typing import Any
 
 import torch
 from torch import nn
 
 from bexp.allocator import current_allocator
-from bexp.step.agreement import Alone, Together, num_processes
+from bexp.explorer.records.measurement import Outcome, SizeResult
+from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
+from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
 from bexp.step.measuring import OptimizerState, Step, left_alone
-from bexp.step.results import SizeResult, StepRecommendation
-from bexp.step.search import ChildSearch, SearchError
+from bexp.step.results import StepRecommendation
 
 SCATTERED = 0.15
 """Relative standard deviation between measurements of one size, from which on a note says that timings scattered."""
@@ -48,10 +48,10 @@ def explore(
     and its state is discarded. `effective_batch_size` is the number of sequences in a whole step over all processes.
     Only sizes that divide a process's share of it are tried, and the optimizer's time is spread over the micro-batches.
 
-    The service's search chooses the sizes to measure, and computes the confidence. The size and its speed agree with
-    the measurements. If these scatter, the confidence is low, and a note says so. If the search is not installed, or
-    fails, all sizes are measured in ascending order until one runs out of memory, the fastest is recommended, its
-    confidence is null, and a note says so. The search takes sizes up to 256, and at most 64 of them.
+    The search chooses the sizes to measure, and computes the confidence. The size and its speed agree with the
+    measurements. If these scatter, the confidence is low, and a note says so. If the search fails, all sizes are
+    measured in ascending order until one runs out of memory, the fastest is recommended, its confidence is None, and a
+    note says so. The search takes sizes up to 256, and at most 64 of them.
 
     If a step runs out of memory, fails, leaves no gradients in `parameters`, returns a loss that is not finite, or
     takes longer than `deadline_seconds`, that is the outcome of its size. So is a batch that has not m sequences.
@@ -106,34 +106,42 @@ class _Exploration:
 
     def run(self) -> StepRecommendation:
         """Measure what is decided on, until the search, the time or the process group is at its end."""
-        answer: dict[str, Any] = {}
-        with contextlib.closing(self._decide(answer)) as decisions:
-            size: int | None = self._processes.share(next(decisions) if self._processes.is_leader else None)
-            while size is not None:
-                self._results.append(self._step.measure(size, self._processes))
-                size = self._processes.share(next(decisions, None) if self._processes.is_leader else None)
-        answer, self._notes = self._processes.share([answer, self._notes])
-        return self._recommend(answer)
+        answer = StepAnswer()
+        if self._processes.is_leader:
+            answer = self._lead()
+            self._processes.share(None)
+        else:
+            while (size := self._processes.share(None)) is not None:
+                self._measure(size)
+        found, self._notes = self._processes.share([asdict(answer), self._notes])
+        return self._recommend(StepAnswer(**found))
 
-    def _decide(self, answer: dict[str, Any]) -> Generator[int, None, None]:
-        """Yield the sizes to measure, each measured before the next is asked for, and enter the answer at the end."""
-        yield self._sizes[0]
-        if self._results[-1].outcome == "out_of_memory":
-            return
+    def _lead(self) -> StepAnswer:
+        """Decide what all processes measure, and return what the search says of it; nothing if it fails."""
+        first = self._decide(self._sizes[0])
+        if first.outcome is Outcome.OUT_OF_MEMORY:
+            return StepAnswer()
         try:
-            with ChildSearch(self._describe()) as search:
-                size = search.start()
-                while size is not None and not self._is_over():
-                    yield size
-                    size = search.tell(self._results[-1])
-                answer.update(search.stop() if size is not None else search.answer)
-        except SearchError as error:
+            return search_step(self._describe(first), lambda size: None if self._is_over() else self._decide(size))
+        except BrokenGroupError:
+            raise
+        except Exception as error:  # noqa: BLE001 - other processes wait, and plain measurements need no search
+            reason = " ".join(str(error).split())[:300]
             self._notes.append(
-                f"the search is not available ({error}): sizes were measured in ascending order, the fastest is "
-                "recommended, and no confidence is stated"
+                f"the search failed ({reason}): sizes were measured in ascending order, the fastest is recommended, "
+                "and no confidence is stated"
             )
-            while (left := _sizes_left(self._sizes, self._results)) and not self._is_over():
-                yield left[0]
+        while (left := _sizes_left(self._sizes, self._results)) and not self._is_over():
+            self._decide(left[0])
+        return StepAnswer()
+
+    def _decide(self, size: int) -> SizeResult:
+        self._processes.share(size)
+        return self._measure(size)
+
+    def _measure(self, size: int) -> SizeResult:
+        self._results.append(self._step.measure(size, self._processes))
+        return self._results[-1]
 
     def _is_over(self) -> bool:
         """Whether nothing more may be measured; if so, note why."""
@@ -144,52 +152,51 @@ class _Exploration:
         self._notes.append(f"the {self._max_seconds:g} s were used up")
         return True
 
-    def _describe(self) -> dict[str, Any]:
-        """The step and its device, as the search wants to know them (`bexp.explorer.search.step_exploration`)."""
+    def _describe(self, first: SizeResult) -> StepDescription:
         device, trained = self._step.device, self._step.trained
         on_cuda = device.type == "cuda"
         free, total = torch.cuda.mem_get_info(device) if on_cuda else (0, 0)
-        return {
-            "device_kind": "cpu" if device.type == "cpu" else "cuda",
-            "device_name": torch.cuda.get_device_name(device) if on_cuda else device.type,
-            "memory_bytes": total,
-            "context_bytes": max(0, total - free - torch.cuda.memory_reserved(device)) if on_cuda else 0,
-            "held_bytes": self._held_bytes,
-            "gradient_bytes": sum(parameter.nbytes for parameter in trained),
-            "num_parameters": max(1, sum(parameter.numel() for parameter in trained)),
-            "torch_version": str(torch.__version__),
-            "sizes": self._sizes,
-            "sequences": self._share,
-            "optimizer_seconds": self._state.seconds,
-            "max_seconds": self._max_seconds,
-            "first": self._results[0].to_json(),
-        }
+        return StepDescription(
+            device_kind="cpu" if device.type == "cpu" else "cuda",
+            device_name=torch.cuda.get_device_name(device) if on_cuda else device.type,
+            memory_bytes=total,
+            context_bytes=max(0, total - free - torch.cuda.memory_reserved(device)) if on_cuda else 0,
+            held_bytes=self._held_bytes,
+            gradient_bytes=sum(parameter.nbytes for parameter in trained),
+            num_parameters=max(1, sum(parameter.numel() for parameter in trained)),
+            torch_version=str(torch.__version__),
+            sizes=self._sizes,
+            sequences=self._share,
+            optimizer_seconds=self._state.seconds,
+            max_seconds=self._max_seconds,
+            first=first,
+        )
 
-    def _recommend(self, answer: Mapping[str, Any]) -> StepRecommendation:
+    def _recommend(self, answer: StepAnswer) -> StepRecommendation:
         notes = [*self._notes]
         if not self._processes.group_is_usable:
             notes.append(
                 "a process failed in the middle of an exchange: make the process group again, or start the processes "
                 "again, before training"
             )
-        if out := answer.get("predicted_out"):
+        if out := answer.predicted_out:
             notes.append(f"not tried, because they are expected not to fit: {', '.join(map(str, out))}")
-        if (scatter := answer.get("scatter") or 0.0) >= SCATTERED:
+        if (scatter := answer.scatter or 0.0) >= SCATTERED:
             notes.append(
                 f"timings scattered: two measurements of one size differ by about {2**0.5 * scatter:.0%}. Something "
                 "else uses the device, or the step varies; on a quiet device the confidence is higher"
             )
-        best = answer.get("micro_batch_size") or self._fastest()
+        best = answer.micro_batch_size or self._fastest()
         if best is None:
             last = self._results[-1]
-            fits = last.outcome != "out_of_memory"
+            fits = last.outcome is not Outcome.OUT_OF_MEMORY
             notes.append(f"no size could be measured: {last.reason}" if fits else "no size fits")
         peaks = [r.peak_bytes for r in self._results if r.micro_batch_size == best and r.peak_bytes is not None]
         return StepRecommendation(
             micro_batch_size=best,
             grad_accum_steps=self._share // best if self._share and best else None,
-            sequences_per_second=answer.get("sequences_per_second") or (None if best is None else self._rate(best)),
-            confidence=answer.get("confidence"),
+            sequences_per_second=answer.sequences_per_second or (None if best is None else self._rate(best)),
+            confidence=answer.confidence,
             optimizer_seconds=self._state.seconds,
             results=tuple(self._results),
             notes=tuple(notes),
@@ -202,13 +209,13 @@ class _Exploration:
 
     def _fastest(self) -> int | None:
         """The size with the most sequences a second, among those that never failed."""
-        failed = {result.micro_batch_size for result in self._results if result.outcome != "ok"}
+        failed = {result.micro_batch_size for result in self._results if result.outcome is not Outcome.OK}
         fit = {result.micro_batch_size for result in self._results} - failed
         return max(sorted(fit), key=self._rate, default=None)
 
     def _rate(self, size: int) -> float:
         """Sequences a second of a whole step, by all measurements of a size."""
-        found = [r.mean_seconds for r in self._results if r.micro_batch_size == size and r.outcome == "ok"]
+        found = [r.mean_seconds for r in self._results if r.micro_batch_size == size and r.outcome is Outcome.OK]
         overhead = self._state.seconds * size / self._share if self._share else 0.0
         return size / (sum(found) / len(found) + overhead)
 
@@ -228,7 +235,7 @@ def _sizes(sizes: Iterable[int], effective_batch_size: int | None) -> tuple[int,
 def _sizes_left(sizes: Sequence[int], results: Sequence[SizeResult]) -> list[int]:
     """Return the sizes that were not tried yet and are below all that ran out of memory, in ascending order."""
     tried = {result.micro_batch_size for result in results}
-    limit = min((r.micro_batch_size for r in results if r.outcome == "out_of_memory"), default=None)
+    limit = min((r.micro_batch_size for r in results if r.outcome is Outcome.OUT_OF_MEMORY), default=None)
     return [size for size in sizes if size not in tried and (limit is None or size < limit)]
 
 

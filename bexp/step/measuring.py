@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import random
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
+from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.measure.step_checks import BatchShapes, StepError, check_gradients
 from bexp.step.agreement import GRACE_SECONDS, Alone, Together
-from bexp.step.outcomes import Failure, Outcome, attempt, release
-from bexp.step.results import SizeResult
+from bexp.step.outcomes import Failure, attempt, release
 
 WARM_UPS = 2
 
@@ -81,8 +81,8 @@ class Step:
         self.clear()
         if failure is not None:
             release(self.device)
-            return SizeResult(size, failure.outcome.name.lower(), failure.reason)
-        return SizeResult(size, Outcome.OK.name.lower(), None, tuple(figures[1:]), int(figures[0]) if on_cuda else None)
+            return SizeResult(size, failure.outcome, failure.reason)
+        return SizeResult(size, Outcome.OK, None, tuple(figures[1:]), int(figures[0]) if on_cuda else None)
 
     def _check_gradients(self, batch: Any) -> None:
         try:
@@ -152,10 +152,8 @@ def left_alone(step: Step, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
     """Save gradients, buffers (such as running means) and random states, and restore them at the end."""
     gradients = [parameter.grad for parameter in step.trained]
     kept = [buffer.detach().clone() for buffer in buffers]
-    states = (torch.get_rng_state(), random.getstate())
+    states = (torch.get_rng_state(), random.getstate(), np.random.get_state())
     cuda = torch.cuda.get_rng_state_all() if step.device.type == "cuda" else None
-    numpy = sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy is not None else None
     step.clear()
     try:
         yield
@@ -167,8 +165,7 @@ def left_alone(step: Step, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
                 buffer.copy_(value)
         torch.set_rng_state(states[0])
         random.setstate(states[1])
+        np.random.set_state(states[2])
         if cuda is not None:
             torch.cuda.set_rng_state_all(cuda)
-        if numpy is not None and numpy_state is not None:
-            numpy.random.set_state(numpy_state)
         release(step.device)

@@ -3,31 +3,20 @@
 from __future__ import annotations
 
 import gc
-import math
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import IntEnum
 from types import FrameType
 from typing import Any
 
 import torch
 
-from bexp.measure.step_checks import StepError
+from bexp.explorer.records.measurement import Outcome
+from bexp.measure.step_checks import StepError, is_finite
 from bexp.out_of_memory import is_out_of_memory
-
-
-class Outcome(IntEnum):
-    """How a size ended."""
-
-    OK = 0
-    NOT_FINITE = 1
-    CRASHED = 2
-    TIMED_OUT = 3
-    OUT_OF_MEMORY = 4
 
 
 @dataclass(frozen=True)
@@ -51,17 +40,14 @@ def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
     """
     try:
         with _deadline(deadline_seconds):
-            found = run()
-            if isinstance(found, torch.Tensor) and not bool(torch.isfinite(found.detach()).all()):
-                return Failure(Outcome.NOT_FINITE, "the loss is not finite")
-            if isinstance(found, float) and not math.isfinite(found):
-                return Failure(Outcome.NOT_FINITE, "the loss is not finite")
+            if not is_finite(run()):
+                return Failure(Outcome.CRASHED, "the loss is not finite")
     except _DeadlineError:
         return Failure(Outcome.TIMED_OUT, f"the step took longer than {deadline_seconds:g} s")
     except StepError as error:
         return Failure(Outcome.CRASHED, str(error))
     except Exception as error:  # noqa: BLE001 - the step is the caller's, and any failure of it is an outcome
-        return Failure(Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.CRASHED, _last_line(error))
+        return Failure(Outcome.OUT_OF_MEMORY if is_out_of_memory(error) else Outcome.CRASHED, _first_line(error))
     return None
 
 
@@ -94,6 +80,6 @@ def _deadline(seconds: float) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_REAL, max(left - (time.monotonic() - begun), 1e-6), interval)
 
 
-def _last_line(error: BaseException) -> str:
+def _first_line(error: BaseException) -> str:
     lines = str(error).strip().splitlines()
     return f"{type(error).__name__}: {lines[0] if lines else ''}"

@@ -1,33 +1,11 @@
-"""What `bexp.explore` found: the result of each size, and the recommendation."""
+"""What `bexp.explore` recommends, with the result of each size."""
 
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from typing import Any
 
-
-@dataclass(frozen=True)
-class SizeResult:
-    """One micro-batch size. `seconds` holds the time of forward and backward of one micro-batch, for each repeat.
-
-    `outcome` is ok, not_finite, crashed, timed_out or out_of_memory. `peak_bytes` is the highest max_memory_allocated
-    of any process; null on a device that does not count it.
-    """
-
-    micro_batch_size: int
-    outcome: str
-    reason: str | None = None
-    seconds: tuple[float, ...] = ()
-    peak_bytes: int | None = None
-
-    @property
-    def mean_seconds(self) -> float:
-        """The mean over the repeats."""
-        return sum(self.seconds) / len(self.seconds)
-
-    def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, with what any failure was, as the search reads it."""
-        return asdict(self)
+from bexp.explorer.records.measurement import SizeResult
 
 
 @dataclass(frozen=True)
@@ -35,7 +13,7 @@ class StepRecommendation:
     """The best size, and what is known of all that were tried.
 
     `confidence` is the probability, rounded down to 0..99, that the throughput of the size is within 1% of the best of
-    all requested sizes, measurement errors included. It is null if the search was not available. A size that was
+    all requested sizes, measurement errors included. It is null if the search failed. A size that was
     measured again, because the search wanted to be surer, has several results. The other fields are null if nothing
     fits. `group_is_usable` is false if processes were left in the middle of an exchange: the process group must then be
     made again before training.

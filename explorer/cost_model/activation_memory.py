@@ -27,8 +27,8 @@ FLOAT32_BYTES = 4
 INDEX_BYTES = 8
 SPARSE_BLOCK = 128
 """Rows of a block of the back end `block_sparse`."""
-FUSED = ("fused", "quack")
-"""Back ends that gather and activate inside their products, and so keep neither result."""
+FUSED = "fused"
+"""The back end that gathers and activates inside its products, and so keeps neither result."""
 OPTIMIZER_BUCKET_BYTES = 256 << 20
 """The optimizer converts at most this many bytes at a time."""
 
@@ -80,7 +80,7 @@ def _inference(component: Component, model: ModelSpec, request: ExplorationReque
         query = rows * model.num_attention_heads * model.head_size * item
         key = rows * (component.num_query_groups or model.query_groups) * model.head_size * item
         scores = 0
-        if component.backend == "math":
+        if component.attention == "math":
             scores = 2 * batch * model.num_attention_heads * length**2 * FLOAT32_BYTES
         inside = rows * model.hidden_size * item + query + 2 * key + max(query + key, query + scores)
         if component.communicates:
@@ -145,10 +145,10 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
     hidden = rows * model.hidden_size * item
     projections = query + 2 * key  # rotated in place
     normed = query + key if model.qk_norm != "none" else 0
-    scores = heads * length * FLOAT32_BYTES if component.backend == "math" else 0
+    scores = heads * length * FLOAT32_BYTES if component.attention == "math" else 0
     # Plain attention works on float32 copies of queries, keys and values, and keeps its scores. Fused attention works
     # on its inputs. So does ring attention, which computes the scores of each block again in backward.
-    math = component.backend == "math" and not component.communicates
+    math = component.attention == "math" and not component.communicates
     core = scores + 3 * heads * model.head_size * FLOAT32_BYTES if math else heads * FLOAT32_BYTES
     between, products = hidden, projections
     if component.recompute is BlockRecompute.SELECTIVE:
@@ -157,7 +157,7 @@ def _attention_block(component: Component, batch: int, model: ModelSpec) -> Comp
         again = 0
         between += normed if not math else 0
         products = projections if normed or not math else 0
-        if component.backend == "efficient" and groups < model.num_attention_heads:
+        if component.attention == "efficient" and groups < model.num_attention_heads:
             between += 2 * query  # keys and values for every query head
     kept = _Kept(between, products, core + query + hidden)
     saved = kept.saved(component.recompute)
@@ -219,8 +219,8 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     wide = rows * moe.expert_ffn_hidden_size * item
     products = (2 if model.gated_mlp else 1) * wide
     between = hidden
-    if component.backend not in FUSED:
-        between += gathered + (2 if component.backend == "block_sparse" else 1) * wide
+    if component.experts != FUSED:
+        between += gathered + (2 if component.experts == "block_sparse" else 1) * wide
     elif moe.capacity_factor is not None:  # these keep their input, which is the rows that are left
         between += gathered
     always = hidden + _router_bytes(component, model)
@@ -240,7 +240,7 @@ def _expert_rows(component: Component, model: ModelSpec, request: ExplorationReq
     """
     assert model.moe is not None
     rows = int(local_tokens(component, model) * model.moe.top_k * rows_of_pair(component, model, request))
-    return rows + (model.moe.num_experts * SPARSE_BLOCK // 2 if component.backend == "block_sparse" else 0)
+    return rows + (model.moe.num_experts * SPARSE_BLOCK // 2 if component.experts == "block_sparse" else 0)
 
 
 def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationRequest) -> float:
@@ -250,7 +250,7 @@ def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationReq
     """
     assert model.moe is not None
     factor = model.moe.capacity_factor
-    if component.backend == "bmm":
+    if component.experts == "bmm":
         fullest = max(1.0, largest_share(request) * model.moe.num_experts)
         return fullest if factor is None else min(fullest, factor)
     if factor is None:
@@ -271,7 +271,7 @@ def _router_bytes(component: Component, model: ModelSpec) -> int:
 
 def largest_share(request: ExplorationRequest) -> float:
     """Return the largest share of the token-expert pairs that one expert is expected to receive."""
-    moe = request.model.moe
+    moe = request.shapes.moe
     assert moe is not None
     if request.routing.shares is not None:
         return max(request.routing.shares) / sum(request.routing.shares)
@@ -300,4 +300,4 @@ def _optimizer_transient(model: ModelSpec, request: ExplorationRequest) -> int:
         return 0
     ffn = count_dense_ffn(model) if model.moe is None else count_moe_ffn(model)
     largest = max(count_embedding(model), count_head(model), count_attention(model), ffn)
-    return min(OPTIMIZER_BUCKET_BYTES, FLOAT32_BYTES * largest // request.optimizer_shards)
+    return min(OPTIMIZER_BUCKET_BYTES, FLOAT32_BYTES * largest // request.devices.optimizer_shards)

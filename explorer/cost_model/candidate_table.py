@@ -33,11 +33,6 @@ def decomposer_of(
     return Decomposer(model, training=training, exchanges=exchanges)
 
 
-def output_bytes_per_token(model: ExploredModel) -> int:
-    """Return the bytes that one layer passes on to the next, for each token."""
-    return model.output_bytes_per_token if isinstance(model, ModelParts) else model.hidden_size * model.dtype.itemsize
-
-
 class SpaceTable:
     """Candidates as rows, components as columns of a lookup.
 
@@ -112,7 +107,7 @@ class SpaceTable:
         self._list_components(steps)
         self._list_shardings()
         tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
-        self._output_C = tokens_C * output_bytes_per_token(model)
+        self._output_C = tokens_C * model.output_bytes_per_token
 
     def _list_components(self, steps: list[list[int]]) -> None:
         """Find the distinct components of each candidate, and how often a micro-step runs each of them.
@@ -215,7 +210,7 @@ class SpaceTable:
         forward_NC = micro_step_NC * self._sum_blocks(device_NK * overlap.forward_share_K, rows) / blocks_NC
         # A block that waits for the device has no host seconds of its own: the host is busy as long as the device.
         issued_NC = self._sum_blocks(np.where(host_K > 0, host_K, device_NK), rows)
-        num_micro_steps_C = self.request.device_batch_size * self.sharing_C[rows] / self.micro_batch_C[rows]
+        num_micro_steps_C = self.request.devices.batch_share * self.sharing_C[rows] / self.micro_batch_C[rows]
         column_C, level_C = self._communication_C[rows], self._level_C[rows]
         found_NC = np.empty_like(micro_step_NC)
         for level, exchange in enumerate(self._exchanges):
@@ -251,7 +246,7 @@ class SpaceTable:
         also share their tokens, see `bexp.explorer.cost_model.step.StepSeconds`.
         """
         micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
-        share = self.request.device_batch_size * sharing if self.training else micro_batch
+        share = self.request.devices.batch_share * sharing if self.training else micro_batch
         micro_step = self.micro_step_seconds(device_NK, host_K, rows)
         step = share / micro_batch * micro_step
         step += self.optimizer_seconds(device_NK, host_K, rows)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_layer
 from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.model import LayerKind
+from bexp.explorer.spec.model import DType, LayerKind
 from bexp.explorer.spec.parts import ExploredModel, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -103,14 +103,14 @@ class ExchangeUnits:
         return (self.first, *self.layers, *(() if self.last is None else (self.last,)))
 
 
-def buffered_itemsize(model: ExploredModel, request: ExplorationRequest) -> int:
-    """Return the bytes of a number in the buffer that gradients are reduced from.
+def buffered_dtype(model: ExploredModel, request: ExplorationRequest) -> DType:
+    """Return the number format of the buffer that gradients are reduced from.
 
     A model's own code keeps gradients in the format of its parameters.
     """
     if isinstance(model, ModelParts):
-        return model.dtype.itemsize
-    return request.training.optimizer.gradient_dtype(model.dtype).itemsize
+        return model.dtype
+    return request.training.optimizer.gradient_dtype(model.dtype)
 
 
 def _unit_of(part: Part, model: ModelParts, count: int = 1) -> Unit:
@@ -159,7 +159,7 @@ class Exchange:
         sharding = request.training.sharding
         first, number = units.first.num_parameters, units.num_parameters
         if sharding is Sharding.NONE:  # the embedding's bucket is reduced last
-            item = buffered_itemsize(model, request)
+            item = buffered_dtype(model, request).itemsize
             number = units.num_gradients
             embedding = units.first.num_gradients if isinstance(model, ModelParts) else count_embedding(model)
             first = min(number, max(embedding, BUCKET_BYTES // item))

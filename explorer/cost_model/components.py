@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Self
+from typing import Annotated, Any, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationInfo, field_validator, model_validator
 
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.training import Sharding
@@ -149,7 +150,7 @@ class Component(Frozen):
     micro_batch_size: Annotated[int, Field(ge=0)]
     bta_tile: int | None = None
     recompute: BlockRecompute = BlockRecompute.NONE
-    backend: str | None = None
+    backend: BackEnd | None = None
     num_query_groups: int | None = None
     capacity_factor: float | None = Field(None, exclude_if=is_null)
     context_parallel_size: Annotated[int, Field(ge=1)] = 1
@@ -161,12 +162,39 @@ class Component(Frozen):
     expert_parallel_size: Annotated[int, Field(ge=1)] = Field(1, exclude_if=_is_one)
     exchange: ExchangeSpec | None = Field(None, exclude_if=is_null)
 
+    @field_validator("backend", mode="before")
+    @classmethod
+    def _read_backend(cls, given: Any, info: ValidationInfo) -> Any:
+        if not isinstance(given, str):
+            return given
+        kind = info.data.get("kind")
+        if kind is ComponentKind.LAYER:
+            return BackEnd.of_layer(given)
+        if kind is ComponentKind.SHELL:
+            return BackEnd(setting=given)
+        return BackEnd(attention=given) if kind is ComponentKind.ATTENTION else BackEnd(experts=given)
+
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
         spread = self.kind is ComponentKind.ATTENTION and self.context_parallel_size > 1
         if (self.context_parallel_layout is None) is spread:
             raise ValueError("a context_parallel_layout belongs to attention with a context_parallel_size above 1")
         return self
+
+    @property
+    def attention(self) -> str | None:
+        """The back end of its attention."""
+        return None if self.backend is None else self.backend.attention
+
+    @property
+    def experts(self) -> str | None:
+        """The back end of its experts."""
+        return None if self.backend is None else self.backend.experts
+
+    @property
+    def setting(self) -> str | None:
+        """The loss of a shell, or the choice that the target itself offers."""
+        return None if self.backend is None else self.backend.setting
 
     @property
     def variant(self) -> tuple[int | None, float | None]:
@@ -199,7 +227,7 @@ class Component(Frozen):
         if self.recompute is not BlockRecompute.NONE:
             parts.append(f"recompute={self.recompute}")
         if self.backend is not None:
-            parts.append(self.backend)
+            parts.append(str(self.backend))
         if self.num_query_groups is not None:
             parts.append(f"groups={self.num_query_groups}")
         if self.capacity_factor is not None:

@@ -123,7 +123,7 @@ class MeshDecomposer:
         self._shards: dict[int, ModelSpec] = {}
         # A block's output and what its norm returns. Whole models gather the latter once and keep all of it for
         # backward; Megatron keeps a part and gathers it again (Korthikanti et al., 2022, arXiv:2205.05198, 4.2.2).
-        self._sharded_outputs = 1 if request.is_mesh else 2
+        self._sharded_outputs = 1 if request.devices.is_mesh else 2
 
     def __call__(self, found: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
@@ -181,7 +181,7 @@ class MeshDecomposer:
 
         A block's exchanges pass in both directions, so that this is one half of it.
         """
-        if size == 1 or not self._request.is_mesh:
+        if size == 1 or not self._request.devices.is_mesh:
             return ()
         tokens, loss = m * self._model.seq_length, self._request.training.loss
         chunk = min(tokens, loss.chunk_tokens) if loss.kind == "chunked" else tokens

@@ -21,9 +21,8 @@ from bexp.explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_
 from bexp.explorer.cost_model.pipeline_balance import balance_layers
 from bexp.explorer.cost_model.stage_costs import stage_costs
 from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -109,7 +108,7 @@ class MeshComposer:
         ]
         parts = [layers.parts(sorts, stage, mesh.num_stages) for stage, sorts in enumerate(stage_sorts)]
         # torch's pipelines reduce gradients at the end of a step, when no activations are left.
-        is_late = self._request.is_mesh and mesh.pipeline > 1
+        is_late = self._request.devices.is_mesh and mesh.pipeline > 1
         spec = self._request.training.optimizer
         gathered = [NONE_GATHERED if is_late else each.gathered(mesh, self._model, spec) for each in each_stage]
         last_stage = mesh.num_stages - 1
@@ -219,7 +218,7 @@ class MeshComposer:
         is_late = reduces_late(self._request, mesh)
         # Whole gradients that are summed after backward are divided there, too: each is read and written.
         divided = held.number if is_late and plain else held.experts
-        divisions = 2 * divided * reduced / self._bandwidth if self._request.is_mesh and mesh.data > 1 else 0.0
+        divisions = 2 * divided * reduced / self._bandwidth if self._request.devices.is_mesh and mesh.data > 1 else 0.0
         share = held.largest / held.number
         exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
         rest = 2 * reduction if plain else reduction
@@ -293,7 +292,7 @@ class MeshComposer:
         `torch.distributed.pipelining` allocates one for each input and each gradient that a stage receives, for all
         micro-batches of a step. Other pipelines, which plans are for, receive into activations alone.
         """
-        stages = range(rank, mesh.num_stages, mesh.pipeline) if self._request.is_mesh else ()
+        stages = range(rank, mesh.num_stages, mesh.pipeline) if self._request.devices.is_mesh else ()
         return sum((stage > 0) + (stage < mesh.num_stages - 1) for stage in stages)
 
     def _makeup(
@@ -327,7 +326,7 @@ def reduces_late(request: ExplorationRequest, mesh: Mesh) -> bool:
     shared experts, unless they are sharded. Other replicas reduce while backward goes on. Tensor-parallel devices that
     have the same experts are replicas of these alone.
     """
-    if not request.is_mesh or mesh.data == mesh.expert_data == 1:
+    if not request.devices.is_mesh or mesh.data == mesh.expert_data == 1:
         return False
     return mesh.pipeline > 1 or (mesh.expert > 1 and mesh.sharding is Sharding.NONE)
 

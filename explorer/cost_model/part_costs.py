@@ -5,6 +5,7 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind, whole_recompute
 from bexp.explorer.cost_model.decomposition import (
     Decomposition,
@@ -21,8 +22,6 @@ from bexp.explorer.spec.parts import ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 
 LOSSES_WITHOUT_LOGITS = ("chunked", "liger")
-COMPILED = "compiled"
-"""Ends the back end of a layer that is compiled where others are not."""
 COMPILED_SHARE = 0.7
 """Share of its saved bytes that a compiled layer is expected to keep: results within a fused kernel are not stored."""
 KEPT_SHARES = {
@@ -64,9 +63,12 @@ class PartsDecomposer:
         layers = []
         for equal in self._layer_groups(candidate.recompute):
             experts = candidate.expert_backend if self._parts.kind(equal.kind).has_experts else None
-            execution = COMPILED if candidate.execution and candidate.execution.compiles else None
-            kernels = candidate.kernels if candidate.kernels is Kernels.LIGER else None
-            backend = "+".join(filter(None, (candidate.attention_backend, experts, kernels, execution)))
+            backend = BackEnd(
+                candidate.attention_backend,
+                experts,
+                liger=candidate.kernels is Kernels.LIGER,
+                compiled=candidate.execution is not None and candidate.execution.compiles,
+            )
             recompute = whole_recompute(candidate.recompute) if equal.recomputed else policy
             block = self._share(
                 kind=ComponentKind.LAYER,
@@ -119,9 +121,9 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     output = tokens * parts.output_bytes_per_token
     live = round(tokens * part.saved_bytes_per_token)
     transient = round(tokens * part.transient_bytes_per_token)
-    if component.kind is ComponentKind.SHELL and component.backend in LOSSES_WITHOUT_LOGITS:
+    if component.kind is ComponentKind.SHELL and component.setting in LOSSES_WITHOUT_LOGITS:
         live, transient = min(live, 3 * output), min(transient, output)
-    if component.kind is ComponentKind.LAYER and COMPILED in (component.backend or "").split("+"):
+    if component.backend is not None and component.backend.compiled:
         live = round(COMPILED_SHARE * live)
     if request.mode == "eval":
         return ComponentBytes(output, output + transient, 0)

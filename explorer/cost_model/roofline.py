@@ -16,7 +16,7 @@ from bexp.explorer.cost_model.activation_memory import (
     predict_component_bytes,
     rows_of_pair,
 )
-from bexp.explorer.cost_model.collectives import ExchangeUnits, buffered_itemsize
+from bexp.explorer.cost_model.collectives import ExchangeUnits, buffered_dtype
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.parameters import (
     count_attention,
@@ -100,7 +100,7 @@ def roofline_seconds(
     if isinstance(model, ModelParts):
         return _part_seconds(component, model, request, hardware, seconds)
     if component.kind is ComponentKind.OPTIMIZER:
-        shards = request.sharded(component.sharding).optimizer_shards
+        shards = request.sharded(component.sharding).devices.optimizer_shards
         moved = Work(0.0, _optimizer_bytes(model, request) / shards)
         return _with_host(seconds(moved), OPERATIONS[component.kind], hardware)
     training = request.mode == "train"
@@ -135,7 +135,7 @@ def _part_seconds(
     operations = OPERATIONS[component.kind]
     if component.kind is ComponentKind.OPTIMIZER:
         states = (2 + 2 * request.training.optimizer.num_states + 1) * parts.trainable_bytes
-        shards = request.sharded(component.sharding).optimizer_shards
+        shards = request.sharded(component.sharding).devices.optimizer_shards
         return _with_host(seconds(Work(0.0, states / shards)), operations, hardware)
     forward = part_work(component, parts)
     device = seconds(forward)
@@ -184,7 +184,7 @@ def _attention_core(component: Component, model: ModelSpec) -> Work:
     if component.communicates:
         return _ring_core(component, model, width)
     scores = float(component.micro_batch_size) * model.seq_length**2
-    if component.backend == "math":
+    if component.attention == "math":
         return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES)
     return Work(2.0 * scores * width, 0.0)  # causal: half of the 4 S^2 H D
 
@@ -194,7 +194,7 @@ def _ring_core(component: Component, model: ModelSpec, width: int) -> Work:
     size = component.context_parallel_size
     pairs = busiest_pairs(Sharing(size, component.context_parallel_layout), model.seq_length)
     merged = float(size * local_tokens(component, model)) * width * (2 * FLOAT32_BYTES + model.dtype.itemsize)
-    if component.backend == "math":
+    if component.attention == "math":
         scores = float(component.micro_batch_size) * pairs.scored
         return Work(4.0 * scores * width, 8.0 * scores * model.num_attention_heads * FLOAT32_BYTES + merged)
     return Work(4.0 * component.micro_batch_size * pairs.attended * width, merged)
@@ -202,7 +202,7 @@ def _ring_core(component: Component, model: ModelSpec, width: int) -> Work:
 
 def _backward_work(component: Component, forward: Work, model: ModelSpec) -> Work:
     flops = BACKWARD_FLOPS * forward.flops
-    if component.kind is ComponentKind.ATTENTION and component.backend != "math":
+    if component.kind is ComponentKind.ATTENTION and component.attention != "math":
         flops += (FLASH_BACKWARD_FLOPS - BACKWARD_FLOPS) * _attention_core(component, model).flops
     return Work(flops, BACKWARD_FLOPS * forward.bytes)
 
@@ -250,7 +250,7 @@ def _exchanged_bytes(model: ExploredModel, request: ExplorationRequest) -> float
     gradients = 2 if sharding is Sharding.NONE else 1
     gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)
     units = ExchangeUnits.of(model)
-    whole = gradients * units.num_gradients * buffered_itemsize(model, request)
+    whole = gradients * units.num_gradients * buffered_dtype(model, request).itemsize
     whole += gathers * units.num_parameters * model.dtype.itemsize
     return float(whole) * (request.num_devices - 1) / request.num_devices
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
-from bexp.explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_itemsize
+from bexp.explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -98,7 +98,7 @@ def combine_seconds(
     whole step.
     """
     training = request.mode == "train"
-    share = request.group_batch_size(context_parallel_size) if training else float(micro_batch_size)
+    share = request.devices.batch_share * context_parallel_size if training else float(micro_batch_size)
     step = share / micro_batch_size * micro_step + optimizer + communication
     tokens_per_second = share * model.seq_length / context_parallel_size / step
     return StepSeconds(micro_step, optimizer, step, tokens_per_second, communication)
@@ -191,7 +191,7 @@ def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> Gathere
         return GatheredBytes(0, 0)
     units = ExchangeUnits.of(model)
     end, layer = units.last or units.first, max(units.layers, key=lambda unit: unit.num_parameters)
-    item, buffered = model.dtype.itemsize, buffered_itemsize(model, request)
+    item, buffered = model.dtype.itemsize, buffered_dtype(model, request).itemsize
     return gathered_of_units(
         request.training.sharding, end, layer, item, buffered, request.num_devices, is_tied=units.last is None
     )

@@ -9,12 +9,12 @@ from statistics import geometric_mean
 from bexp.explorer.cost_model.step import required_bytes
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.framework import Framework, compute_dtype, find_missing
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Alternative, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -99,7 +99,7 @@ def choose(
         candidate = stored.candidate
         missing = find_missing(framework, candidate, request, report)
         size = 1 if "context_parallel" in missing else candidate.context_parallel_size
-        steps, rest = divmod(request.batch_size, candidate.micro_batch_size * request.data_parallel_size(size))
+        steps, rest = divmod(request.batch_size, candidate.micro_batch_size * request.devices.data_parallel_size(size))
         if rest == 0 and steps > 0:
             fits = _fits_full_logits(stored, request, report, recommendation) if "loss" in missing else None
             named = candidate == best.candidate
@@ -168,17 +168,10 @@ def _fits_full_logits(
     stored: _Stored, request: ExplorationRequest, report: DeviceReport | None, known: Recommendation
 ) -> bool | None:
     """Return whether full logits fit beside what was measured: those, a float32 copy, and the copy's gradient."""
-    size = _vocab_size(request)
+    size = request.explored.vocab_size
     if stored.required_bytes is None or size is None:
         return None
     dtype = compute_dtype(request, report)
     tokens = stored.candidate.micro_batch_size * request.seq_length / stored.candidate.context_parallel_size
     logits = tokens * size * (dtype.itemsize + 2 * DType.FLOAT32.itemsize)
     return stored.required_bytes + logits <= known.memory_limit_bytes
-
-
-def _vocab_size(request: ExplorationRequest) -> int | None:
-    if request.model is not None:
-        return request.model.vocab_size
-    size = (request.hf_config or {}).get("vocab_size")
-    return size if isinstance(size, int) else None

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 
 

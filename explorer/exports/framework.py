@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
@@ -98,9 +98,9 @@ def experts_name(candidate: Candidate) -> str | None:
 
 def has_chunked_loss(candidate: Candidate, request: ExplorationRequest) -> bool:
     """Whether a candidate was measured without full logits."""
-    if candidate.loss is not None or request.hf_config is not None:  # then the code's own loss was measured
-        return candidate.loss in LOSSES_WITHOUT_LOGITS
-    return request.model is not None and request.training.loss.kind == "chunked"
+    if candidate.loss is None and request.model is not None:
+        return request.training.loss.kind == "chunked"
+    return candidate.loss in LOSSES_WITHOUT_LOGITS  # the code's own loss was measured
 
 
 def is_compiled(candidate: Candidate, request: ExplorationRequest) -> bool:
@@ -120,9 +120,8 @@ def sharding_of(candidate: Candidate, request: ExplorationRequest) -> Sharding:
 
 def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> DType:
     """Return the number format of the matrix products."""
-    if request.model is not None:
-        return request.model.dtype
-    return report.parts.dtype if report is not None and report.parts is not None else DType.BFLOAT16
+    parts = None if report is None else report.parts
+    return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
 
 
 def find_missing(

@@ -20,10 +20,10 @@ from bexp.explorer.exports.framework import (
     is_compiled,
     sharding_of,
 )
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.spec.candidate import Candidate, Recompute, recomputed_layers
-from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, describe_target
@@ -102,7 +102,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
     if "recompute" in missing:
         recompute = framework.nearest_policy(recompute, _count_recomputed(request, report, Recompute.FULL))
     return Plan(
-        model_name=request.model_name,
+        model_name=request.explored.name,
         has_experts=candidate.expert_backend is not None,
         seq_length=_seq_length(request, report),
         dtype=compute_dtype(request, report),
@@ -144,7 +144,7 @@ def _header(
     )
     device = f" on {report.hardware.describe()}" if report is not None else ""
     lines = [
-        f"bexp export '{name}' of exploration {exploration.id}: {request.model_name}",
+        f"bexp export '{name}' of exploration {exploration.id}: {request.explored.name}",
         f"measured: target {measured}{device}",
         f"measured candidate: {choice.candidate.describe()}",
         _batch_line(request, choice, _seq_length(request, report)),
@@ -194,7 +194,7 @@ def _seq_length(request: ExplorationRequest, report: DeviceReport | None) -> int
 
 def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) -> str:
     size, plan = choice.context_parallel_size, choice.plan
-    groups = request.data_parallel_size(size) if plan is None else plan.mesh.data
+    groups = request.devices.data_parallel_size(size) if plan is None else plan.mesh.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
     tokens = f", of {seq_length} tokens each" if seq_length > 1 else ""  # 1: its target states none
     return (
@@ -263,8 +263,7 @@ def _allocator_line(request: ExplorationRequest) -> str:
 
 def _count_recomputed(request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute) -> int:
     """Return the number of layers that are recomputed as a whole; 0 if the number of layers is not known."""
-    if request.model is not None:
-        return sum(recomputed_layers(request.model, recompute))
-    if report is None or report.parts is None or not report.parts.layers:
-        return 0
+    known = request.explored.count_recomputed(recompute)
+    if known is not None or report is None or report.parts is None or not report.parts.layers:
+        return known or 0
     return sum(report.parts.recomputed_layers(recompute))

@@ -72,11 +72,7 @@ def _recommendation(plan: Plan) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
     request = plan.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
     request["training"] = plan.request.training.model_dump(mode="json", include={"loss", "precision", "lora"})
-    if plan.request.model is not None:
-        request["model"] = plan.request.model.model_dump(mode="json", exclude_none=True)
-    elif plan.request.hf_config is not None:
-        scalars = {key: value for key, value in plan.request.hf_config.items() if isinstance(value, str | int | float)}
-        request |= {"hf_config": scalars, "hf_seq_length": plan.seq_length}
+    request |= plan.request.explored.as_fields(plan.seq_length)
     candidate = plan.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": plan.recompute.value}
     for key, kept in (("attention_backend", plan.attention), ("expert_backend", plan.experts)):
         if kept is None and not plan.candidate.is_whole:  # the reader leaves a model that was measured whole as it is

@@ -9,10 +9,9 @@ from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
 from bexp.explorer.formats.document import Location, Problem
-from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.base import MAPPING_RULE, RuleError, rule_of
 from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.rules import MAPPING_RULE, rule_of
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.training import Sharding
 

@@ -25,7 +25,7 @@ from bexp.explorer.formats.families import (
 from bexp.explorer.formats.layers import find_layer_pattern
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.vision import refuse_vision
-from bexp.explorer.spec.request import name_of_config
+from bexp.explorer.spec.explored import name_of_config
 from bexp.explorer.spec.spelling import did_you_mean
 
 DEFAULT_SEQ_LENGTH = 4096

@@ -20,9 +20,10 @@ from bexp.explorer.formats.huggingface import (
 )
 from bexp.explorer.formats.translation import Translation
 from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.spec.explored import HuggingFaceConfig
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, default_target, unlike_the_config
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
@@ -175,7 +176,7 @@ def _translate_model(location: Location, model: Any, translation: Translation, c
     if not isinstance(model, Mapping):
         translation.refuse(location, "must be a mapping of the model's shapes; a name is not looked up anywhere")
     elif "model_type" in model:
-        target = _choose(changes, translation.document, "target") or default_target(is_hugging_face=True)
+        target = _choose(changes, translation.document, "target") or HuggingFaceConfig.default_target
         if target == BEXP:
             translate_config(model, location, translation, seq_length)
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from enum import StrEnum
 from typing import Annotated
 
@@ -27,10 +28,6 @@ class Outcome(StrEnum):
     CRASHED = "crashed"
     UNSUPPORTED = "unsupported"
     CONTAMINATED = "contaminated"
-
-    @classmethod
-    def _missing_(cls, value: object) -> Outcome | None:
-        return cls.CONTAMINATED if value == "tainted" else None  # the name that earlier versions stored
 
 
 class ComponentFigures(Frozen):
@@ -224,3 +221,23 @@ def judge(measurement: Measurement) -> Measurement:
     if measurement.outcome is not Outcome.OK or measurement.contamination is None:
         return measurement
     return measurement.model_copy(update={"outcome": Outcome.CONTAMINATED, "reason": measurement.contamination})
+
+
+@dataclass(frozen=True, slots=True)
+class SizeResult:
+    """One micro-batch size of a step that a training process measures itself.
+
+    `seconds` are those of forward and backward of one micro-batch, for each repeat. `peak_bytes` is the highest
+    max_memory_allocated of any process; None on a device that does not count it.
+    """
+
+    micro_batch_size: int
+    outcome: Outcome
+    reason: str | None = None
+    seconds: tuple[float, ...] = ()
+    peak_bytes: int | None = None
+
+    @property
+    def mean_seconds(self) -> float:
+        """The mean over the repeats."""
+        return sum(self.seconds) / len(self.seconds)

@@ -13,22 +13,6 @@ from bexp.explorer.spec.mesh import Mesh
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
-class MeshRun(Frozen):
-    """A whole model on a mesh of devices: how many layers each stage has, and how many micro-batches its step has."""
-
-    mesh: Mesh
-    layers_per_stage: tuple[int, ...]
-    num_micro_batches: Annotated[int, Field(ge=1)] = Field(description="Of one replica.")
-
-    @property
-    def groups(self) -> tuple[tuple[int, int], ...]:
-        """The groups of devices that exchange something: their size, and how far apart their members are."""
-        mesh, ends = self.mesh, self.mesh.tensor * self.mesh.data
-        found = [(mesh.tensor, 1), (mesh.data, mesh.tensor), (mesh.pipeline, ends), (2, (mesh.pipeline - 1) * ends)]
-        found += [(mesh.expert, 1), (mesh.expert_data, mesh.expert)] if mesh.expert > 1 else []
-        return tuple(dict.fromkeys(group for group in found if group[0] > 1 and group[1] > 0))
-
-
 class PlanPart(Frozen):
     """A part of the step, and where its seconds come from; bubbles are shared out among the parts."""
 

@@ -11,10 +11,10 @@ from pydantic import Field, model_validator
 from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -82,7 +82,7 @@ def count_processes(
     devices that share a sequence in one of them. A whole model takes one group that shares sequences, or all devices if
     the profiler has that many.
     """
-    if request.has_mesh or is_exchange_timed(request, hardware):
+    if request.devices.has_mesh or is_exchange_timed(request, hardware):
         return request.num_devices
     if kind is TrialKind.COMPONENTS:
         return max((c.context_parallel_size for c in components if c.communicates), default=1)

@@ -17,8 +17,8 @@ import numpy as np
 
 from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.search.candidate_posterior import CandidatePosterior
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.confidence import Contenders
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
 
 NEGLIGIBLE = 0.03
@@ -39,90 +39,91 @@ class _Option:
     suggestion: Suggestion
 
 
-def suggest_measurement(state: SearchState) -> Suggestion | None:
+def suggest_measurement(posterior: Posterior) -> Suggestion | None:
     """The better of a new candidate and a repeated run; null if no measurement is expected to change anything.
 
     With trials in flight, it is what would be suggested if each of them had measured what is expected of it.
     """
-    state = state.expecting_pending()
-    if state.posterior.rows.size == 0:
+    posterior = posterior.expecting_pending()
+    if posterior.contenders.rows.size == 0:
         return None
-    costs_K = measuring_seconds(state.surrogate.device_mean_K)
-    options = (_new_candidate(state, costs_K), _repeated_run(state, costs_K))
+    costs_K = measuring_seconds(posterior.surrogate.device_mean_K)
+    options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K))
     found = [option for option in options if option is not None]
     return max(found, key=lambda option: option.gain_per_second).suggestion if found else None
 
 
-def _new_candidate(state: SearchState, costs_K: Floats) -> _Option | None:
+def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
     """Return the candidate with unknown components that has the highest expected improvement per second."""
-    posterior, table = state.posterior, state.table
-    unknown_A = posterior.wanted_AP.any(axis=1)
+    contenders, table = posterior.contenders, posterior.table
+    unknown_A = contenders.wanted_AP.any(axis=1)
     if not unknown_A.any():
         return None
-    incumbent = posterior.incumbent
+    incumbent = contenders.incumbent
     if incumbent is None:
-        gain_A = posterior.tokens_NA.mean(axis=0)
+        gain_A = contenders.tokens_NA.mean(axis=0)
         gain_A = gain_A / max(float(gain_A.max()), 1e-9)
     else:
         # Components show neither the composition's error nor whether a whole model runs. The first is therefore left
         # out of the gain, and a sample in which a candidate does not run counts as no gain.
-        own_N = posterior.composed_NA[:, incumbent]
-        gain_NA = np.where(posterior.tokens_NA > 0.0, posterior.composed_NA - own_N[:, None], 0.0)
+        own_N = contenders.composed_NA[:, incumbent]
+        gain_NA = np.where(contenders.tokens_NA > 0.0, contenders.composed_NA - own_N[:, None], 0.0)
         gain_A = np.maximum(0.0, gain_NA).mean(axis=0) / max(float(own_N.mean()), 1e-9)
     gain_A = np.where(unknown_A, gain_A, 0.0)
-    if gain_A.max() < NEGLIGIBLE * state.request.tolerance:
+    if gain_A.max() < NEGLIGIBLE * posterior.request.tolerance:
         return None
-    cost_A = (posterior.wanted_AP * costs_K[table.columns_CP[posterior.rows]]).sum(axis=1)
+    cost_A = (contenders.wanted_AP * costs_K[table.columns_CP[contenders.rows]]).sum(axis=1)
     rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=unknown_A)
     best = int(np.argmax(rate_A))
-    row = int(posterior.rows[best])
+    row = int(contenders.rows[best])
     reason = f"expected improvement {gain_A[best]:.2%} for {cost_A[best]:.2f} s"
-    components = _components(table, row, posterior.wanted_AP[best])
+    components = _components(table, row, contenders.wanted_AP[best])
     return _Option(float(rate_A[best]), Suggestion(row, components, reason=reason))
 
 
-def _repeated_run(state: SearchState, costs_K: Floats) -> _Option | None:
+def _repeated_run(posterior: Posterior, costs_K: Floats) -> _Option | None:
     """Return the repeated run that best separates the incumbent from one of its most likely rivals."""
-    posterior, tolerance = state.posterior, state.request.tolerance
-    incumbent = posterior.incumbent
+    contenders, tolerance = posterior.contenders, posterior.request.tolerance
+    incumbent = contenders.incumbent
     if incumbent is None:
         return None
-    own_N = posterior.composed_NA[:, incumbent]
-    better_A = ((1.0 - tolerance) * posterior.composed_NA > own_N[:, None]).mean(axis=0)
-    better_A = np.where(posterior.clear_A, better_A, 0.0)
+    own_N = contenders.composed_NA[:, incumbent]
+    better_A = ((1.0 - tolerance) * contenders.composed_NA > own_N[:, None]).mean(axis=0)
+    better_A = np.where(contenders.clear_A, better_A, 0.0)
     best: _Option | None = None
     for rival in np.argsort(-better_A, kind="stable")[:RIVALS]:
         if better_A[rival] < NEGLIGIBLE:
             break
-        if _composition_hides_more(posterior, (incumbent, int(rival))):
+        if _composition_hides_more(contenders, (incumbent, int(rival))):
             continue
-        option = _run_of_pair(state, costs_K, (incumbent, int(rival)), float(better_A[rival]))
+        option = _run_of_pair(posterior, costs_K, (incumbent, int(rival)), float(better_A[rival]))
         if option is not None and (best is None or option.gain_per_second > best.gain_per_second):
             best = option
     return best
 
 
-def _composition_hides_more(posterior: CandidatePosterior, pair: tuple[int, int]) -> bool:
+def _composition_hides_more(contenders: Contenders, pair: tuple[int, int]) -> bool:
     """Return whether the error of composition hides more of the difference of two candidates than their components do.
 
     Further runs of components then hardly raise the confidence. Whole models show both; without them (`verify: false`)
     the difference stays open.
     """
     columns = list(pair)
-    run_N = (posterior.tokens_NA[:, columns] > 0.0).all(axis=1) & (posterior.composed_NA[:, columns] > 0.0).all(axis=1)
+    tokens_N2, composed_N2 = contenders.tokens_NA[:, columns], contenders.composed_NA[:, columns]
+    run_N = (tokens_N2 > 0.0).all(axis=1) & (composed_N2 > 0.0).all(axis=1)
     if not run_N.any():
         return False
-    composed_N2 = np.log(posterior.composed_NA[run_N][:, columns])
-    error_N2 = np.log(posterior.tokens_NA[run_N][:, columns]) - composed_N2
+    composed_N2 = np.log(composed_N2[run_N])
+    error_N2 = np.log(tokens_N2[run_N]) - composed_N2
     return float(np.diff(composed_N2).std()) < float(np.diff(error_N2).std())
 
 
 def _run_of_pair(
-    state: SearchState, costs_K: Floats, pair: tuple[int, int], probability_better: float
+    posterior: Posterior, costs_K: Floats, pair: tuple[int, int], probability_better: float
 ) -> _Option | None:
     """Return another run of the components that add most noise to the difference between two candidates."""
-    table, surrogate = state.table, state.surrogate
-    rows = state.posterior.rows[list(pair)]
+    table, surrogate = posterior.table, posterior.surrogate
+    rows = posterior.contenders.rows[list(pair)]
     shares_K = np.zeros((2, len(table.components)))
     shares = table.step_shares(surrogate.device_mean_K, rows)
     for i in range(2):
@@ -130,14 +131,14 @@ def _run_of_pair(
     blur_K = np.abs(shares_K[0] - shares_K[1]) * surrogate.log_std_K
     blur = blur_K[table.columns_CP[rows]]
     for i, p in zip(*np.nonzero(blur), strict=True):
-        if not 0 < state.count_attempts(table.components[table.columns_CP[rows[i], p]]) < MOST_RUNS:
+        if not 0 < posterior.count_attempts(table.components[table.columns_CP[rows[i], p]]) < MOST_RUNS:
             blur[i, p] = 0.0
     if blur.max() <= 0.0:
         return None
     telling = blur >= TELLING_SHARE * blur.max()
     chosen = int(np.argmax((np.where(telling, blur, 0.0) ** 2).sum(axis=1)))
     row, cost = int(rows[chosen]), float(costs_K[table.columns_CP[rows[chosen]][telling[chosen]]].sum())
-    gain = state.request.tolerance * probability_better
+    gain = posterior.request.tolerance * probability_better
     reason = f"another run: a rival is better with probability {probability_better:.2f}"
     components = _components(table, row, telling[chosen])
     return _Option(gain / cost, Suggestion(row, components, again=True, reason=reason))

@@ -13,7 +13,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.surrogate.blocks import sample_in_blocks
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors, Correction, ReportedError
-from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
+from bexp.explorer.surrogate.whole_model_runs import WholeModelRun
 
 NUM_SAMPLES = 256
 FEWEST_SAMPLES = 64

@@ -2,98 +2,161 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
+from bexp.explorer.cost_model.candidate_table import Mask, SpaceTable
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.batch_division import accumulate, nearest_batch_sizes, recommend_dividing
-from bexp.explorer.search.candidate_posterior import confidence_score
-from bexp.explorer.search.preference import smallest_position
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.confidence import confidence_score
+from bexp.explorer.search.posterior import BestCandidate, Posterior, smallest_position
 from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
 
 MEMORY_LOSSES = (0.01, 0.03)
 """Shares of the fastest candidate's tokens/s for which the answer says how much memory can be saved."""
 
 
+def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
+    """Return the accumulation steps for the requested batch, or the nearest batch sizes that divide.
+
+    In each accumulation step, every group of devices that share sequences processes one micro-batch.
+    """
+    if request.mode == "eval":
+        return None, ()
+    unit = _unit(request, candidate)
+    if request.batch_size % unit == 0:
+        return request.batch_size // unit, ()
+    return None, _neighbours(request, [unit])
+
+
+def nearest_batch_sizes(request: ExplorationRequest, candidates: Iterable[Candidate]) -> tuple[int, ...]:
+    """Return the nearest batch sizes, below and above the requested one, that at least one of `candidates` divides."""
+    return _neighbours(request, {_unit(request, candidate) for candidate in candidates})
+
+
+def dividing_rows(table: SpaceTable) -> Mask:
+    """Return the candidates that divide the requested batch, shape (C,); none in eval mode, which has no batch."""
+    request = table.request
+    if request.mode == "eval":
+        return np.zeros(len(table.candidates), dtype=np.bool_)
+    unit_C = table.micro_batch_C * (request.num_devices // table.sharing_C)
+    return np.asarray(request.batch_size % unit_C == 0)
+
+
+def recommend_dividing(posterior: Posterior) -> BestCandidate | None:
+    """Return the candidate to recommend among those that divide the requested batch; null if none of them fits.
+
+    It is the recommended one if that divides. The search does not aim at the others, so they need not be known well
+    enough: the one that is most likely to be within the tolerance of the best of them is taken, except where only a
+    measurement tells whether it fits. The confidence is that probability.
+    """
+    request, recommended, divides_C = posterior.request, posterior.recommend(), dividing_rows(posterior.table)
+    if recommended is not None and divides_C[recommended.row]:
+        rows = posterior.contenders.rows
+        position = int(np.flatnonzero(rows == recommended.row)[0])
+        confidence = posterior.contenders.confidence(position, request.tolerance, among_A=divides_C[rows])
+        return BestCandidate(recommended.row, confidence)
+    rows = posterior.open_rows()
+    contenders = posterior.contenders_among(rows[divides_C[rows]])
+    eligible = np.flatnonzero(contenders.clear_A | posterior.memory.surely_fits(contenders.rows))
+    if not eligible.size:
+        return None
+    confidence_A = contenders.confidences(request.tolerance)
+    best = int(max(eligible, key=lambda i: (confidence_A[i], contenders.mean_A[i])))
+    if request.prefer == "memory":
+        best = smallest_position(contenders, eligible, best, posterior.memory.required_C, request.tolerance)
+    return BestCandidate(int(contenders.rows[best]), float(confidence_A[best]))
+
+
 def find_dividing(
-    state: SearchState, recommended: int, whole_model_of: Callable[[Candidate], Trial | None]
+    posterior: Posterior, recommended: int, whole_model_of: Callable[[Candidate], Trial | None]
 ) -> DividingCandidate | None:
     """Return the best candidate that divides the batch, beside the `recommended` row; null if none that fits does."""
-    best = recommend_dividing(state)
+    best = recommend_dividing(posterior)
     if best is None:
         return None
     row = best.row
-    candidate, bytes_ = state.table.candidates[row], state.bytes(row)
-    steps, _ = accumulate(state.request, candidate)
+    candidate, bytes_ = posterior.table.candidates[row], posterior.bytes(row)
+    steps, _ = accumulate(posterior.request, candidate)
     assert steps is not None, "it divides the batch"
-    own, tokens_per_second = (expected_tokens_per_second(state, each, recommended) for each in (recommended, row))
-    check = check_whole_model(state, row, whole_model_of(candidate))
+    own, tokens_per_second = (expected_tokens_per_second(posterior, each, recommended) for each in (recommended, row))
+    check = check_whole_model(posterior, row, whole_model_of(candidate))
     return DividingCandidate(
         candidate=candidate,
         grad_accum_steps=steps,
         tokens_per_second=tokens_per_second,
         loss=1.0 - tokens_per_second / own,
         confidence=confidence_score(best.confidence),
-        predicted=not state.is_known(row),
-        step_seconds=state.request.device_batch_size * state.table.model.seq_length / tokens_per_second,
+        predicted=not posterior.is_known(row),
+        step_seconds=posterior.request.devices.batch_share * posterior.table.model.seq_length / tokens_per_second,
         peak_bytes=bytes_.peak,
         required_bytes=bytes_.required,
         whole_model=check,
-        composed_tokens_per_second=state.seconds(row).tokens_per_second,
+        composed_tokens_per_second=posterior.seconds(row).tokens_per_second,
     )
 
 
-def dividing_batch_sizes(state: SearchState) -> tuple[int, ...]:
+def dividing_batch_sizes(posterior: Posterior) -> tuple[int, ...]:
     """Return the nearest batch sizes that a candidate which fits divides; none in eval mode, which has no batch."""
-    if state.request.mode == "eval":
+    if posterior.request.mode == "eval":
         return ()
-    rows = [row for row in state.open_rows() if state.fits(row)]
-    return nearest_batch_sizes(state.request, (state.table.candidates[row] for row in rows))
+    rows = [row for row in posterior.open_rows() if posterior.fits(row)]
+    return nearest_batch_sizes(posterior.request, (posterior.table.candidates[row] for row in rows))
 
 
-def promising_row(state: SearchState) -> int | None:
+def promising_row(posterior: Posterior) -> int | None:
     """Return the row that would be recommended for its small peak if all that is predicted of it holds.
 
     Null if the request prefers speed, or if there is nothing to recommend yet.
     """
-    posterior, request = state.posterior, state.request
-    if posterior.incumbent is None or request.prefer == "speed":
+    contenders, request = posterior.contenders, posterior.request
+    if contenders.incumbent is None or request.prefer == "speed":
         return None
-    eligible = np.flatnonzero(posterior.clear_A | state.memory.surely_fits(posterior.rows))
-    best = smallest_position(posterior, eligible, posterior.incumbent, state.memory.required_C, request.tolerance)
-    return int(posterior.rows[best])
+    eligible = np.flatnonzero(contenders.clear_A | posterior.memory.surely_fits(contenders.rows))
+    best = smallest_position(contenders, eligible, contenders.incumbent, posterior.memory.required_C, request.tolerance)
+    return int(contenders.rows[best])
 
 
-def memory_choices(state: SearchState, recommended: int) -> tuple[MemoryChoice, ...]:
+def memory_choices(posterior: Posterior, recommended: int) -> tuple[MemoryChoice, ...]:
     """Return the fastest candidate and the smallest peaks near it; the fastest need not be the `recommended` row.
 
     A whole model's run can say that a candidate is slower than the search expects; then it is not near. Other figures
     are scaled as in the rest of the answer, by the whole model of the recommended candidate.
     """
-    posterior = state.posterior
-    if posterior.incumbent is None:
+    contenders = posterior.contenders
+    if contenders.incumbent is None:
         return ()
-    clear, fastest = np.flatnonzero(posterior.clear_A), int(posterior.rows[posterior.incumbent])
-    most = expected_tokens_per_second(state, fastest, recommended)
-    reached = np.array([expected_tokens_per_second(state, int(posterior.rows[i]), recommended) for i in clear])
+    clear, fastest = np.flatnonzero(contenders.clear_A), int(contenders.rows[contenders.incumbent])
+    most = expected_tokens_per_second(posterior, fastest, recommended)
+    reached = np.array([expected_tokens_per_second(posterior, int(contenders.rows[i]), recommended) for i in clear])
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
         near = clear[reached >= (1.0 - within) * most]
-        chosen = smallest_position(posterior, near, posterior.incumbent, state.memory.required_C, within)
-        row = int(posterior.rows[chosen])
-        tokens_per_second = expected_tokens_per_second(state, row, recommended)
+        chosen = smallest_position(contenders, near, contenders.incumbent, posterior.memory.required_C, within)
+        row = int(contenders.rows[chosen])
+        tokens_per_second = expected_tokens_per_second(posterior, row, recommended)
         choices.append(
             MemoryChoice(
                 within=within,
-                candidate=state.table.candidates[row],
+                candidate=posterior.table.candidates[row],
                 tokens_per_second=tokens_per_second,
                 loss=1.0 - tokens_per_second / most,
-                peak_bytes=state.bytes(row).peak,
-                required_bytes=state.bytes(row).required,
+                peak_bytes=posterior.bytes(row).peak,
+                required_bytes=posterior.bytes(row).required,
             )
         )
     return tuple(choices)
+
+
+def _unit(request: ExplorationRequest, candidate: Candidate) -> int:
+    """Sequences that all devices process in one accumulation step."""
+    return candidate.micro_batch_size * request.devices.data_parallel_size(candidate.context_parallel_size)
+
+
+def _neighbours(request: ExplorationRequest, units: Iterable[int]) -> tuple[int, ...]:
+    below = max((request.batch_size // unit * unit for unit in units), default=0)
+    above = min((-(-request.batch_size // unit) * unit for unit in units), default=0)
+    return tuple(size for size in (below, above) if size > 0)

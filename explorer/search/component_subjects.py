@@ -15,7 +15,7 @@ from typing import Any
 
 from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import LayerPart, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
@@ -89,7 +89,7 @@ def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | N
 def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest, report: DeviceReport) -> Any:
     steps = kind is ComponentKind.OPTIMIZER
     training = request.training.model_dump(mode="json", exclude=set() if steps else {"sharding"})
-    compiled = request.always_compiles and (request.executions is None or request.target_name == BEXP)
+    compiled = request.space.always_compiles and (request.executions is None or request.target_name == BEXP)
     document = request.model_dump(mode="json", exclude=set(IRRELEVANT))
     document |= {
         "kind": kind.value,
@@ -100,7 +100,7 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
         "num_devices": request.num_devices if steps else None,
     }
     if report.parts is None:
-        return document | {"model": _describe_spec(kind, request.model)}
+        return document | {"model": _describe_spec(kind, request.shapes)}
     return document | {"model": _describe_parts(kind, part, report.parts, request.hf_config or {})}
 
 

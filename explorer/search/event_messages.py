@@ -6,15 +6,15 @@ from typing import Any
 
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.search_space import LegalSpace
 from bexp.explorer.cost_model.step import GIB
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.legal_space import LegalSpace
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.parts import ExploredModel
 
 
 def variant_event(model: ExploredModel) -> EventDraft:
@@ -44,15 +44,11 @@ def space_event(
     return EventDraft(
         code=EventCode.SPACE,
         message=(
-            f"{_named(model)}: {count_parameters(model):,} parameters, {len(space.candidates):,} candidates "
+            f"{model.title}: {count_parameters(model):,} parameters, {len(space.candidates):,} candidates "
             f"to consider, {memory}"
         ),
         data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
     )
-
-
-def _named(model: ExploredModel) -> str:
-    return f"{model.name} ({model.measured})" if isinstance(model, ModelParts) else model.name
 
 
 def size_text(count: int) -> str:

@@ -71,7 +71,7 @@ class ExpertModeChoice:
         if mode is ExpertMode.OVERLAPPED:
             name, numbers = "overlap_degree", asked.named_overlap_degrees or OVERLAP_DEGREES
         else:
-            moe = self._request.model.moe
+            moe = self._request.shapes.moe
             assert moe is not None, "a model with experts"
             name = "shadowed_experts"
             numbers = asked.named_shadowed_experts or tuple(n for n in SHADOWED_EXPERTS if n <= moe.num_experts)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
 
-from optuna.study import Study
-
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.search_space import EmptySpaceError, explored_models
 from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial
-from bexp.explorer.search.candidate_study import CopyStudy
 from bexp.explorer.search.event_messages import end_event
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.plan_search import explore_plan
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PruneSpace, prune_space
@@ -23,7 +21,6 @@ from bexp.explorer.search.relaxations import SmallestCandidate, explain_nothing_
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.search.variant_search import VariantSearch
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 
 
@@ -33,7 +30,6 @@ def explore(
     measure: Measure,
     *,
     history: Sequence[Trial] = (),
-    copy_study: CopyStudy | None = None,
     clock: Callable[[], float] = time.perf_counter,
     prune: PruneSpace = prune_space,
 ) -> Iterator[Progress]:
@@ -48,7 +44,6 @@ def explore(
             what is suggested then depends on the order in which they end, and on nothing else beside the seed.
         history: trials that an earlier run of the same request stored. Nothing in them is measured again, and the
             search goes on as it would have gone. What was in flight when that run ended is measured again.
-        copy_study: is called with the Optuna study of each variant, after a trial was stored; may copy it elsewhere.
         clock: seconds that trials and suggestions are charged by; a recorded device brings its own.
         prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
     """
@@ -56,16 +51,14 @@ def explore(
         answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
         yield Progress(events=(end_event(answer),), answer=answer)
         return
-    if request.has_mesh:
+    if request.devices.has_mesh:
         yield from explore_plan(request, report, measure, history=history, clock=clock)
         return
     models, executor = explored_models(request, report), executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))
     answers = []
     for index, model in enumerate(models):
-        context = VariantContext(
-            index, model, request, report, executor, trial_history, clock, copy_study or _copy_nowhere
-        )
+        context = VariantContext(index, model, request, report, executor, trial_history, clock)
         answers.append((yield from _explore_variant(context, prune)))
     answer = Answer(variants=tuple(answers))
     yield Progress(events=(end_event(answer),), recommendation=answer.recommendation, answer=answer)
@@ -95,10 +88,6 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
         target = None if cut_short else context.request.budget.confidence_target
         return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
     return _without_recommendation(context, answer, search)
-
-
-def _copy_nowhere(suffix: str, study: Study) -> None:
-    """The study stays in memory."""
 
 
 def _without_recommendation(context: VariantContext, answer: VariantAnswer, search: VariantSearch) -> VariantAnswer:

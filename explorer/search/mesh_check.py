@@ -9,13 +9,12 @@ from statistics import fmean
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.plan_posterior import COMPOSITION_ERROR, Expected
 from bexp.explorer.search.plan_space import LEAST_ERROR, PlanSpace
 from bexp.explorer.search.verification import REFUTING
-from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.mesh import Mesh, MeshRun
 
 MOST_RUN = 6
 """The most whole models of an exploration."""

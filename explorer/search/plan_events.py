@@ -16,12 +16,12 @@ from bexp.explorer.search.plan_space import PlanSpace
 def opening(space: PlanSpace, number: int, base: MeshCandidate | None) -> Progress:
     """Return the first step of a plan: its space, how many candidates are considered at first, and its base."""
     request, limit = space.request, space.limit_bytes / GIB
-    devices = "devices" if request.is_mesh else "described devices"
+    devices = "devices" if request.devices.is_mesh else "described devices"
     summary = space.summarize()
     told = EventDraft(
         code=EventCode.SPACE,
         message=(
-            f"{request.model.name}: {count_parameters(request.model):,} parameters on {request.num_devices:,} "
+            f"{request.shapes.name}: {count_parameters(request.shapes):,} parameters on {request.num_devices:,} "
             f"{devices}, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
             f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
         ),

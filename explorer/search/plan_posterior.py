@@ -79,11 +79,6 @@ def sample_throughput(
     return np.asarray(rates_S / (parts_NS * composed_NS))
 
 
-def confidence_in(best: int, samples_NS: Floats, tolerance: float) -> float:
-    """Return the probability that a step is within the tolerance of the best."""
-    return float(np.mean(samples_NS[:, best] >= (1.0 - tolerance) * samples_NS.max(axis=1)))
-
-
 def _noise(part: Component | Link, seed: int) -> Floats:
     """Return the standard normal errors of a part, which are the same in each round of a search."""
     name = part.value if isinstance(part, Link) else part.key

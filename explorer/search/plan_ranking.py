@@ -10,8 +10,9 @@ import numpy as np
 
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.search.confidence import confidences
 from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.plan_posterior import confidence_in, sample_throughput
+from bexp.explorer.search.plan_posterior import sample_throughput
 from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
 from bexp.explorer.spec.expert_modes import ExpertMode
 
@@ -109,7 +110,9 @@ class PlanRanker:
         told = [expected(one.found) for one in ranked]
         samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, told)
         chances = np.bincount(samples.argmax(axis=1), minlength=len(ranked)) / len(samples)
-        confidence = 0.0 if best is None else confidence_in(best, samples, space.request.tolerance)
+        confidence = 0.0
+        if best is not None:
+            confidence = float(confidences(samples[:, [best]], samples, space.request.tolerance)[0])
         return Ranking(tuple(ranked), best, confidence, tuple(chances.tolist()))
 
 

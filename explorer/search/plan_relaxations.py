@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bexp.explorer.cost_model.search_space import EmptySpaceError
 from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.plan_space import POLICIES, PlanSpace
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.hardware import DeviceReport
-from bexp.explorer.spec.options import divisors
+from bexp.explorer.spec.options import divisors, named_sizes
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.sizes import named_sizes
 from bexp.explorer.spec.training import Sharding
 
 MOST_DEVICES = 4096
@@ -62,7 +61,7 @@ def _try(
     """Return the change if a mesh is predicted to fit after it; null also if it contradicts the rest of the request."""
     try:
         changed = ExplorationRequest.model_validate({**request.model_dump(), **settings})
-        smallest = changed.model_copy(update={"micro_batch_size": changed.plan_micro_batch_sizes[0]})
+        smallest = changed.model_copy(update={"micro_batch_size": changed.space.plan_micro_batch_sizes[0]})
         space = PlanSpace(smallest, report)
     except (ValueError, EmptySpaceError):
         return None
@@ -81,18 +80,18 @@ def _try(
 
 def _single_changes(request: ExplorationRequest) -> Iterator[Change]:
     """Yield the changes of one field, the nearest values first."""
-    policies = POLICIES if request.recompute is None else request.recompute_policies
+    policies = POLICIES if request.recompute is None else request.space.recompute_policies
     if Recompute.FULL not in policies:
         yield RelaxationKind.RECOMPUTE, "recompute full", {"recompute": ["full"]}
     for level in Sharding:
-        if level.level > request.highest_sharding.level:
+        if level.level > request.space.highest_sharding.level:
             yield RelaxationKind.SHARDING, f"sharding {level}", _sharded(request, level)
     for name in SIZES:
         asked = named_sizes(getattr(request.parallelism, name))
         for size in divisors(request.num_devices):
             if asked is not None and size > max(asked):
                 yield RelaxationKind.PARALLELISM, f"{name} {size}", _parallel(request, {name: size})
-    smallest = request.plan_micro_batch_sizes[0]
+    smallest = request.space.plan_micro_batch_sizes[0]
     while smallest > 1:
         smallest //= 2
         yield RelaxationKind.MICRO_BATCH_SIZE, f"micro_batch_size {smallest}", {"micro_batch_size": smallest}
@@ -104,12 +103,12 @@ def _together(request: ExplorationRequest) -> Iterator[tuple[str, dict[str, Any]
     """Yield combinations: of the present meshes, then of any mesh, then of any mesh of more devices."""
     recompute = {"recompute": ["full"]}
     for level in Sharding:
-        if level.level > request.highest_sharding.level:
+        if level.level > request.space.highest_sharding.level:
             yield f"recompute full and sharding {level}", {**recompute, **_sharded(request, level)}
     least = {"micro_batch_size": 1, **recompute, **_sharded(request, Sharding.ZERO3)}
     words = "micro_batch_size 1, recompute full and sharding zero3"
     yield words, least
-    names = SIZES if request.model is not None and request.model.moe is not None else SIZES[:2]
+    names = SIZES if request.shapes.moe is not None else SIZES[:2]
     free = {**least, **_parallel(request, dict.fromkeys(names, "explore"))}
     words = f"{words}, with 'explore' for {' and '.join(names)}"
     yield words, free

@@ -10,16 +10,16 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep, reduces_late
-from bexp.explorer.cost_model.pipeline_picture import draw_pipeline
 from bexp.explorer.cost_model.token_dropping import dropped_share
-from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
-from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
 from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.pipeline_picture import draw_pipeline
 from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
 from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -68,7 +68,7 @@ def recommend_plan(
         alternatives=_alternatives(ranked, best),
         expert_modes=compare_expert_modes(space, ranked, one),
         plain=best_plain_mesh(space, ranked, one),
-        picture=_picture(step),
+        picture=None if step.run is None else draw_pipeline(step.run),
     )
     return Recommendation(
         candidate=candidate,
@@ -121,20 +121,13 @@ def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
 
 
 def _dropped_share(request: ExplorationRequest, found: MeshCandidate) -> float | None:
-    moe, mesh = request.model.moe, found.mesh
+    moe, mesh = request.shapes.moe, found.mesh
     if moe is None or moe.capacity_factor is None:
         return None
-    tokens = found.candidate.micro_batch_size * request.model.seq_length
+    tokens = found.candidate.micro_batch_size * request.shapes.seq_length
     # A device that shares experts routes its part of each sequence.
     own = -(-tokens // mesh.tensor) if mesh.expert > 1 else tokens
     return dropped_share(moe, request.routing, own, request.seed)
-
-
-def _picture(step: MeshStep) -> PipelinePicture | None:
-    if step.run is None:
-        return None
-    drawn = draw_pipeline(step.run)
-    return PipelinePicture(seconds=drawn.seconds, ranks=tuple(drawn.lines), lines=tuple(drawn.lines.values()))
 
 
 def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlternative, ...]:
@@ -157,7 +150,7 @@ def _notes(
     check: WholeModelCheck | None,
 ) -> tuple[str, ...]:
     number, device = space.request.num_devices, report.hardware.device_name
-    if space.request.is_mesh:
+    if space.request.devices.is_mesh:
         refusal = checks.refusal(mesh)
         why = "" if refusal is None else f" ({refusal})"
         checked = f"it was not run whole{why}" if check is None else "it was run whole on them"
@@ -176,7 +169,7 @@ def _notes(
             "norms are measured over all tokens; what sequence parallelism spares is taken off at the bandwidth"
         )
     if mesh.expert > 1:
-        notes.append(_note_of_experts(mesh, is_mesh=space.request.is_mesh))
+        notes.append(_note_of_experts(mesh, is_mesh=space.request.devices.is_mesh))
     if mesh.expert_mode is not ExpertMode.PLAIN:
         notes.append("of the trainers only bexp's own kernels have this expert mode")
     if mesh.schedule is Schedule.ZB_H1:
@@ -188,7 +181,7 @@ def _notes(
     target = space.request.budget.confidence_target
     if score < target:
         why = "the budget ended, or the measured share of the step is no larger"
-        if space.request.is_mesh:
+        if space.request.devices.is_mesh:
             why = "the budget ended, or candidates are nearer to each other than the noise lets tell"
         notes.append(f"the confidence is below {target}: {why}")
     return tuple(notes)

@@ -12,14 +12,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft, Progress, recommendation_event, render_message
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan, timeout_seconds
 from bexp.explorer.search.event_messages import end_event, whole_model_event
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.plan_events import blocks_event, exchange_event, opening
 from bexp.explorer.search.plan_ranking import PlanRanker, Ranking, plainness
@@ -27,7 +27,7 @@ from bexp.explorer.search.plan_relaxations import explain_no_mesh_fits, find_pla
 from bexp.explorer.search.plan_report import recommend_plan
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.search.trial_executor import executor_of
-from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.request import ExplorationRequest
 
 SCREENINGS = 3
@@ -44,8 +44,8 @@ def explore_plan(
 ) -> Iterator[Progress]:
     """Run a plan and yield the results step by step, as `bexp.explorer.search.explore.explore` does."""
     answer = VariantAnswer(
-        num_query_groups=request.model.query_groups,
-        num_parameters=count_parameters(request.model),
+        num_query_groups=request.shapes.query_groups,
+        num_parameters=count_parameters(request.shapes),
         recommendation=None,
     )
     try:
@@ -94,7 +94,7 @@ class PlanSearch:
     @property
     def completed_target(self) -> int | None:
         """The confidence target, if neither the budget nor failing trials have ended the search."""
-        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.model.variant)
+        is_cut_short = self._is_spent() or self._history.is_hopeless(self._space.request.shapes.variant)
         return None if is_cut_short else self._space.request.budget.confidence_target
 
     def run(self) -> Generator[Progress, None, Recommendation | None]:
@@ -123,7 +123,7 @@ class PlanSearch:
                 break
             pool = list(dict.fromkeys([*self._ranker.screen(), base]))  # with what is known now
             ranking = self._ranker.rank(pool)
-        if self._space.request.is_mesh:
+        if self._space.request.devices.is_mesh:
             ranking = yield from self._run_whole_models(ranking, pool, base)
         return self._recommend(ranking, base)
 
@@ -154,7 +154,7 @@ class PlanSearch:
         """Return the candidate to measure: of those not known, the one that is likeliest to be the best."""
         if self._is_spent() and (ranking.best is not None or self._history.overdrawn(0)):
             return None
-        if self._history.is_hopeless(self._space.request.model.variant):
+        if self._history.is_hopeless(self._space.request.shapes.variant):
             return None
         target = self._space.request.budget.confidence_target
         if ranking.best is not None and 100 * ranking.confidence >= target:
@@ -253,11 +253,11 @@ class PlanSearch:
         return TrialPlan(
             number=self._history.next_number,
             kind=kind,
-            model=request.model,
+            model=request.shapes,
             candidate=found.candidate,
             components=components,
             timeout_seconds=timeout_seconds(kind, request),
-            num_processes=request.num_devices if request.is_mesh else 1,
+            num_processes=request.num_devices if request.devices.is_mesh else 1,
             mesh_run=run,
         )
 

@@ -10,22 +10,22 @@ from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.fabric_exchange import Exchanges, Fabric
-from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges, exchange_components
 from bexp.explorer.cost_model.mesh_costs import BlockCost, TogetherCost
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
 from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
-from bexp.explorer.cost_model.search_space import usable_backends
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost_model.step import memory_limit, required_bytes
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.records.plan import MeshAlternative, MeshRun
+from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
+from bexp.explorer.search.legal_space import usable_backends
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.legal_meshes import legal_meshes
-from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.surrogate.measured_exchange import MeasuredExchanges, exchange_components
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""
@@ -58,14 +58,14 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     if request.attention_backends is not None or not request.flash_attention:
         attention = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
         attention = [name for name in attention if request.flash_attention or name != "flash"]
-    experts: list[str | None] = [report.default_experts if request.model.moe is not None else None]
+    experts: list[str | None] = [report.default_experts if request.shapes.moe is not None else None]
     if request.expert_backends is not None:
         experts = [*usable_backends("expert back end", report.expert_backends, request.expert_backends, where)]
-    policies = POLICIES if request.recompute is None else request.recompute_policies
+    policies = POLICIES if request.recompute is None else request.space.recompute_policies
     found = []
     meshes = legal_meshes(request)
     for mesh in meshes[:: -(-len(meshes) // MOST_MESHES)]:
-        for m in request.plan_micro_batch_sizes:
+        for m in request.space.plan_micro_batch_sizes:
             number, rest = divmod(request.batch_size, mesh.data * m)
             uneven = mesh.schedule is Schedule.INTERLEAVED and number % mesh.pipeline
             if rest or number < mesh.pipeline or uneven:
@@ -76,8 +76,8 @@ def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
                     recompute=policy,
                     attention_backend=attention_backend,
                     expert_backend=expert_backend,
-                    num_query_groups=request.model.query_groups,
-                    capacity_factor=request.model.variant.capacity_factor,
+                    num_query_groups=request.shapes.query_groups,
+                    capacity_factor=request.shapes.variant.capacity_factor,
                 )
                 found.append(MeshCandidate(mesh, candidate))
     return tuple(found)
@@ -125,7 +125,7 @@ class PlanSpace:
         try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
         in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth, try_fewer=try_fewer)
         self.candidates = tuple(each for one in plain for each in in_each_mode(one))
-        self.exchanges = exchange_components(request, self._meshes) if request.is_mesh else ()
+        self.exchanges = exchange_components(request, self._meshes) if request.devices.is_mesh else ()
         self.failed: dict[Component, str] = {}
         self.factor: Callable[[MeshCandidate], float] = _as_composed
         """The seconds to expect of a candidate over those that it composes to."""
@@ -135,7 +135,7 @@ class PlanSpace:
     def _compose(self) -> MeshComposer:
         """Return a composer with the exchanges that are described, or measured until now."""
         request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
-        return MeshComposer(request.model, request, self._decompose(), optimizer, self.hardware)
+        return MeshComposer(request.shapes, request, self._decompose(), optimizer, self.hardware)
 
     def _decompose(self) -> MeshDecomposer:
         exchanges: Exchanges
@@ -143,7 +143,7 @@ class PlanSpace:
             exchanges = Fabric(self.request.fabric)
         else:
             exchanges = MeasuredExchanges(self.measured.values(), self.hardware.device_kind)
-        return MeshDecomposer(self.request.model, self.request, exchanges)
+        return MeshDecomposer(self.request.shapes, self.request, exchanges)
 
     @property
     def _meshes(self) -> tuple[Mesh, ...]:
@@ -193,8 +193,8 @@ class PlanSpace:
     def predicted(self, component: Component) -> BlockCost:
         """Return what formulas say about a component."""
         if component not in self._predicted:
-            seconds = predict_shard_seconds(component, self.request.model, self.request, self.hardware)
-            sizes = predict_shard_bytes(component, self.request.model, self.request)
+            seconds = predict_shard_seconds(component, self.request.shapes, self.request, self.hardware)
+            sizes = predict_shard_bytes(component, self.request.shapes, self.request)
             found = BlockCost(
                 device_seconds=seconds.device,
                 host_seconds=seconds.host,
@@ -223,7 +223,7 @@ class PlanSpace:
 
         chosen = [found.candidate for found in self.candidates]
         return {
-            "num_query_groups": self.request.model.query_groups,
+            "num_query_groups": self.request.shapes.query_groups,
             "num_candidates": len(self.candidates),
             "num_meshes": len(meshes),
             **{name: values(name, meshes) for name in ("tensor", "pipeline", "virtual_stages", "expert", "data")},

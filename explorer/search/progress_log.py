@@ -27,7 +27,7 @@ class ProgressLog:
         self._last_message = ""
         if context.trials:
             return
-        if len(context.request.variants()) > 1:
+        if len(context.request.space.variants()) > 1:
             self._unsent.append(variant_event(context.model))
         limit = memory_limit(context.request, context.report.hardware)
         useful = _largest_useful(context.request)
@@ -63,6 +63,7 @@ class ProgressLog:
 
 def _largest_useful(request: ExplorationRequest) -> int | None:
     """What a device, or a group that shares sequences, gets of the batch; null if the request names no larger size."""
-    useful = {size: request.largest_useful_micro_batch(size) for size in request.context_parallel_sizes}
-    beyond = [s for s, most in useful.items() if most and max(request.named_micro_batch_sizes(s), default=0) > most]
+    space = request.space
+    useful = {size: space.largest_useful_micro_batch(size) for size in request.devices.context_parallel_sizes}
+    beyond = [s for s, most in useful.items() if most and max(space.named_micro_batch_sizes(s), default=0) > most]
     return max((most for most in useful.values() if most), default=None) if beyond else None

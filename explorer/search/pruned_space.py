@@ -10,10 +10,10 @@ from itertools import compress
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.collectives import is_exchange_timed
-from bexp.explorer.cost_model.search_space import LegalSpace, base_candidates, enumerate_candidates
 from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 

@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
-from bexp.explorer.cost_model.search_space import EmptySpaceError, LegalSpace, enumerate_candidates
 from bexp.explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
+from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.options import BTASpec, divisors
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
@@ -115,7 +115,7 @@ def explain_nothing_fits(
     The peak is that of the `smallest` candidate of a search, else a predicted one.
     """
     limit = memory_limit(request, report.hardware)
-    static = min(static_parts(model, request.sharded(level)).total for level in request.sharding_choices)
+    static = min(static_parts(model, request.sharded(level)).total for level in request.space.sharding_choices)
     if smallest is None:
         predicted = smallest_requirement(request, report, model)
         need = f"the smallest candidate is predicted to need {predicted / GIB:.2f} GiB"
@@ -157,7 +157,7 @@ def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: Exp
 
 def _smallest_space(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
     """Return the candidates of the smallest micro-batch that has any, because larger ones need at least as much."""
-    for size in request.micro_batch_sizes[:-1]:
+    for size in request.space.micro_batch_sizes[:-1]:
         try:
             return enumerate_candidates(request.model_copy(update={"micro_batch_size": size}), report, model)
         except EmptySpaceError:
@@ -194,17 +194,17 @@ def _working(
 
 
 def _smaller(request: ExplorationRequest) -> Iterator[_Change]:
-    smallest = min(request.micro_batch_sizes)
+    smallest = min(request.space.micro_batch_sizes)
     for size in SIZES:
         if size < smallest:
             yield _Change(f"micro_batch_size {size}", {"micro_batch_size": size})
 
 
 def _policies(request: ExplorationRequest) -> Iterator[_Change]:
-    if request.mode != "train" or Recompute.FULL in request.recompute_policies:
+    if request.mode != "train" or Recompute.FULL in request.space.recompute_policies:
         return  # nothing keeps less than full recomputation
-    for policy in request.model_copy(update={"recompute": None}).recompute_policies:
-        if policy is not Recompute.NONE and policy not in request.recompute_policies:
+    for policy in request.model_copy(update={"recompute": None}).space.recompute_policies:
+        if policy is not Recompute.NONE and policy not in request.space.recompute_policies:
             yield _Change(f"recompute {policy}", {"recompute": (policy,)})
 
 
@@ -220,14 +220,14 @@ def _options(request: ExplorationRequest) -> Iterator[_Change]:
 
 def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Change]:
     for size in divisors(request.num_devices):
-        if max(request.context_parallel_sizes) < size <= report.hardware.num_devices:
+        if max(request.devices.context_parallel_sizes) < size <= report.hardware.num_devices:
             spec = request.context_parallel.model_copy(update={"sizes": (size,)})
             yield _Change(f"{size} devices a sequence (context_parallel sizes [{size}])", {"context_parallel": spec})
 
 
 def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
     """Return larger numbers of devices; they help only if training state is divided over the devices."""
-    if request.mode == "train" and request.highest_sharding is not Sharding.NONE:
+    if request.mode == "train" and request.space.highest_sharding is not Sharding.NONE:
         for count in COUNTS:
             if count > request.num_devices:
                 yield _over(request, f"num_devices {count}", count)
@@ -236,7 +236,7 @@ def _more_devices(request: ExplorationRequest) -> Iterator[_Change]:
 def _shardings(request: ExplorationRequest) -> Iterator[_Change]:
     if request.mode == "train" and request.num_devices > 1:
         for sharding in SHARDINGS:
-            if sharding.level > request.highest_sharding.level:
+            if sharding.level > request.space.highest_sharding.level:
                 yield _over(request, f"sharding {sharding}", request.num_devices, sharding)
 
 

@@ -1,4 +1,4 @@
-"""The recommendation that a person reads, made from the state of the search."""
+"""The recommendation that a person reads, made from the posterior."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ import numpy as np
 
 from bexp.explorer.cost_model.step import StepSeconds
 from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.batch_division import accumulate
-from bexp.explorer.search.candidate_posterior import confidence_score
-from bexp.explorer.search.choices import dividing_batch_sizes, memory_choices
+from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
+from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
+from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
-from bexp.explorer.search.search_state import BestCandidate, SearchState
 from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.spec.training import Sharding
@@ -45,7 +45,7 @@ class References:
 
 
 def build_recommendation(
-    state: SearchState,
+    posterior: Posterior,
     best: BestCandidate,
     references: References,
     report: DeviceReport,
@@ -61,12 +61,12 @@ def build_recommendation(
     `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved,
     and why its confidence is below the target: if the search is `out_of_budget`, a note says so.
     """
-    request = state.request
-    table = state.table
+    request = posterior.request
+    table = posterior.table
     candidate = table.candidates[best.row]
-    seconds = state.corrected_seconds(best.row)
-    base = state.corrected_seconds(references.base)
-    found = state.bytes(best.row)
+    seconds = posterior.corrected_seconds(best.row)
+    base = posterior.corrected_seconds(references.base)
+    found = posterior.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
     return Recommendation(
         candidate=candidate,
@@ -80,94 +80,94 @@ def build_recommendation(
         communication_seconds=seconds.communication if table.communications else None,
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
-        predicted_peak_bytes=state.memory.predicted_bytes(best.row).peak,
+        predicted_peak_bytes=posterior.memory.predicted_bytes(best.row).peak,
         measured_peak_bytes=found.peak,
         required_bytes=found.required,
-        memory_limit_bytes=state.limit_bytes,
+        memory_limit_bytes=posterior.limit_bytes,
         memory=found.parts,
-        largest_micro_batch=_alternative(state, best.row, references.largest),
-        largest_without_recompute=_alternative(state, best.row, references.largest_without_recompute),
-        stock=_alternative(state, best.row, references.stock),
-        whole_model=check_whole_model(state, best.row, whole_model),
+        largest_micro_batch=_alternative(posterior, best.row, references.largest),
+        largest_without_recompute=_alternative(posterior, best.row, references.largest_without_recompute),
+        stock=_alternative(posterior, best.row, references.stock),
+        whole_model=check_whole_model(posterior, best.row, whole_model),
         runner_up=runner_up,
         notes=(
             *_notes(request, candidate, report, whole_model),
-            *_communication_notes(state, candidate, seconds),
-            *_predictions(state, references),
+            *_communication_notes(posterior, candidate, seconds),
+            *_predictions(posterior, references),
             *_doubts(request, runner_up),
-            *([describe_reported(state.reported)] if state.reported else []),
-            *([] if state.reused is None else [describe_reused(state.reused)]),
-            *_slow_head(state, best.row),
-            *(_shortfall(state, best, out_of_budget=out_of_budget) if final else ()),
+            *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
+            *([] if posterior.knowledge.reused is None else [describe_reused(posterior.knowledge.reused)]),
+            *_slow_head(posterior, best.row),
+            *(_shortfall(posterior, best, out_of_budget=out_of_budget) if final else ()),
         ),
         dividing=dividing,
-        dividing_batch_sizes=dividing_batch_sizes(state) if dividing is None else (),
+        dividing_batch_sizes=dividing_batch_sizes(posterior) if dividing is None else (),
         prefer=request.prefer,
         headroom=request.headroom,
-        memory_choices=memory_choices(state, best.row) if final else (),
-        composed_tokens_per_second=state.seconds(best.row).tokens_per_second,
-        reused=state.reused,
+        memory_choices=memory_choices(posterior, best.row) if final else (),
+        composed_tokens_per_second=posterior.seconds(best.row).tokens_per_second,
+        reused=posterior.knowledge.reused,
         dropped_share=_dropped_share(table.model, candidate, request),
     )
 
 
 def _dropped_share(model: ExploredModel, candidate: Candidate, request: ExplorationRequest) -> float | None:
-    if isinstance(model, ModelParts) or model.moe is None or model.moe.capacity_factor is None:
+    if model.moe is None or model.moe.capacity_factor is None:
         return None
     tokens = candidate.micro_batch_size * model.seq_length // candidate.context_parallel_size
     return dropped_share(model.moe, request.routing, tokens, request.seed)
 
 
-def largest_untiled(state: SearchState, among: Collection[int]) -> int | None:
+def largest_untiled(posterior: Posterior, among: Collection[int]) -> int | None:
     """Return the row of the fastest untiled candidate of the largest micro-batch that fits; null if none fits.
 
     The candidate may not be measured yet.
     """
-    rows = [i for i in among if state.table.candidates[i].bta_tile is None and state.fits(i)]
+    rows = [i for i in among if posterior.table.candidates[i].bta_tile is None and posterior.fits(i)]
     if not rows:
         return None
-    largest = max(int(state.table.micro_batch_C[i]) for i in rows)
-    return _fastest(state, [i for i in rows if state.table.micro_batch_C[i] == largest])
+    largest = max(int(posterior.table.micro_batch_C[i]) for i in rows)
+    return _fastest(posterior, [i for i in rows if posterior.table.micro_batch_C[i] == largest])
 
 
-def largest_without_recompute(state: SearchState, among: Collection[int]) -> int | None:
+def largest_without_recompute(posterior: Posterior, among: Collection[int]) -> int | None:
     """Return `largest_untiled` among the candidates that recompute nothing."""
-    return largest_untiled(state, [i for i in among if state.table.candidates[i].recompute is Recompute.NONE])
+    return largest_untiled(posterior, [i for i in among if posterior.table.candidates[i].recompute is Recompute.NONE])
 
 
-def best_stock(state: SearchState, report: DeviceReport, among: Collection[int]) -> int | None:
+def best_stock(posterior: Posterior, report: DeviceReport, among: Collection[int]) -> int | None:
     """Return the row of the fastest candidate that fits with stock back ends and no batch tiling; null if none does."""
     rows = [
         i
         for i in among
-        if state.fits(i)
-        and (c := state.table.candidates[i]).bta_tile is None
+        if posterior.fits(i)
+        and (c := posterior.table.candidates[i]).bta_tile is None
         and report.is_stock(c.attention_backend, c.expert_backend)
     ]
-    return _fastest(state, rows)
+    return _fastest(posterior, rows)
 
 
-def _fastest(state: SearchState, rows: list[int]) -> int | None:
+def _fastest(posterior: Posterior, rows: list[int]) -> int | None:
     if not rows:
         return None
-    mean = state.mean_tokens_per_second()
+    mean = posterior.mean_tokens_per_second()
     return rows[int(np.argmax(mean[rows]))]
 
 
-def _alternative(state: SearchState, row: int, other: int | None) -> Alternative | None:
+def _alternative(posterior: Posterior, row: int, other: int | None) -> Alternative | None:
     if other is None:
         return None
-    own, tokens_per_second = (expected_tokens_per_second(state, each, row) for each in (row, other))
+    own, tokens_per_second = (expected_tokens_per_second(posterior, each, row) for each in (row, other))
     return Alternative(
-        candidate=state.table.candidates[other],
+        candidate=posterior.table.candidates[other],
         tokens_per_second=tokens_per_second,
         gain=own / tokens_per_second,
-        predicted=not state.is_known(other),
+        predicted=not posterior.is_known(other),
     )
 
 
-def _predictions(state: SearchState, references: References) -> tuple[str, ...]:
-    if references.largest is None or state.is_known(references.largest):
+def _predictions(posterior: Posterior, references: References) -> tuple[str, ...]:
+    if references.largest is None or posterior.is_known(references.largest):
         return ()
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
 
@@ -219,37 +219,34 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     ]
 
 
-def _shortfall(state: SearchState, best: BestCandidate, *, out_of_budget: bool) -> tuple[str, ...]:
+def _shortfall(posterior: Posterior, best: BestCandidate, *, out_of_budget: bool) -> tuple[str, ...]:
     """Return a note that says why the confidence is below its target, if it is known."""
-    request, target = state.request, state.request.budget.confidence_target
+    request, target = posterior.request, posterior.request.budget.confidence_target
     if confidence_score(best.confidence) >= target:
         return ()
     if out_of_budget:
         return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
-    rival = None if request.verify else find_runner_up(state)
+    rival = None if request.verify else find_runner_up(posterior)
     if rival is None or rival.row == best.row or rival.probability < LEAST_CHANCE:
         return ()
     return (
-        f"measured components do not tell whether {state.table.candidates[rival.row].describe()} is faster "
+        f"measured components do not tell whether {posterior.table.candidates[rival.row].describe()} is faster "
         f"(a chance of {rival.probability:.0%}): whole models would, with verify: true",
     )
 
 
-def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
+def _slow_head(posterior: Posterior, row: int) -> tuple[str, ...]:
     """Return a note if the vocabulary keeps a GPU from its fast kernels for matrix products, which need aligned rows.
 
     In benchmarks/results/tables the head takes 5 to 7 times its roofline seconds with 50257 words, and twice its
     roofline seconds if the vocabulary is a multiple of 8.
     """
-    model = state.table.model
-    if isinstance(model, ModelParts):
+    size = posterior.table.model.vocab_size
+    if size is None or posterior.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
         return ()
-    size = model.vocab_size
-    if state.hardware.device_kind != "cuda" or size % ALIGNED_VOCABULARY == 0:
-        return ()
-    head = state.table.decompositions[row].head
-    shares = state.table.step_shares(state.surrogate.device_mean_K, np.array([row]))[0]
-    share = float(shares[state.table.columns_CP[row] == state.table.column[head]].sum())
+    head = posterior.table.decompositions[row].head
+    shares = posterior.table.step_shares(posterior.surrogate.device_mean_K, np.array([row]))[0]
+    share = float(shares[posterior.table.columns_CP[row] == posterior.table.column[head]].sum())
     padded = -(-size // PADDED_VOCABULARY) * PADDED_VOCABULARY
     return (
         f"head and loss take {share:.0%} of a micro-step: vocab_size {size} is no multiple of {ALIGNED_VOCABULARY}, "
@@ -257,13 +254,13 @@ def _slow_head(state: SearchState, row: int) -> tuple[str, ...]:
     )
 
 
-def _communication_notes(state: SearchState, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
+def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: StepSeconds) -> tuple[str, ...]:
     """Return a note that says whether communication, context parallelism apart, is included in the time."""
-    request = state.request
+    request = posterior.request
     if request.num_devices == 1:
         return ()
     shared = candidate.context_parallel_size > 1
-    if not state.table.communications:
+    if not posterior.table.communications:
         what = "other communication" if shared else "communication"
         return (f"{what} between devices is not included in the time",)
     sharding = request.sharded(candidate.sharding).training.sharding
@@ -280,7 +277,7 @@ def _sharing_notes(request: ExplorationRequest, candidate: Candidate, report: De
     notes = []
     if candidate.context_parallel_size > 1:
         notes.append("the keys and values that context parallelism passes between devices are included in the time")
-    beyond = [size for size in request.context_parallel_sizes if size > report.hardware.num_devices]
+    beyond = [size for size in request.devices.context_parallel_sizes if size > report.hardware.num_devices]
     if beyond:
         sizes = ", ".join(map(str, beyond))
         notes.append(f"context-parallel sizes {sizes} need more devices than the {report.hardware.num_devices} here")

@@ -7,10 +7,9 @@ from collections.abc import Sequence
 
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.explorer.spec.request import ExplorationRequest
 
 FURTHEST_OFF = 1.25

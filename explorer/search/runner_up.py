@@ -6,8 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.search.preference import recommended_position
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior, recommended_position
 
 MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""
@@ -30,7 +29,7 @@ class RunnerUp:
     probability_fits: float
 
 
-def find_runner_up(state: SearchState) -> RunnerUp | None:
+def find_runner_up(posterior: Posterior) -> RunnerUp | None:
     """Return the candidate whose whole model is expected to improve the answer most; null if there is none to run.
 
     It is the contender with the highest expected gain over the recommended candidate, in which what is not known
@@ -39,9 +38,9 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
     candidate, the latter is returned, because another run of that tells more. Without a recommended candidate it is
     the one that is most likely to fit.
     """
-    posterior, rows = state.posterior, state.posterior.rows
-    recommended = recommended_position(posterior, state.memory.required_C, state.request)
-    number_A = np.array([state.whole_models.count(int(row)) for row in rows])
+    contenders, rows = posterior.contenders, posterior.contenders.rows
+    recommended = recommended_position(contenders, posterior.memory.required_C, posterior.request)
+    number_A = np.array([posterior.knowledge.whole_models.count(int(row)) for row in rows])
     others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
     if not others:
         return None
@@ -49,25 +48,25 @@ def find_runner_up(state: SearchState) -> RunnerUp | None:
         others = [i for i in others if not number_A[i]]
         if not others:
             return None
-        best = max(others, key=lambda i: (posterior.runs_A[i], posterior.tokens_NA[:, i].mean()))
-        return RunnerUp(int(rows[best]), fits := float(posterior.runs_A[best]), 1.0, fits)
-    gain = posterior.expected_gains(recommended)
-    best = max(others, key=lambda i: (gain[i], posterior.mean_A[i]))
-    faster = posterior.probability_faster(recommended, state.request.tolerance * MATTERS)
+        best = max(others, key=lambda i: (contenders.runs_A[i], contenders.tokens_NA[:, i].mean()))
+        return RunnerUp(int(rows[best]), fits := float(contenders.runs_A[best]), 1.0, fits)
+    gain = contenders.expected_gains(recommended)
+    best = max(others, key=lambda i: (gain[i], contenders.mean_A[i]))
+    faster = contenders.probability_faster(recommended, posterior.request.tolerance * MATTERS)
     row = recommended if number_A[best] > number_A[recommended] else best
-    return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]), float(posterior.runs_A[row]))
+    return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]), float(contenders.runs_A[row]))
 
 
-def find_above_limit(state: SearchState) -> RunnerUp | None:
+def find_above_limit(posterior: Posterior) -> RunnerUp | None:
     """Return the candidate above the memory limit whose whole model is worth most if it fits; null if there is none.
 
     Its gain is the probability that it fits, times how much faster it is expected to be than the fastest one that fits.
     That probability is computed, because a few hundred samples hold too few in which an unlikely candidate fits.
     """
-    posterior = state.posterior
-    if posterior.incumbent is None or not posterior.undecided_A.any():
+    contenders = posterior.contenders
+    if contenders.incumbent is None or not contenders.undecided_A.any():
         return None
-    fits_A = np.where(posterior.undecided_A, state.memory.chance_C[posterior.rows], 0.0)
-    gain_A = fits_A * np.maximum(0.0, posterior.mean_A / posterior.mean_A[posterior.incumbent] - 1.0)
+    fits_A = np.where(contenders.undecided_A, posterior.memory.chance_C[contenders.rows], 0.0)
+    gain_A = fits_A * np.maximum(0.0, contenders.mean_A / contenders.mean_A[contenders.incumbent] - 1.0)
     best = int(np.argmax(gain_A))
-    return RunnerUp(int(posterior.rows[best]), float(fits_A[best]), float(gain_A[best]), float(fits_A[best]))
+    return RunnerUp(int(contenders.rows[best]), float(fits_A[best]), float(gain_A[best]), float(fits_A[best]))

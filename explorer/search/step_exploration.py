@@ -1,29 +1,28 @@
-"""The search for the best micro-batch size of a step that another process measures: the other end of `bexp.explore`.
-
-It runs in a process of its own and exchanges JSON objects, one a line, over standard input and output. It reads a
-`StepDescription` first. It then writes `{"measure": size}` as often as it wants a measurement, and reads a `StepResult`
-or null after each; null ends the search. Its last line is `{"answer": ...}`, a `StepAnswer`.
-"""
+"""The search for the best micro-batch size of a step that a training process measures itself (`bexp.explore`)."""
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
-from typing import Annotated, Literal
-
-from pydantic import Field
+from dataclasses import dataclass
+from typing import Literal
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, required_bytes, static_parts
-from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.measurement import (
+    ComponentMeasurement,
+    Measurement,
+    Outcome,
+    SizeResult,
+    WholeModelMeasurement,
+)
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import TrialKind, TrialPlan
-from bexp.explorer.search.candidate_posterior import confidence_score
+from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.search.step_timings import StepTimings, mean_and_error
-from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE, Budget
 from bexp.explorer.spec.parts import ExploredModel, ModelParts, Part
@@ -31,34 +30,17 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
 from bexp.explorer.spec.training import OptimizerSpec, TrainingSpec
 
+MAX_SIZES = 64
 PASSES = 3
 """Forward and backward take about three times the operations of the forward pass."""
 _FREE = 1e15
 """Bytes a second of a bandwidth that costs next to nothing: the expected seconds follow from the operations alone."""
 _SOME_BYTES = 4
 """Stands for parameters and gradients that nobody counts: zero bytes would take zero seconds, without a logarithm."""
-_MEASURED = {
-    "ok": Outcome.OK,
-    "out_of_memory": Outcome.OUT_OF_MEMORY,
-    "timed_out": Outcome.TIMED_OUT,
-}
-
-Size = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
-Seconds = Annotated[float, Field(ge=0)]
-Bytes = Annotated[int, Field(ge=0)]
 
 
-class StepResult(Frozen):
-    """What one size took. `seconds` are those of its repeats: forward and backward of one micro-batch."""
-
-    micro_batch_size: Size
-    outcome: str
-    reason: str | None = None
-    seconds: tuple[Seconds, ...] = ()
-    peak_bytes: Bytes | None = None
-
-
-class StepDescription(Frozen):
+@dataclass(frozen=True, slots=True)
+class StepDescription:
     """A step, its device, and the measurement of the first size.
 
     Bytes are zero where nothing counts them; memory then decides nothing. `held_bytes` is what the process holds
@@ -67,27 +49,28 @@ class StepDescription(Frozen):
     """
 
     device_kind: Literal["cpu", "cuda"]
-    device_name: Annotated[str, Field(min_length=1)]
-    memory_bytes: Bytes = 0
-    context_bytes: Bytes = 0
-    held_bytes: Bytes = 0
-    gradient_bytes: Bytes = 0
-    num_parameters: Annotated[int, Field(ge=1)]
+    device_name: str
+    num_parameters: int
     torch_version: str
-    sizes: Annotated[tuple[Size, ...], Field(min_length=1, max_length=64)]
-    sequences: Annotated[int, Field(ge=1)] | None = None
-    optimizer_seconds: Seconds = 0.0
-    max_seconds: Annotated[float, Field(gt=0)]
-    first: StepResult
+    sizes: tuple[int, ...]
+    max_seconds: float
+    first: SizeResult
+    memory_bytes: int = 0
+    context_bytes: int = 0
+    held_bytes: int = 0
+    gradient_bytes: int = 0
+    sequences: int | None = None
+    optimizer_seconds: float = 0.0
 
 
-class StepAnswer(Frozen):
+@dataclass(frozen=True, slots=True)
+class StepAnswer:
     """The recommended size, null if there is none, and which sizes were not tried because they cannot fit.
 
     `scatter` is the relative standard deviation between measurements of one size.
     """
 
-    micro_batch_size: int | None
+    micro_batch_size: int | None = None
     sequences_per_second: float | None = None
     confidence: int | None = None
     scatter: float | None = None
@@ -96,11 +79,16 @@ class StepAnswer(Frozen):
 
 
 class _StoppedError(Exception):
-    """The other process measures nothing any more."""
+    """Nothing is measured any more."""
 
 
-def search_step(description: StepDescription, ask: Callable[[int], StepResult | None]) -> StepAnswer:
-    """Return the size to recommend. `ask` measures a size; null ends the search with what is known by then."""
+def search_step(description: StepDescription, ask: Callable[[int], SizeResult | None]) -> StepAnswer:
+    """Return the size to recommend. `ask` measures a size, and returns None to end the search with what is known.
+
+    Raises ValueError for more than 64 sizes, or for one above 256.
+    """
+    if len(description.sizes) > MAX_SIZES or max(description.sizes) > MAX_MICRO_BATCH_SIZE:
+        raise ValueError(f"it takes at most {MAX_SIZES} sizes, up to {MAX_MICRO_BATCH_SIZE}")
     request, report = _request(description), _report(description)
     measurer = _Measurer(description, request, report, ask)
     spaces: list[PrunedSpace] = []
@@ -119,31 +107,30 @@ def search_step(description: StepDescription, ask: Callable[[int], StepResult | 
     except _StoppedError:
         reason = None if best is not None else "no size was measured"
     kept = {c.micro_batch_size for space in spaces for c in space.legal.candidates}
-    answer = StepAnswer(
-        micro_batch_size=None,
-        predicted_out=tuple(size for size in description.sizes if spaces and size not in kept),
-        reason=reason,
-    )
-    return answer if best is None else answer.model_copy(update=_settle(best, measurer))
+    predicted_out = tuple(size for size in description.sizes if spaces and size not in kept)
+    if best is None:
+        return StepAnswer(predicted_out=predicted_out, reason=reason)
+    return _settle(best, measurer, predicted_out)
 
 
-def _settle(best: Recommendation, measurer: _Measurer) -> dict[str, object]:
-    """Return size, speed, confidence and scatter of the answer, after the search's has been checked by the timings.
+def _settle(best: Recommendation, measurer: _Measurer, predicted_out: tuple[int, ...]) -> StepAnswer:
+    """Return the answer, after the search's has been checked by the timings.
 
     If the timings prefer another size than the search, that one is recommended. The confidence is the lower of both.
     """
     size, fitting = best.candidate.micro_batch_size, measurer.fitting_sizes()
     if size not in fitting:  # it was not measured, because the sizes around it say enough
-        return {"micro_batch_size": size, "sequences_per_second": best.tokens_per_second, "confidence": best.confidence}
+        return StepAnswer(size, best.tokens_per_second, best.confidence, predicted_out=predicted_out)
     timings = measurer.timings()
     found = timings.confidences(measurer.request.tolerance, fitting)
     size = max(found, key=lambda each: (found[each], each == size))
-    return {
-        "micro_batch_size": size,
-        "sequences_per_second": timings.rate(size),
-        "confidence": min(best.confidence, confidence_score(found[size])),
-        "scatter": timings.scatter,
-    }
+    return StepAnswer(
+        micro_batch_size=size,
+        sequences_per_second=timings.rate(size),
+        confidence=min(best.confidence, confidence_score(found[size])),
+        scatter=timings.scatter,
+        predicted_out=predicted_out,
+    )
 
 
 class _Measurer:
@@ -154,13 +141,13 @@ class _Measurer:
         description: StepDescription,
         request: ExplorationRequest,
         report: DeviceReport,
-        ask: Callable[[int], StepResult | None],
+        ask: Callable[[int], SizeResult | None],
     ) -> None:
         assert report.parts is not None, "a step is measured as a whole"
         self._description = description
         self._static_bytes = static_parts(report.parts, request).total
         self._ask = ask
-        self._unused: StepResult | None = description.first
+        self._unused: SizeResult | None = description.first
         self._results = [description.first]
         self._hardware = report.hardware
         self.request = request
@@ -174,9 +161,9 @@ class _Measurer:
                 components=tuple(self._optimizer(component) for component in plan.components),
             )
         found = self._result(plan.candidate.micro_batch_size)
-        outcome = _MEASURED.get(found.outcome, Outcome.CRASHED)
+        outcome = found.outcome
         if outcome is not Outcome.OK:
-            reason = found.reason or found.outcome
+            reason = found.reason or outcome.value
             # What breaks one size need not break a larger one. Memory and time that are too short at one size are.
             failed = None if outcome is Outcome.CRASHED else shell
             return Measurement(candidate=plan.candidate, outcome=outcome, reason=reason, failed_component=failed)
@@ -187,7 +174,7 @@ class _Measurer:
         )
         return Measurement(candidate=plan.candidate, outcome=outcome, components=components)
 
-    def _result(self, size: int) -> StepResult:
+    def _result(self, size: int) -> SizeResult:
         if self._unused is not None and self._unused.micro_batch_size == size:
             found, self._unused = self._unused, None
             return found
@@ -222,7 +209,7 @@ class _Measurer:
         failed = {found.micro_batch_size for found in self._results if not found.seconds}
         return {found.micro_batch_size for found in self._results} - failed
 
-    def _step(self, component: Component, found: StepResult) -> ComponentMeasurement:
+    def _step(self, component: Component, found: SizeResult) -> ComponentMeasurement:
         seconds, error = mean_and_error(found.seconds)
         activations = max(0, (found.peak_bytes or 0) - self._static_bytes)
         return ComponentMeasurement(
@@ -251,7 +238,7 @@ class _Measurer:
             backward_peak_bytes=0,
         )
 
-    def _whole(self, found: StepResult) -> WholeModelMeasurement:
+    def _whole(self, found: SizeResult) -> WholeModelMeasurement:
         seconds, error = mean_and_error(found.seconds)
         peak = found.peak_bytes or self._static_bytes
         return WholeModelMeasurement(
@@ -269,7 +256,7 @@ class _Measurer:
 
 
 def _request(description: StepDescription) -> ExplorationRequest:
-    return ExplorationRequest(  # type: ignore[call-arg]  # a registered target has no ModelSpec
+    return ExplorationRequest(
         target=LOCAL,
         target_config={},
         micro_batch_size=description.sizes,
@@ -327,19 +314,3 @@ def _report(description: StepDescription) -> DeviceReport:
     )
     own = BackendSupport(name=OWN_ATTENTION, usable=True)
     return DeviceReport(hardware=hardware, attention_backends=(own,), default_attention=OWN_ATTENTION, parts=parts)
-
-
-def main() -> int:
-    """Search for the process at the other end of standard input and output; an end of input ends the search."""
-    replies, sys.stdout = sys.stdout, sys.stderr
-
-    def ask(size: int) -> StepResult | None:
-        replies.write(f'{{"measure": {size}}}\n')
-        replies.flush()
-        line = sys.stdin.readline()
-        return StepResult.model_validate_json(line) if line.strip() not in {"", "null"} else None
-
-    answer = search_step(StepDescription.model_validate_json(sys.stdin.readline()), ask)
-    replies.write(f'{{"answer": {answer.model_dump_json()}}}\n')
-    replies.flush()
-    return 0

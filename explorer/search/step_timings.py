@@ -14,6 +14,7 @@ from collections.abc import Collection, Mapping, Sequence
 import numpy as np
 
 from bexp.explorer.cost_model.candidate_table import Floats
+from bexp.explorer.search.confidence import confidences
 from bexp.explorer.surrogate.hyperparameters import LOG_STD, RUN_GRID, RUN_MEDIAN
 
 NUM_SAMPLES = 4096
@@ -73,8 +74,8 @@ class StepTimings:
         """Return, for each size of `among`, the probability that it is within `tolerance` of the best of them, 0..1."""
         kept = [size for size in self.sizes if size in among]
         logs_NA = self._logs_NS[:, [self.sizes.index(size) for size in kept]]
-        near_NA = logs_NA >= logs_NA.max(axis=1, keepdims=True) + math.log1p(-tolerance)
-        return dict(zip(kept, near_NA.mean(axis=0).tolist(), strict=True))
+        rates_NA = np.exp(logs_NA)
+        return dict(zip(kept, confidences(rates_NA, rates_NA, tolerance).tolist(), strict=True))
 
 
 def _run_posterior(median: float, number_S: Floats, within_S: Floats, squares_S: Floats) -> Floats:

@@ -10,8 +10,8 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import GIB
 from bexp.explorer.records.measurement import Measurement, Outcome, judge
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
-from bexp.explorer.search.candidate_study import AskedTrial, CandidateStudy
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.study import AskedTrial, TrialStudy
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
 from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.spec.candidate import Candidate
@@ -48,13 +48,13 @@ class _RunningTrial:
 class TrialScheduler:
     """Keeps as many trials in flight as the executor takes; the history keeps those that end, the state learns them."""
 
-    def __init__(self, context: VariantContext, state: SearchState, study: CandidateStudy) -> None:
+    def __init__(self, context: VariantContext, posterior: Posterior, study: TrialStudy) -> None:
         self._context = context
         self._executor = context.executor
         self._history = context.history
         self._clock = context.clock
-        self._state = state
-        self._table = state.table
+        self._posterior = posterior
+        self._table = posterior.table
         self._study = study
         self._in_flight: dict[int, _RunningTrial] = {}
         self._due: deque[TrialRequest] = deque()
@@ -91,12 +91,12 @@ class TrialScheduler:
         self._in_flight[plan.number] = _RunningTrial(
             asked=request.asked or self._study.ask_for(suggestion),
             suggest_seconds=request.suggest_seconds,
-            predicted_peak_bytes=self._state.bytes(suggestion.row).peak,
-            predicted_tokens_per_second=self._state.seconds(suggestion.row).tokens_per_second,
+            predicted_peak_bytes=self._posterior.bytes(suggestion.row).peak,
+            predicted_tokens_per_second=self._posterior.seconds(suggestion.row).tokens_per_second,
             started=started,
         )
         self._history.begin(plan.number)
-        self._state.expect(plan.number, suggestion)
+        self._posterior.knowledge.expect(plan.number, suggestion)
         self._executor.submit(plan.model_copy(update={"again": suggestion.again}))
         return True
 
@@ -114,7 +114,7 @@ class TrialScheduler:
         measurement = judge(measurement)
         running = self._in_flight.pop(plan.number)
         row = running.asked.suggestion.row
-        self._study.observe(running.asked, plan.number, measurement)
+        self._posterior.knowledge.learn(plan.number, measurement)
         # Communication is measured for all candidates of a sharding; it says nothing of this one.
         shared = any(c in self._table.communications for c in plan.components)
         if not shared:
@@ -125,9 +125,9 @@ class TrialScheduler:
             kind=TrialKind.COMPONENTS,
             measurement=measurement,
             predicted_peak_bytes=running.predicted_peak_bytes,
-            measured_peak_bytes=self._state.bytes(row).peak if self._state.is_known(row) else None,
+            measured_peak_bytes=self._posterior.bytes(row).peak if self._posterior.is_known(row) else None,
             predicted_tokens_per_second=running.predicted_tokens_per_second,
-            tokens_per_second=self._state.seconds(row).tokens_per_second if composes else None,
+            tokens_per_second=self._posterior.seconds(row).tokens_per_second if composes else None,
             suggest_seconds=running.suggest_seconds + self._clock() - measured,
             seconds=measured - running.started,
         )
@@ -137,7 +137,7 @@ class TrialScheduler:
 
     def repeat_contaminated(self, trial: Trial) -> None:
         """Queue components again that were timed on a shared or throttled device. This may happen several times."""
-        suggestion = self._state.to_repeat(trial.measurement)
+        suggestion = self._posterior.knowledge.to_repeat(trial.measurement)
         if suggestion is not None:
             self._due.append(TrialRequest(suggestion))
 
@@ -150,7 +150,7 @@ class TrialScheduler:
     def _split(self, suggestion: Suggestion) -> tuple[Suggestion, ...]:
         """Divide the components among the trials that may be in flight, so that each takes about the same time."""
         most = max(1, min(self._executor.capacity, self._history.trials_left(self._context.index)))
-        return split_suggestion(suggestion, most, self._table, self._state.surrogate)
+        return split_suggestion(suggestion, most, self._table, self._posterior.surrogate)
 
     def _plan(self, candidate: Candidate, kind: TrialKind, components: tuple[Component, ...]) -> TrialPlan:
         request = self._context.request
@@ -169,14 +169,14 @@ class TrialScheduler:
 
         If they do so by no more than the error of a sum, only its whole model decides.
         """
-        if measurement.outcome is not Outcome.OK or self._state.memory.may_fit_C[row] or self._is_awaited(row):
+        if measurement.outcome is not Outcome.OK or self._posterior.memory.may_fit_C[row] or self._is_awaited(row):
             return measurement
-        found, limit = self._state.bytes(row), self._state.limit_bytes
+        found, limit = self._posterior.bytes(row), self._posterior.limit_bytes
         reason = (
             f"a step needs {found.required / GIB:.2f} GiB, {found.peak / GIB:.2f} of it allocated; "
             f"the limit is {limit / GIB:.2f} GiB"
         )
-        self._state.reject(measurement.candidate, reason)
+        self._posterior.knowledge.reject(measurement.candidate, reason)
         return measurement.model_copy(update={"outcome": Outcome.OUT_OF_MEMORY, "reason": reason})
 
     def _is_awaited(self, row: int) -> bool:

@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.candidate_study import CopyStudy
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.trial_executor import TrialExecutor
-from bexp.explorer.spec.hardware import DeviceReport
+from bexp.explorer.spec.model import Variant
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.variant import Variant
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +25,6 @@ class VariantContext:
     executor: TrialExecutor
     history: TrialHistory
     clock: Callable[[], float]
-    copy_study: CopyStudy
 
     @property
     def is_main(self) -> bool:
@@ -37,11 +35,6 @@ class VariantContext:
     def variant(self) -> Variant:
         """What identifies a variant within its job."""
         return self.model.variant
-
-    @property
-    def study_name(self) -> str:
-        """Distinguishes the variant's study from those of the job's other variants; empty for the main one."""
-        return "" if self.is_main else self.variant.describe()
 
     @property
     def trials(self) -> list[Trial]:

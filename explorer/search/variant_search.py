@@ -8,7 +8,6 @@ from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.candidate_study import CandidateStudy, make_sampler
 from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
@@ -18,6 +17,7 @@ from bexp.explorer.search.event_messages import (
     trial_event,
     whole_model_event,
 )
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.relaxations import SmallestCandidate
@@ -29,7 +29,8 @@ from bexp.explorer.search.report import (
     largest_without_recompute,
 )
 from bexp.explorer.search.reported_runs import peak_factor, reported_event
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.samplers import make_sampler
+from bexp.explorer.search.study import Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
 from bexp.explorer.search.variant_context import VariantContext
@@ -58,27 +59,31 @@ class VariantSearch:
         self._bases = tuple(c for c in space.bases if c in space.table.row)
         self._base: Candidate | None = None
         report = context.report
-        self._state = SearchState(
+        self._posterior = Posterior.of(
             space.table, space.legal.candidates, context.request, report.hardware, report.reported_runs, report.earlier
         )
-        if self._state.reported and not context.trials:
-            log.add(reported_event(self._state.reported))
+        if self._posterior.knowledge.reported and not context.trials:
+            log.add(reported_event(self._posterior.knowledge.reported))
         if report.earlier.num_ignored and context.is_main and not context.trials:
             log.add(ignored_event(report.earlier))
-        sampler = make_sampler(context.request.sampler, self._state)
-        self._study = CandidateStudy(self._state, sampler, context.trials)
-        self._state.learn_shared((t.number, t.measurement.components) for t in self._history.trials)
-        self._reuse = self._state.reuse
+        past = [t for t in context.trials if t.kind is TrialKind.COMPONENTS]
+        for trial in past:
+            self._posterior.knowledge.learn(trial.number, trial.measurement)
+        points = Points([params_of(candidate) for candidate in self._table.candidates])
+        sampler = make_sampler(context.request.sampler, self._posterior, points)
+        self._study = TrialStudy(sampler, [(params_of(t.candidate), t) for t in past])
+        for trial in self._history.trials:
+            self._posterior.knowledge.learn_shared(trial.number, trial.measurement.components)
+        self._reuse = self._posterior.knowledge.reuse
         self._is_reuse_told = self._reuse is None or self._reuse.is_decided
-        self._scheduler = TrialScheduler(context, self._state, self._study)
-        self._whole_models = WholeModels(self._state, self._history, context.index)
+        self._scheduler = TrialScheduler(context, self._posterior, self._study)
+        self._whole_models = WholeModels(self._posterior, self._history, context.index)
 
     def run(self) -> Generator[Progress, None, Recommendation | None]:
         """Explore until the confidence target or the budget is reached, then compare and check; returns the answer.
 
         Each `Progress` is stored before the next is asked for.
         """
-        self._context.copy_study(self._context.study_name, self._study.study)
         yield from self._check_earlier()
         yield from self._find_base()
         yield from self._finish_contaminated()
@@ -97,15 +102,15 @@ class VariantSearch:
     @property
     def smallest(self) -> SmallestCandidate:
         """The candidate with the smallest peak; of several, one whose whole model ran out of memory."""
-        state, smallest = self._state, self._state.smallest_row
+        posterior, smallest = self._posterior, self._posterior.smallest_row
         ran_out = (t for t in self._whole_models.trials if t.measurement.outcome is Outcome.OUT_OF_MEMORY)
         rows = [self._table.row[t.candidate] for t in ran_out if t.candidate in self._table.row]
-        alike = [row for row in rows if state.memory.required_C[row] <= state.memory.required_C[smallest]]
+        alike = [row for row in rows if posterior.memory.required_C[row] <= posterior.memory.required_C[smallest]]
         row, failed = (alike[0], "its whole model") if alike else (smallest, None)
-        is_measured, found = state.is_known(row), state.bytes(row)
-        if failed is None and state.fits(row) and not (is_measured or state.is_open(row)):
+        is_measured, found = posterior.is_known(row), posterior.bytes(row)
+        if failed is None and posterior.fits(row) and not (is_measured or posterior.is_open(row)):
             failed = "a component of it" if self._history.failed_for_memory(self._context.variant) else None
-        factor = peak_factor(state.reported)
+        factor = peak_factor(posterior.knowledge.reported)
         return SmallestCandidate(
             self._table.candidates[row], found.peak, found.required, is_measured, failed, reported_factor=factor
         )
@@ -113,7 +118,7 @@ class VariantSearch:
     @property
     def is_unfinished(self) -> bool:
         """Whether a candidate that is expected to fit was not tried."""
-        return any(self._state.fits(int(row)) for row in self._state.open_rows())
+        return any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())
 
     # -- phases --------------------------------------------------------------------------------------------------
 
@@ -128,9 +133,9 @@ class VariantSearch:
         yield from self._measure_communication()
         for candidate in self._bases:
             row = self._table.row[candidate]
-            if not self._state.is_known(row) and self._state.is_open(row):
+            if not self._posterior.is_known(row) and self._posterior.is_open(row):
                 yield from self._run(self._complete(row, "a base"))
-            if self._state.is_known(row) and self._state.is_open(row) and self._state.fits(row):
+            if self._posterior.is_known(row) and self._posterior.is_open(row) and self._posterior.fits(row):
                 self._base = candidate
                 break
         checked = None if self._reuse is None else self._table.candidates[self._reuse.check.row]
@@ -141,13 +146,13 @@ class VariantSearch:
     def _measure_communication(self) -> Iterator[Progress]:
         """Measure communication on all devices, once for each sharding, because no other component predicts it."""
         for communication in self._table.communications:
-            known = self._state.measured.get(communication)
+            known = self._posterior.knowledge.measured.get(communication)
             if known is not None and known.host_once_seconds is not None:  # earlier versions left out the host
                 continue
             candidates = (*self._bases, *self._table.candidates)
             candidate = next(c for c in candidates if c.sharding is communication.sharding)
             row = self._table.row[candidate]
-            if self._state.is_open(row):
+            if self._posterior.is_open(row):
                 yield from self._run(Suggestion(row, (communication,), reason="communication between devices"))
 
     def _finish_contaminated(self) -> Iterator[Progress]:
@@ -184,7 +189,7 @@ class VariantSearch:
         """Whether the search is over, whatever would be suggested."""
         if self._history.is_hopeless(self._context.variant) or self._whole_models.ends_search:
             return True
-        confidence, index = self._state.search_confidence, self._context.index
+        confidence, index = self._posterior.search_confidence, self._context.index
         # The search may overdraw its budget until there is one candidate to recommend.
         if self._history.overdrawn(index) or (confidence is not None and self._history.exhausted(index)):
             return True
@@ -195,7 +200,7 @@ class VariantSearch:
         for _ in range(MOST_COMPARISONS):
             # After whole models have changed the answer, only the answer itself is completed, not its comparisons.
             spent = 0.0 if self._whole_models.ends_search else self._history.device_seconds
-            suggestion = next_comparison(self._state, self._context.report, spent)
+            suggestion = next_comparison(self._posterior, self._context.report, spent)
             hopeless = self._history.is_hopeless(self._context.variant)
             if suggestion is None or hopeless or self._history.overdrawn(self._context.index):
                 return
@@ -204,7 +209,7 @@ class VariantSearch:
     # -- trials --------------------------------------------------------------------------------------------------
 
     def _complete(self, row: int, reason: str) -> Suggestion:
-        return Suggestion(row, self._state.missing(row), reason=reason)
+        return Suggestion(row, self._posterior.missing(row), reason=reason)
 
     def _run(self, suggestion: Suggestion) -> Iterator[Progress]:
         """Measure what the search itself needs, with nothing else in flight."""
@@ -213,7 +218,7 @@ class VariantSearch:
             yield from self._report(completed)
 
     def _report(self, completed: CompletedTrial) -> Iterator[Progress]:
-        """Yield a trial that has ended. Once it is stored, tell it to the study and copy the study."""
+        """Yield a trial that has ended. Once it is stored, tell it to the study."""
         trial, suggestion = completed.trial, completed.asked.suggestion
         events = [trial_event(trial, suggestion, trial.seconds)]
         if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_told:
@@ -224,16 +229,15 @@ class VariantSearch:
             events.append(base_event(base, is_plainest=base == self._plainest))
         yield self._log.step(trial, events, self._recommend())
         self._study.tell(completed.asked, trial)
-        self._context.copy_study(self._context.study_name, self._study.study)
 
     def _known_base(self) -> Candidate | None:
         """The first base that fits, if it is measured in full; null if one before it may fit and is not measured."""
         for candidate in self._bases:
             row = self._table.row[candidate]
-            if self._state.is_open(row):
-                if not self._state.is_known(row):
+            if self._posterior.is_open(row):
+                if not self._posterior.is_known(row):
                     return None
-                if self._state.fits(row):
+                if self._posterior.fits(row):
                     return candidate
         return None
 
@@ -247,14 +251,14 @@ class VariantSearch:
             number=self._history.next_number,
             kind=TrialKind.WHOLE_MODEL,
             measurement=measurement,
-            predicted_peak_bytes=self._state.bytes(row).peak,
+            predicted_peak_bytes=self._posterior.bytes(row).peak,
             measured_peak_bytes=whole.peak_bytes if whole else None,
-            predicted_tokens_per_second=self._state.seconds(row).tokens_per_second,
-            tokens_per_second=whole_model_tokens_per_second(self._state, check.candidate, whole) if whole else None,
+            predicted_tokens_per_second=self._posterior.seconds(row).tokens_per_second,
+            tokens_per_second=whole_model_tokens_per_second(self._posterior, check.candidate, whole) if whole else None,
             seconds=seconds,
         )
         self._history.add(trial)
-        found = compare_whole_run(self._state, row, trial)
+        found = compare_whole_run(self._posterior, row, trial)
         self._whole_models.learn(trial)
         events = [whole_model_event(trial, found, check.probability_better, check.probability_fits)]
         answer = self._recommended()
@@ -266,23 +270,23 @@ class VariantSearch:
 
     def _recommend(self, *, final: bool = False) -> Recommendation | None:
         """What is recommended now, with its comparisons; null while no candidate is known well enough."""
-        best = self._state.recommend()
+        best = self._posterior.recommend()
         if best is None:
             return None
         base = self._base or self._first_feasible() or self._table.candidates[best.row]
         recommended = self._table.candidates[best.row]
-        rows = self._state.open_rows() if final else self._state.known_rows()
+        rows = self._posterior.open_rows() if final else self._posterior.known_rows()
         references = References(
             base=self._table.row[base],
-            largest=largest_untiled(self._state, among=rows),
-            largest_without_recompute=largest_without_recompute(self._state, among=rows),
-            stock=best_stock(self._state, self._context.report, among=rows),
+            largest=largest_untiled(self._posterior, among=rows),
+            largest_without_recompute=largest_without_recompute(self._posterior, among=rows),
+            stock=best_stock(self._posterior, self._context.report, among=rows),
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
-        dividing = find_dividing(self._state, best.row, self._whole_models.of)
+        dividing = find_dividing(self._posterior, best.row, self._whole_models.of)
         out_of_budget = final and self._history.exhausted(self._context.index)
         return build_recommendation(
-            self._state,
+            self._posterior,
             best,
             references,
             self._context.report,
@@ -294,7 +298,7 @@ class VariantSearch:
         )
 
     def _recommended(self) -> Candidate | None:
-        best = self._state.recommend()
+        best = self._posterior.recommend()
         return None if best is None else self._table.candidates[best.row]
 
     def _first_feasible(self) -> Candidate | None:

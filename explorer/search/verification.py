@@ -5,18 +5,18 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.choices import promising_row
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.report import best_stock, largest_untiled
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
-from bexp.explorer.search.search_state import BestCandidate, SearchState
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
 from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 
 ATTEMPTS = 14
 """The most whole models of one variant. One may not fit after all, and a changed answer is checked again."""
@@ -51,8 +51,8 @@ class NextCheck:
 class WholeModels:
     """The whole models of one variant. Every decision depends on the stored trials alone."""
 
-    def __init__(self, state: SearchState, history: TrialHistory, variant: int) -> None:
-        self._state = state
+    def __init__(self, posterior: Posterior, history: TrialHistory, variant: int) -> None:
+        self._posterior = posterior
         self._history = history
         self._variant = variant
         for trial in self.trials:
@@ -61,7 +61,7 @@ class WholeModels:
     @property
     def trials(self) -> list[Trial]:
         """The whole-model trials, whatever their outcome, in order."""
-        return self._history.whole_models(self._state.table.model.variant)
+        return self._history.whole_models(self._posterior.table.model.variant)
 
     @property
     def ends_search(self) -> bool:
@@ -70,19 +70,20 @@ class WholeModels:
 
     def learn(self, trial: Trial) -> None:
         """Learn from a whole model: its throughput, or that its candidate is impossible."""
-        state, candidate, outcome = self._state, trial.candidate, trial.measurement.outcome
-        if candidate not in state.table.row:
+        posterior, candidate, outcome = self._posterior, trial.candidate, trial.measurement.outcome
+        knowledge = posterior.knowledge
+        if candidate not in posterior.table.row:
             return
         reason = trial.measurement.reason or f"the whole model {outcome}"
         if outcome is Outcome.OUT_OF_MEMORY:
-            state.reject(candidate, reason, too_large=True)
+            knowledge.reject(candidate, reason, too_large=True)
         elif outcome in REFUTING:
-            state.reject(candidate, reason)
-        check = compare_whole_run(state, state.table.row[candidate], trial)
+            knowledge.reject(candidate, reason)
+        check = compare_whole_run(posterior, posterior.table.row[candidate], trial)
         if check is not None:
-            found = check.measurement
-            error = found.standard_error_seconds / found.micro_step_seconds if found.micro_step_seconds else 0.0
-            state.learn_whole_model(candidate, check.tokens_per_second, error, found.peak_bytes, trial.number)
+            whole = check.measurement
+            error = whole.standard_error_seconds / whole.micro_step_seconds if whole.micro_step_seconds else 0.0
+            knowledge.learn_whole_model(candidate, check.tokens_per_second, error, whole.peak_bytes, trial.number)
 
     def next(self) -> NextCheck | None:
         """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
@@ -93,32 +94,32 @@ class WholeModels:
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
         not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
-        state, trials = self._state, self.trials
-        best = state.recommend()
+        posterior, trials = self._posterior, self.trials
+        best = posterior.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
         if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
-        if best is not None and not state.whole_models.was_run(best.row):
-            return NextCheck(state.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
+        if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
+            return NextCheck(posterior.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
         if best is None:
             return self._likeliest_to_fit()
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
             return None
-        rival = find_runner_up(state)
+        rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
-        if rival is None or rival.gain < least * state.request.tolerance:
+        if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
-        candidate = state.table.candidates[rival.row]
+        candidate = posterior.table.candidates[rival.row]
         if rival.row == best.row:
             return NextCheck(candidate)
-        return NextCheck(candidate, rival.probability, None if state.fits(rival.row) else rival.probability_fits)
+        return NextCheck(candidate, rival.probability, None if posterior.fits(rival.row) else rival.probability_fits)
 
     def _above_limit(self) -> NextCheck | None:
         """A candidate above the memory limit as composed, if it is fast enough to make up for hardly fitting."""
-        found = find_above_limit(self._state)
-        if found is None or found.gain < NEGLIGIBLE * self._state.request.tolerance:
+        found = find_above_limit(self._posterior)
+        if found is None or found.gain < NEGLIGIBLE * self._posterior.request.tolerance:
             return None
-        candidate = self._state.table.candidates[found.row]
+        candidate = self._posterior.table.candidates[found.row]
         return NextCheck(candidate, found.probability, probability_fits=found.probability)
 
     def _likeliest_to_fit(self) -> NextCheck | None:
@@ -126,25 +127,25 @@ class WholeModels:
 
         The search may overdraw its budget until there is one candidate to recommend.
         """
-        hopeless = self._history.is_hopeless(self._state.table.model.variant)
+        hopeless = self._history.is_hopeless(self._posterior.table.model.variant)
         if hopeless or len(self.trials) >= LAST_ATTEMPTS or self._history.overdrawn(self._variant):
             return None
-        found = find_runner_up(self._state)
+        found = find_runner_up(self._posterior)
         if found is None or found.probability < LEAST_CHANCE:
             return None
-        return NextCheck(self._state.table.candidates[found.row], probability_fits=found.probability)
+        return NextCheck(self._posterior.table.candidates[found.row], probability_fits=found.probability)
 
     def _is_compared(self, best: BestCandidate) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""
-        if 100 * best.confidence < self._state.request.budget.confidence_target:
+        if 100 * best.confidence < self._posterior.request.budget.confidence_target:
             return False
-        recommended = self._state.table.candidates[best.row]
+        recommended = self._posterior.table.candidates[best.row]
         return any(t.measurement.outcome is Outcome.OK and t.candidate != recommended for t in self.trials)
 
     def of(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate; of several the one that is nearest to what they reached together."""
-        row = self._state.table.row.get(candidate)
-        reached = None if row is None else self._state.whole_models.tokens_per_second(row)
+        row = self._posterior.table.row.get(candidate)
+        reached = None if row is None else self._posterior.knowledge.whole_models.tokens_per_second(row)
         if reached is None:
             return self._history.whole_model(candidate)
         ran = [t for t in self.trials if t.candidate == candidate and t.measurement.outcome is Outcome.OK]
@@ -155,10 +156,11 @@ class WholeModels:
 
         One that ran and left too little memory free is no rival, however fast it is.
         """
-        own, table, reached = self.of(recommended), self._state.table, self._state.whole_models.tokens_per_second
+        own, table = self.of(recommended), self._posterior.table
+        reached = self._posterior.knowledge.whole_models.tokens_per_second
         others = [t for t in self.trials if t.candidate != recommended and t.candidate in table.row]
         ran = {row: speed for t in others if (speed := reached(row := table.row[t.candidate])) is not None}
-        fitting = {row: speed for row, speed in ran.items() if self._state.fits(row)}
+        fitting = {row: speed for row, speed in ran.items() if self._posterior.fits(row)}
         failed = [t for t in others if table.row[t.candidate] not in ran]
         if fitting:
             trial = self.of(table.candidates[max(fitting, key=lambda row: fitting[row])])
@@ -171,11 +173,11 @@ class WholeModels:
         whole, own_speed = ran.get(row), reached(table.row[recommended])
         return RunnerUpCheck(
             candidate=trial.candidate,
-            composed_tokens_per_second=self._state.seconds(row).tokens_per_second,
+            composed_tokens_per_second=self._posterior.seconds(row).tokens_per_second,
             outcome=trial.measurement.outcome,
             reason=trial.measurement.reason,
             gain=None if whole is None or own_speed is None else own_speed / whole,
-            whole_model=check_whole_model(self._state, row, trial),
+            whole_model=check_whole_model(self._posterior, row, trial),
         )
 
 
@@ -187,28 +189,28 @@ well. If it costs more than this, its throughput is predicted, and the answer sa
 """
 
 
-def next_comparison(state: SearchState, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
+def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
     """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
 
     The recommended candidate is completed first, because the search leaves out what is predicted well enough. If memory
     is preferred, the candidate follows that would be recommended for it. The largest untiled micro-batch and the best
     candidate with stock back ends come last. `spent_seconds` are the device seconds so far.
     """
-    best = state.recommend()
+    best = posterior.recommend()
     if best is None:
         return None
-    if not state.is_known(best.row):
-        return Suggestion(best.row, state.missing(best.row))
-    promising = promising_row(state)
-    if promising is not None and (wanted := state.wanted(promising)):
+    if not posterior.is_known(best.row):
+        return Suggestion(best.row, posterior.missing(best.row))
+    promising = promising_row(posterior)
+    if promising is not None and (wanted := posterior.wanted(promising)):
         return Suggestion(promising, wanted)
-    rows = state.open_rows()
-    for row in (largest_untiled(state, among=rows), best_stock(state, report, among=rows)):
-        wanted = state.wanted(row) if row is not None else ()
+    rows = posterior.open_rows()
+    for row in (largest_untiled(posterior, among=rows), best_stock(posterior, report, among=rows)):
+        wanted = posterior.wanted(row) if row is not None else ()
         if row is None or not wanted:
             continue
-        columns = [state.table.column[c] for c in wanted]
-        cost = float(measuring_seconds(state.surrogate.device_mean_K[columns]).sum())
+        columns = [posterior.table.column[c] for c in wanted]
+        cost = float(measuring_seconds(posterior.surrogate.device_mean_K[columns]).sum())
         if cost <= COMPARISON_SHARE * spent_seconds:
             return Suggestion(row, wanted)
     return None

@@ -6,28 +6,28 @@ from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import WholeModelCheck
 from bexp.explorer.records.trial import Trial, TrialKind, count_processes
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 
 
-def compare_whole_run(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
+def compare_whole_run(posterior: Posterior, row: int, trial: Trial | None) -> WholeModelCheck | None:
     """Return how far the composed step is from that of one run of a whole model; null if it did not run."""
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
     whole = trial.measurement.whole_model
-    step = _whole_step(state, state.table.candidates[row], whole)
-    return _compare(state, row, whole, step.tokens_per_second, step.step)
+    step = _whole_step(posterior, posterior.table.candidates[row], whole)
+    return _compare(posterior, row, whole, step.tokens_per_second, step.step)
 
 
-def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> WholeModelCheck | None:
+def check_whole_model(posterior: Posterior, row: int, trial: Trial | None) -> WholeModelCheck | None:
     """Return `compare_whole_run` of a candidate for an answer, with the tokens/s of all runs of its whole model.
 
     An answer compares candidates by these. `measurement` is that of the trial, one of the runs, with its seconds scaled
     to those of all, so that they add up to `step_seconds`.
     """
-    found, reached = compare_whole_run(state, row, trial), state.whole_models.tokens_per_second(row)
+    found, reached = compare_whole_run(posterior, row, trial), posterior.knowledge.whole_models.tokens_per_second(row)
     if found is None or reached is None:
         return found
     factor, whole = found.tokens_per_second / reached, found.measurement
@@ -38,58 +38,58 @@ def check_whole_model(state: SearchState, row: int, trial: Trial | None) -> Whol
     }
     if whole.communication_seconds is not None:
         scaled["communication_seconds"] = factor * whole.communication_seconds
-    return _compare(state, row, whole.model_copy(update=scaled), reached, factor * found.step_seconds)
+    return _compare(posterior, row, whole.model_copy(update=scaled), reached, factor * found.step_seconds)
 
 
 def _compare(
-    state: SearchState, row: int, whole: WholeModelMeasurement, tokens_per_second: float, step_seconds: float
+    posterior: Posterior, row: int, whole: WholeModelMeasurement, tokens_per_second: float, step_seconds: float
 ) -> WholeModelCheck:
     return WholeModelCheck(
         measurement=whole,
         tokens_per_second=tokens_per_second,
         step_seconds=step_seconds,
-        step_error=(state.seconds(row).step - step_seconds) / step_seconds,
-        peak_error=(state.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
+        step_error=(posterior.seconds(row).step - step_seconds) / step_seconds,
+        peak_error=(posterior.bytes(row).peak - whole.peak_bytes) / whole.peak_bytes,
     )
 
 
-def whole_model_tokens_per_second(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> float:
+def whole_model_tokens_per_second(posterior: Posterior, candidate: Candidate, whole: WholeModelMeasurement) -> float:
     """Return the tokens/s of a whole-model run."""
-    return _whole_step(state, candidate, whole).tokens_per_second
+    return _whole_step(posterior, candidate, whole).tokens_per_second
 
 
-def expected_tokens_per_second(state: SearchState, row: int, recommended: int) -> float:
+def expected_tokens_per_second(posterior: Posterior, row: int, recommended: int) -> float:
     """Return what a candidate's whole model has reached, else its composed figure, scaled as the recommended one's is.
 
     So no composed figure is above that of a whole model for no other reason than that it is composed.
     """
-    whole = state.whole_models.tokens_per_second(row)
+    whole = posterior.knowledge.whole_models.tokens_per_second(row)
     if whole is not None:
         return whole
-    composed, of_recommended = state.corrected_seconds(row), state.corrected_seconds(recommended)
-    reached = state.whole_models.tokens_per_second(recommended)
+    composed, of_recommended = posterior.corrected_seconds(row), posterior.corrected_seconds(recommended)
+    reached = posterior.knowledge.whole_models.tokens_per_second(recommended)
     scale = 1.0 if reached is None else reached / of_recommended.tokens_per_second
     return scale * composed.tokens_per_second
 
 
-def _whole_step(state: SearchState, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
+def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
     """Return the step with the seconds of a whole-model run.
 
     A run of an earlier version does not state its communication, and its optimizer seconds contain a plain exchange of
     gradients. The composed seconds of both take their place.
     """
     optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
-    if communication is None and _exchanges(state.request, candidate, state.hardware):
-        composed = state.seconds(state.table.row[candidate])
+    if communication is None and _exchanges(posterior.request, candidate, posterior.hardware):
+        composed = posterior.seconds(posterior.table.row[candidate])
         optimizer, communication = composed.optimizer, composed.communication
     return combine_seconds(
         whole.micro_step_seconds,
         optimizer,
         candidate.micro_batch_size,
-        state.table.model,
-        state.request,
+        posterior.table.model,
+        posterior.request,
         context_parallel_size=candidate.context_parallel_size,
-        communication=(communication or 0.0) if state.table.communications else 0.0,
+        communication=(communication or 0.0) if posterior.table.communications else 0.0,
     )
 
 

@@ -1,4 +1,7 @@
-"""The base of every value that crosses a process or a network boundary, and the error of a broken rule."""
+"""The base of every value that crosses a process or a network boundary, and the rules that values break."""
+
+from collections.abc import Mapping
+from typing import Any
 
 from pydantic import BaseModel, ConfigDict
 
@@ -29,3 +32,29 @@ class RuleError(ValueError):
         """A field is a tuple of keys, or dotted text such as `bta.max_tile`."""
         super().__init__(message)
         self.fields = tuple(tuple(field.split(".")) if isinstance(field, str) else field for field in fields)
+
+
+_WORDS = (
+    ("Value error, ", ""),
+    ("Input should be ", "must be "),
+    ("a valid tuple", "a list"),
+    (", unable to parse string as an integer", ""),
+    (", unable to parse string as a number", ""),
+)
+"""What pydantic writes, and what stands for it: a prefix of our own rules, and words that a person reads at once."""
+
+MAPPING_RULE = "must be a mapping of field names to values"
+_MAPPINGS = ("model_type", "model_attributes_type", "dict_type")
+"""Pydantic's types of error for a value that is no mapping."""
+
+
+def rule_of(detail: Mapping[str, Any]) -> str:
+    """Return the rule that an error of pydantic names, in the words of our own rules."""
+    message: str = detail["msg"]
+    if detail["type"] == "missing":
+        return "is missing"
+    if detail["type"] in _MAPPINGS:
+        return MAPPING_RULE
+    for written, plain in _WORDS:
+        message = message.replace(written, plain, 1)
+    return message

@@ -11,10 +11,9 @@ from pydantic import Field, GetJsonSchemaHandler, model_validator
 
 from bexp.explorer.spec.base import Frozen, RuleError, is_null
 from bexp.explorer.spec.execution import Execution, Kernels
-from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.model import LayerKind, ModelSpec, Variant
 from bexp.explorer.spec.target import OWN_ATTENTION
 from bexp.explorer.spec.training import Sharding
-from bexp.explorer.spec.variant import Variant
 
 _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 
@@ -196,7 +195,7 @@ class Candidate(Frozen):
         return " ".join(parts)
 
 
-def check_number(recompute: Recompute, num_layers: int) -> None:
+def refuse_number(recompute: Recompute, num_layers: int) -> None:
     """Raise ValueError if the number in a policy's name is none that a model with so many layers has."""
     first, size = recompute.first_layers, recompute.group_size
     if first is not None and first > num_layers:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 def check_sharing(request: ExplorationRequest) -> None:
     """The devices, the batch and the sequence length admit the context-parallel sizes."""
     asked = request.context_parallel.sizes
-    sizes = ((1,) if not request.sharings else ()) if asked == "explore" else asked
+    sizes = ((1,) if not request.space.sharings else ()) if asked == "explore" else asked
     for size in sizes:
         problem = find_sharing_problem(request, size)
         if problem is not None:
@@ -59,7 +59,7 @@ def check_sharding(request: ExplorationRequest) -> None:
             "sharding_levels",
             "training.sharding",
         )
-    asked = given if levels is None else request.highest_sharding
+    asked = given if levels is None else request.space.highest_sharding
     if asked is not Sharding.NONE and request.num_devices == 1:
         field = "training.sharding" if levels is None else "sharding_levels"
         raise RuleError(f"sharding '{asked}' needs num_devices > 1", field, "num_devices")
@@ -76,9 +76,9 @@ def check_parallelism(request: ExplorationRequest) -> None:
 
 def check_mesh(request: ExplorationRequest) -> None:
     """A mesh is for the training of a model that is described, and uses nothing that its shards do not have."""
-    reason_field = "fabric" if request.is_plan else "parallelism"
+    reason_field = "fabric" if request.devices.is_plan else "parallelism"
     if request.target_name != BEXP or request.model is None:
-        whose = "a plan, which is a request with a fabric," if request.is_plan else "a mesh of devices"
+        whose = "a plan, which is a request with a fabric," if request.devices.is_plan else "a mesh of devices"
         raise RuleError(f"{whose} needs target '{BEXP}'", reason_field, "target")
     refused = (
         (request.mode != "train", "mode", "a mesh is for training"),
@@ -88,12 +88,12 @@ def check_mesh(request: ExplorationRequest) -> None:
             "a mesh has whole sequences on a device",
         ),
         (
-            request.is_mesh and request.admitted_executions != (Execution.EAGER,),
+            request.devices.is_mesh and request.space.executions != (Execution.EAGER,),
             "execution",
             "devices that share a model need execution 'eager'; a plan, which has a fabric, may have 'compile'",
         ),
         (
-            request.admitted_executions not in ((Execution.EAGER,), (Execution.COMPILE,)),
+            request.space.executions not in ((Execution.EAGER,), (Execution.COMPILE,)),
             "execution",
             "a plan needs execution 'eager' or 'compile', and no choice between them",
         ),

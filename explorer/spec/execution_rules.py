@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.base import RuleError
-from bexp.explorer.spec.candidate import Recompute, check_number
+from bexp.explorer.spec.candidate import Recompute, refuse_number
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_kernels(request: ExplorationRequest) -> None:
     """Some execution takes the kernels."""
-    if Kernels.LIBRARY not in request.kernels and request.always_compiles:
+    if Kernels.LIBRARY not in request.kernels and request.space.always_compiles:
         raise RuleError(
             f"kernels '{Kernels.LIGER}' need execution 'eager' or 'graph': the compiler makes kernels of its own from "
             "the same operations",
@@ -34,13 +34,13 @@ def check_executions(request: ExplorationRequest) -> None:
     if request.executions is not None and request.target_name not in (BEXP, TRANSFORMERS):
         message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
         raise RuleError(message, field, "target")
-    if request.target_name == BEXP and request.compiles and not request.always_compiles:
+    if request.target_name == BEXP and request.space.compiles and not request.space.always_compiles:
         message = (
             f"for target '{BEXP}', execution may choose between 'eager' and 'graph', or between 'compile' and "
             f"'compile+graph'; a choice between eager and compiled layers needs target '{TRANSFORMERS}'"
         )
         raise RuleError(message, field, "target")
-    if not request.replays:
+    if not request.space.replays:
         return
     refused = (
         (request.target_name not in (BEXP, TRANSFORMERS), "target", f"target '{TRANSFORMERS}' or '{BEXP}'"),
@@ -53,7 +53,7 @@ def check_executions(request: ExplorationRequest) -> None:
             "'compile'",
         ),
     )
-    graphs = next(execution for execution in request.admitted_executions if execution.replays)
+    graphs = next(execution for execution in request.space.executions if execution.replays)
     for wrong, other, needed in refused:
         if wrong:
             raise RuleError(f"execution '{graphs}' needs {needed}", field, other)
@@ -62,9 +62,9 @@ def check_executions(request: ExplorationRequest) -> None:
 def check_policies(request: ExplorationRequest) -> None:
     """Each recomputation policy is one that the model and the execution have."""
     for policy in request.recompute or ():
-        if policy is Recompute.EXPERTS and request.model is not None and request.model.moe is None:
+        if policy is Recompute.EXPERTS and not request.explored.may_have_experts:
             raise RuleError("recompute 'experts' given for a model without experts", "recompute")
-        if policy.by_operation and request.always_compiles:
+        if policy.by_operation and request.space.always_compiles:
             raise RuleError(
                 f"recompute '{policy}' needs execution 'eager' or 'graph': within a graph, the compiler chooses which "
                 "operations to run again",
@@ -78,7 +78,7 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
     for policy in request.recompute or ():
         if not policy.is_numbered:
             continue
-        if request.has_mesh:
+        if request.devices.has_mesh:
             raise RuleError(
                 f"recompute '{policy}' is not for meshes: a pipeline cuts the layers into stages, and each has a "
                 "number of its own; the nearest are 'none', 'selective', 'partial_25' to 'partial_75', and 'full'",
@@ -87,12 +87,12 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
             )
         if request.model is not None:
             try:
-                check_number(policy, request.model.num_layers)
+                refuse_number(policy, request.model.num_layers)
             except ValueError as error:
                 raise RuleError(str(error), "recompute", "model.num_layers") from error
-        if policy.group_size is not None and request.always_compiles and request.target_name == TRANSFORMERS:
+        if policy.group_size is not None and request.space.always_compiles and request.target_name == TRANSFORMERS:
             raise RuleError(f"recompute '{policy}' needs execution 'eager' in a transformers model", "recompute")
-        level = request.highest_sharding
+        level = request.space.highest_sharding
         if policy.group_size is not None and level.level > Sharding.ZERO1.level:
             raise RuleError(
                 f"recompute '{policy}' needs whole parameters and gradients on each device (sharding none or zero1): "
@@ -104,6 +104,6 @@ def check_numbered_policies(request: ExplorationRequest) -> None:
 
 def check_policies_of_mode(request: ExplorationRequest) -> None:
     """Eval mode recomputes nothing, because it has no backward pass."""
-    if request.mode == "eval" and not request.recompute_policies:
+    if request.mode == "eval" and not request.space.recompute_policies:
         message = "recompute must allow 'none' in eval mode: nothing is recomputed without a backward pass"
         raise RuleError(message, "recompute", "mode")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 from pydantic import Field
 
 from bexp.explorer.spec.base import Frozen, RuleError
-from bexp.explorer.spec.sizes import Sizes, named_sizes
+from bexp.explorer.spec.options import Sizes, named_sizes
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest

@@ -7,8 +7,7 @@ from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.mesh import MOST_VIRTUAL_STAGES, PLAN_SIZES, Mesh, Schedule
-from bexp.explorer.spec.options import divisors
-from bexp.explorer.spec.sizes import Sizes, named_sizes, nearest_sizes
+from bexp.explorer.spec.options import Sizes, divisors, named_sizes, nearest_sizes
 from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
@@ -78,9 +77,9 @@ def _meshes_of(
         for expert in dimensions["expert"]:
             if (tensor * data) % expert:
                 continue
-            for sharding in request.sharding_choices:
+            for sharding in request.space.sharding_choices:
                 level = sharding or request.training.sharding
-                if request.is_mesh and not _is_run_whole(tensor, pipeline, data, expert, level):
+                if request.devices.is_mesh and not _is_run_whole(tensor, pipeline, data, expert, level):
                     continue
                 yield Mesh(
                     tensor=tensor,
@@ -107,7 +106,7 @@ def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: 
 
 def schedules_of(request: ExplorationRequest) -> tuple[Schedule, ...]:
     """Return the schedules that a pipeline of the request may have; devices that are there run two of them."""
-    return tuple(Schedule) if request.is_plan else (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+    return tuple(Schedule) if request.devices.is_plan else (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
 
 
 def _schedules(
@@ -126,7 +125,7 @@ def _schedules(
             continue
         divides = any(n % pipeline == 0 for n in _micro_batch_counts(request, data))
         for virtual in virtual_sizes:
-            if virtual > 1 and pipeline * virtual <= request.model.num_layers and divides:
+            if virtual > 1 and pipeline * virtual <= request.shapes.num_layers and divides:
                 yield schedule, virtual
 
 
@@ -136,7 +135,7 @@ def _candidates(name: str, asked: Sizes, request: ExplorationRequest) -> tuple[i
     Raises:
         RuleError: the request names one that they do not admit.
     """
-    most = min(_largest(name, request.model), MOST_VIRTUAL_STAGES if name == "virtual_stages" else 4096)
+    most = min(_largest(name, request.shapes), MOST_VIRTUAL_STAGES if name == "virtual_stages" else 4096)
     whole = range(1, most + 1) if name == "virtual_stages" else divisors(request.num_devices)
     legal = [size for size in whole if _refuse_size(name, size, request) is None]
     named = named_sizes(asked)
@@ -160,7 +159,7 @@ def _largest(name: str, model: ModelSpec) -> int:
 
 def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | None:
     """Return why a mesh cannot have this size in this dimension, whatever the others; null if it can."""
-    model = request.model
+    model = request.shapes
     if name == "virtual_stages":
         return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
     if name == "expert" and size > 1 and model.moe is None:
@@ -200,11 +199,11 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
     data = devices // (tensor * pipeline)
     counts = _micro_batch_counts(request, data)
     if not counts:
-        sizes = ", ".join(map(str, request.plan_micro_batch_sizes[:4]))
+        sizes = ", ".join(map(str, request.space.plan_micro_batch_sizes[:4]))
         return RuleError(
             f"batch_size ({batch}) does not divide into micro-batches of {sizes} on {data} data-parallel replicas, "
             f"which tensor {tensor} and pipeline {pipeline} leave of num_devices ({devices}): use a multiple of "
-            f"{data * request.plan_micro_batch_sizes[0]}",
+            f"{data * request.space.plan_micro_batch_sizes[0]}",
             "batch_size",
             *fields,
         )
@@ -221,4 +220,4 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
 def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
     """Return how many micro-batches a replica may have in a step."""
     share, rest = divmod(request.batch_size, data)
-    return [share // m for m in request.plan_micro_batch_sizes if rest == 0 and share % m == 0]
+    return [share // m for m in request.space.plan_micro_batch_sizes if rest == 0 and share % m == 0]

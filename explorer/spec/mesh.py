@@ -14,7 +14,7 @@ from pydantic import Field
 
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.expert_modes import ExpertMode, ExpertModes
-from bexp.explorer.spec.sizes import Sizes, named_sizes
+from bexp.explorer.spec.options import Sizes, named_sizes
 from bexp.explorer.spec.training import Sharding
 
 MOST_VIRTUAL_STAGES = 8
@@ -145,3 +145,19 @@ class Mesh(Frozen):
             }
             parts.append(f"expert={self.expert}{modes[self.expert_mode]}")
         return " ".join([*parts, f"data={self.data}", f"sharding={self.sharding}"])
+
+
+class MeshRun(Frozen):
+    """A whole model on a mesh of devices: how many layers each stage has, and how many micro-batches its step has."""
+
+    mesh: Mesh
+    layers_per_stage: tuple[int, ...]
+    num_micro_batches: Annotated[int, Field(ge=1)] = Field(description="Of one replica.")
+
+    @property
+    def groups(self) -> tuple[tuple[int, int], ...]:
+        """The groups of devices that exchange something: their size, and how far apart their members are."""
+        mesh, ends = self.mesh, self.mesh.tensor * self.mesh.data
+        found = [(mesh.tensor, 1), (mesh.data, mesh.tensor), (mesh.pipeline, ends), (2, (mesh.pipeline - 1) * ends)]
+        found += [(mesh.expert, 1), (mesh.expert_data, mesh.expert)] if mesh.expert > 1 else []
+        return tuple(dict.fromkeys(group for group in found if group[0] > 1 and group[1] > 0))

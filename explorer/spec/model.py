@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 from enum import StrEnum
 from functools import lru_cache
-from typing import Annotated, Literal, Self
+from typing import TYPE_CHECKING, Annotated, ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
 from bexp.explorer.spec.base import Frozen, RuleError, is_null
-from bexp.explorer.spec.variant import Variant
+
+if TYPE_CHECKING:
+    from bexp.explorer.spec.candidate import Recompute
 
 MAX_EXPERTS = 1023  # torch's grouped_mm takes fewer than 1024 groups
 
@@ -36,6 +38,21 @@ class LayerKind(StrEnum):
 
     DENSE = "dense"
     MOE = "moe"
+
+
+class Variant(NamedTuple):
+    """One of the models that a request compares.
+
+    `capacity_factor` is null for a model without experts, and for one whose experts drop no tokens.
+    """
+
+    num_query_groups: int
+    capacity_factor: float | None = None
+
+    def describe(self) -> str:
+        """Return `num_query_groups=2,capacity_factor=1.25`; a model that drops no tokens names its groups alone."""
+        groups = f"num_query_groups={self.num_query_groups}"
+        return groups if self.capacity_factor is None else f"{groups},capacity_factor={self.capacity_factor:.15g}"
 
 
 class MoESpec(Frozen):
@@ -114,6 +131,10 @@ class ModelSpec(Frozen):
     lm_head_bias: bool = False
     moe: MoESpec | None = None
 
+    settings: ClassVar[tuple[str, ...]] = ()
+    computes_losses: ClassVar[bool] = False
+    """Whether there is a choice of what computes the loss: only a model's own code has one."""
+
     @model_validator(mode="after")
     def _heads_divide_width(self) -> Self:
         if self.head_dim is None and self.hidden_size % self.num_attention_heads:
@@ -175,6 +196,34 @@ class ModelSpec(Frozen):
             message = "ffn_hidden_size must be given: this model has layers with a dense FFN"
             raise RuleError(message, "ffn_hidden_size")
         return self
+
+    @property
+    def title(self) -> str:
+        """What is explored, for a person."""
+        return self.name
+
+    @property
+    def place(self) -> str:
+        """Where its candidates must be able to run, for a person."""
+        return "on this device"
+
+    @property
+    def has_experts(self) -> bool:
+        """Whether a layer has experts."""
+        return self.moe is not None
+
+    @property
+    def output_bytes_per_token(self) -> int:
+        """What one layer hands to the next."""
+        return self.hidden_size * self.dtype.itemsize
+
+    def offers_tiles(self, *, named: bool) -> bool:
+        """Return whether attention can be tiled."""
+        return True
+
+    def offers_policy(self, policy: Recompute, *, named: bool) -> bool:
+        """Return whether a policy is to be tried: the reference layers can run all of them."""
+        return True
 
     @property
     def query_groups(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import Annotated, Literal, Self
 
@@ -15,6 +15,9 @@ MAX_MICRO_BATCH_SIZE = 256
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
 BackendName = Annotated[str, Field(pattern=r"^[a-z][a-z0-9_]{0,31}(:[a-z]{1,16})?$")]
+Size = Annotated[int, Field(ge=1, le=4096)]
+Sizes = Literal["explore"] | Size | Annotated[tuple[Size, ...], Field(min_length=1, max_length=32)]
+"""A dimension of a mesh."""
 
 
 class MicroBatchRange(Frozen):
@@ -108,3 +111,17 @@ def tiles_of(
     """
     tiles = [t for t in divisors(micro_batch_size) if training or t < micro_batch_size]
     return tuple(t for t in tiles if (max_tile is None or t <= max_tile) and (allowed is None or t in allowed))
+
+
+def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
+    """Return the sizes that a request names, ascending; null for `explore`."""
+    if asked == "explore":
+        return None
+    return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))
+
+
+def nearest_sizes(size: int, legal: Iterable[int]) -> tuple[int, ...]:
+    """Return the largest legal size below `size` and the smallest above."""
+    below = [each for each in legal if each < size]
+    above = [each for each in legal if each > size]
+    return (*([max(below)] if below else []), *([min(above)] if above else []))

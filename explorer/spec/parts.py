@@ -7,15 +7,14 @@ estimates, which only decide what is worth measuring.
 
 from __future__ import annotations
 
-from typing import Annotated, Self
+from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.model import DType, ModelSpec, Variant
 from bexp.explorer.spec.target import describe_target
-from bexp.explorer.spec.variant import Variant
 
 MAX_LAYERS = 1024
 MAX_SETTINGS = 64
@@ -93,6 +92,24 @@ class ModelParts(Frozen):
         """What is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
         return describe_target(self.target, self.target_version, self.class_name)
 
+    moe: ClassVar[None] = None
+    vocab_size: ClassVar[None] = None
+
+    @property
+    def title(self) -> str:
+        """What is explored, for a person."""
+        return f"{self.name} ({self.measured})"
+
+    @property
+    def place(self) -> str:
+        """Where its candidates must be able to run, for a person."""
+        return f"with {self.measured}"
+
+    @property
+    def computes_losses(self) -> bool:
+        """Whether there is a choice of what computes the loss; a model that is measured whole has none."""
+        return bool(self.layers)
+
     @property
     def query_groups(self) -> int:
         """A model's own code has one variant, which is known by the number 1."""
@@ -117,9 +134,17 @@ class ModelParts(Frozen):
         """The kind of a name; KeyError if there is none."""
         return {kind.name: kind for kind in self.kinds}[name]
 
-    def has_policy(self, policy: Recompute) -> bool:
-        """Whether the code can run a policy; `layers_N` needs layers that can be recomputed one by one."""
-        return (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
+    def offers_tiles(self, *, named: bool) -> bool:
+        """Return whether attention is to be tiled: only if the request names tiles and the code allows them."""
+        return named and self.tiles
+
+    def offers_policy(self, policy: Recompute, *, named: bool) -> bool:
+        """Return whether a policy is to be tried: one that the code can run.
+
+        A policy by operation must be `named` by the request. `layers_N` needs layers that can be recomputed one by one.
+        """
+        can = (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
+        return can and (named or not (policy.untiled_only or policy.by_operation))
 
     def recomputed_layers(self, policy: Recompute) -> tuple[bool, ...]:
         """For each layer, whether a policy recomputes it as a whole: the first ones; a share is at least one layer."""

@@ -2,25 +2,46 @@
 
 from __future__ import annotations
 
-import re
-from typing import Any, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from bexp.explorer.spec.candidate import Candidate, Recompute, distinct_policies
-from bexp.explorer.spec.context_parallel import ALONE, Sharing
-from bexp.explorer.spec.device_rules import find_sharing_problem
+from bexp.explorer.spec.base import Frozen, is_null
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.explorer.spec.execution import Execution, Kernels
-from bexp.explorer.spec.model import ModelSpec, MoESpec
-from bexp.explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
-from bexp.explorer.spec.request_fields import RequestFields
+from bexp.explorer.spec.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
+from bexp.explorer.spec.fabric import FabricSpec, expand_fabric
+from bexp.explorer.spec.labels import Labels
+from bexp.explorer.spec.mesh import ParallelismSpec
+from bexp.explorer.spec.model import CapacityFactor, ModelSpec
+from bexp.explorer.spec.options import (
+    BackendName,
+    BTASpec,
+    Budget,
+    Count,
+    MicroBatch,
+    MicroBatchChoice,
+)
 from bexp.explorer.spec.request_rules import MESH_RULES, RULES
-from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS
-from bexp.explorer.spec.training import Sharding
-from bexp.explorer.spec.variant import Variant
+from bexp.explorer.spec.requested_devices import RequestedDevices
+from bexp.explorer.spec.requested_space import RequestedSpace
+from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.spec.shorthands import (
+    expand_capacity_factors,
+    expand_execution,
+    expand_parallelism,
+    expand_query_groups,
+    expand_sharding,
+)
+from bexp.explorer.spec.target import LOCAL, TargetName, check_hugging_face_config, check_target_config
+from bexp.explorer.spec.training import Sharding, TrainingSpec
+
+MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
+MAX_POLICIES = 32
 
 
-class ExplorationRequest(RequestFields):
+class ExplorationRequest(Frozen):
     """An exploration to run.
 
     A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
@@ -36,183 +57,222 @@ class ExplorationRequest(RequestFields):
     registered may take either, or neither.
     """
 
+    target: TargetName | None = Field(
+        None,
+        description="The code whose training step is measured: `bexp` (reference layers), `transformers`, or a name "
+        "that a worker has registered. Null: `transformers` for `hf_config`, else `bexp`.",
+    )
+    model: ModelSpec | None = None
+    hf_config: dict[str, Any] | None = Field(
+        None, description="A Hugging Face config.json as it came, for target `transformers`; at most 256 KiB."
+    )
+    hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
+        None, description="Tokens a sequence in training, for `hf_config`."
+    )
+    padding: Literal["none", "left", "right"] = Field(
+        "none",
+        description="Where texts of unequal length are padded, for `hf_config`. Padded batches bring an attention "
+        "mask, which rules out some attention back ends; lengths are drawn between half of the sequence and all of it.",
+    )
+    target_config: dict[str, Any] | None = Field(
+        None, description="What a registered target builds its model from; at most 256 KiB as JSON."
+    )
+    mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
+    micro_batch_size: MicroBatchChoice = "explore"
+    batch_size: Count = Field(
+        512, description="The effective batch of an optimizer step in sequences, over all devices."
+    )
+    num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
+        1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
+    )
+    device_kind: Literal["cpu", "cuda"] | None = Field(None, description="Null: whichever worker claims the job.")
+    num_query_groups: (
+        Annotated[
+            tuple[Annotated[int, Field(ge=1, le=1024)] | None, ...],
+            Field(min_length=1, max_length=MAX_NUM_QUERY_GROUPS_VARIANTS),
+        ]
+        | None
+    ) = Field(None, description="Settings to compare as separate models; they change the model.")
+    capacity_factors: (
+        Annotated[tuple[CapacityFactor | None, ...], Field(min_length=1, max_length=MAX_CAPACITY_FACTORS)] | None
+    ) = Field(
+        None,
+        description="Values of model.moe.capacity_factor to compare as separate models; a list there means the same.",
+        exclude_if=is_null,
+    )
+    bta: BTASpec = BTASpec()
+    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+        None,
+        description="The policies to choose among. Null: all but those with a number, `layers_N` and `groups_N`, which "
+        "are explored only if they are named here.",
+    )
+    attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
+        None, description="The attention kernels to choose among. Null: all that the device can use."
+    )
+    flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
+    expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
+        None,
+        description="The expert kernels to choose among. Null: all that the device can use but those that must be "
+        "named, such as `auto`.",
+    )
+    routing: RoutingSpec = RoutingSpec()
+    execution: Execution = Field(
+        Execution.EAGER,
+        description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
+        "micro-step replayed as CUDA graphs (training on one GPU).",
+    )
+    executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
+        None,
+        description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
+    )
+    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] = Field(
+        (Kernels.LIBRARY,),
+        description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
+        "package liger-kernel where it is installed and knows the model.",
+    )
+    allocator: Literal["default", "expandable_segments"] = Field(
+        "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
+    )
+    training: TrainingSpec = TrainingSpec()
+    losses: Annotated[tuple[Literal["library", "chunked", "liger"], ...], Field(min_length=1, max_length=3)] = Field(
+        ("library",),
+        description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
+        "by our function or by that of liger-kernel.",
+    )
+    sharding_levels: (
+        Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
+    ) = Field(
+        None,
+        description="Levels to choose among in place of training.sharding, `explore` for all; a list or `explore` "
+        "there means the same.",
+    )
+    parallelism: ParallelismSpec = ParallelismSpec()
+    fabric: FabricSpec | None = Field(
+        None,
+        description="The links of a machine that nobody need have: the request is then a plan, which one device "
+        "measures part by part. A name such as `h100-nvl-ib400` stands for its links.",
+    )
+    context_parallel: ContextParallelSpec = ContextParallelSpec()
+    memory_limit_gib: Annotated[float, Field(gt=0, le=4096)] | None = Field(
+        None,
+        description="Explore as if the device had only so much; default: the device's own memory, on CPU a share of "
+        "the RAM.",
+    )
+    headroom: Annotated[float, Field(ge=0, le=0.9)] = Field(
+        0.0, description="Share of the memory limit to leave free, beyond the margin that is always kept."
+    )
+    base_micro_batch_size: MicroBatch | None = None
+    tolerance: Annotated[float, Field(gt=0, le=0.2)] = 0.01
+    prefer: Literal["speed", "memory"] = Field(
+        "speed",
+        description="`speed` recommends the fastest candidate. `memory` recommends the smallest peak among those that "
+        "are expected to be within the tolerance of it.",
+    )
+    budget: Budget = Budget()
+    fresh: bool = Field(
+        False,
+        description="Measure everything again. False: measurements of earlier explorations on the same hardware and "
+        "versions may be used.",
+    )
+    verify: bool = Field(True, description="Run the whole model at the recommended candidate when it fits.")
+    seed: Annotated[int, Field(ge=0, le=(1 << 31) - 1)] = 0
+    sampler: Literal["bexp", "tpe", "gp", "random"] = Field(
+        "bexp",
+        description="The Optuna sampler that suggests trials: our own, or one of Optuna's to compare with. "
+        "Recommendation and confidence are computed alike for all.",
+    )
+    labels: Labels = Field(
+        default_factory=dict, description="Texts by which the exploration is found again; they change nothing else."
+    )
+
+    notices: Annotated[tuple[Annotated[str, Field(max_length=1000)], ...], Field(max_length=8)] = Field(
+        (), description="What was noted when the configuration was read, such as keys that were ignored."
+    )
+
+    @field_validator("hf_config")
+    @classmethod
+    def _check_hf_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if config is None else check_hugging_face_config(config)
+
+    @field_validator("target_config")
+    @classmethod
+    def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
+        return None if config is None else check_target_config(config)
+
+    @field_validator("recompute", mode="before")
+    @classmethod
+    def _check_numbered_policies(cls, policies: Any) -> Any:
+        for name in policies if isinstance(policies, list | tuple) else ():
+            if isinstance(name, str) and name.startswith(("layer", "group")):
+                try:
+                    Recompute(name)
+                except ValueError:
+                    raise ValueError(
+                        f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at "
+                        "least 1 and at most the number of layers"
+                    ) from None
+        return policies
+
+    @model_validator(mode="before")
+    @classmethod
+    def _expand_shorthands(cls, data: Any) -> Any:
+        if not isinstance(data, dict):
+            return data
+        for expand in (
+            expand_fabric,
+            expand_parallelism,
+            expand_query_groups,
+            expand_capacity_factors,
+            expand_sharding,
+            expand_execution,
+        ):
+            data = expand(data)
+        return data
+
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:
-        for rule in MESH_RULES if self.has_mesh else RULES:
+        for rule in MESH_RULES if self.devices.has_mesh else RULES:
             rule(self)
         return self
 
     @property
-    def is_plan(self) -> bool:
-        """Whether it is a plan: its devices are described, and one device measures the parts of each."""
-        return self.fabric is not None
+    def explored(self) -> Explored:
+        """What is explored. A model that its target alone knows has the name of that target, or of its file."""
+        if self.model is not None:
+            return Shapes(self.model)
+        if self.hf_config is not None:
+            return HuggingFaceConfig(self.hf_config, self.hf_seq_length)
+        return OwnModel((self.target or OwnModel.default_target).removeprefix(f"{LOCAL}."))
 
     @property
-    def is_mesh(self) -> bool:
-        """Whether its devices form meshes and the worker has all of them."""
-        return self.fabric is None and self.num_devices > 1 and self.parallelism.needs_mesh is not None
-
-    @property
-    def has_mesh(self) -> bool:
-        """Whether its devices form meshes, described or real."""
-        return self.is_plan or self.is_mesh
-
-    @property
-    def plan_micro_batch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes that a plan considers, ascending. A plan takes what divides, so `auto` has them all."""
-        return LADDER if self.micro_batch_size == "auto" else self.named_micro_batch_sizes(1)
+    def shapes(self) -> ModelSpec:
+        """The shapes of the model, of a request that has them."""
+        assert self.model is not None, "the request has a model section"
+        return self.model
 
     @property
     def target_name(self) -> str:
         """The target, with the default filled in."""
-        return self.target or (BEXP if self.hf_config is None else TRANSFORMERS)
-
-    @property
-    def model_name(self) -> str:
-        """The model's name: of the ModelSpec, of the config.json, or of the target or its file, if there is neither."""
-        if self.model is not None:
-            return self.model.name
-        if self.hf_config is not None:
-            return name_of_config(self.hf_config)
-        return self.target_name.removeprefix(f"{LOCAL}.")
+        return self.target or self.explored.default_target
 
     @property
     def seq_length(self) -> int:
         """Tokens a sequence in training; 1 for a target that has no sequences, so that its rates are in samples."""
-        return self.model.seq_length if self.model is not None else self.hf_seq_length or 1
+        return self.explored.seq_length or 1
 
     @property
-    def micro_batch_sizes(self) -> tuple[int, ...]:
-        """The micro-batch sizes to consider, ascending, before memory is looked at."""
-        return tuple(sorted({m for size in self.context_parallel_sizes for m in self.micro_batch_sizes_over(size)}))
-
-    def micro_batch_sizes_over(self, context_parallel_size: int) -> tuple[int, ...]:
-        """The micro-batch sizes to consider where so many devices share a sequence: `auto` depends on it.
-
-        In training, sizes above what such a group of devices gets of the batch are left out.
-        """
-        sizes = self.named_micro_batch_sizes(context_parallel_size)
-        most = self.largest_useful_micro_batch(context_parallel_size)
-        return sizes if most is None else tuple(m for m in sizes if m <= most)
-
-    def largest_useful_micro_batch(self, context_parallel_size: int) -> int | None:
-        """Whole sequences of the batch that a group of so many devices gets; null in eval mode, which has no batch."""
-        return None if self.mode == "eval" else self.batch_size // self.data_parallel_size(context_parallel_size)
-
-    def named_micro_batch_sizes(self, context_parallel_size: int) -> tuple[int, ...]:
-        """The micro-batch sizes that the request names, ascending, whatever the batch; `auto` has those that divide."""
-        choice = self.micro_batch_size
-        if isinstance(choice, ExploreRange):
-            return ladder_between(choice.explore.min, choice.explore.max)
-        if isinstance(choice, int):
-            return (choice,)
-        if isinstance(choice, tuple):
-            return tuple(sorted(set(choice)))
-        if choice == "auto":
-            share = self.batch_size // self.data_parallel_size(context_parallel_size)
-            return tuple(m for m in divisors(share) if m <= MAX_MICRO_BATCH_SIZE)
-        return LADDER
-
-    def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
-        """The attention tiles to consider for one micro-batch size; null is no tiling."""
-        untiled: tuple[int | None, ...] = () if self.bta.enable else (None,)
-        if self.bta.enable is False:
-            return untiled
-        tiles = tiles_of(
-            micro_batch_size, max_tile=self.bta.max_tile, allowed=self.bta.tiles, training=self.mode == "train"
-        )
-        return (*untiled, *tiles)
+    def space(self) -> RequestedSpace:
+        """What may vary."""
+        return RequestedSpace(self)
 
     @property
-    def recompute_policies(self) -> tuple[Recompute, ...]:
-        """The recomputation policies to consider, without those that amount to another; in eval mode only `none`."""
-        allowed = self._all_policies if self.recompute is None else self.recompute
-        if self.mode == "eval":
-            return (Recompute.NONE,) if Recompute.NONE in allowed else ()
-        return distinct_policies(self.model, allowed)
-
-    def policies_for(self, bta_tile: int | None) -> tuple[Recompute, ...]:
-        """The recomputation policies to consider with one attention tile; null is no tiling."""
-        if bta_tile is None or self.mode == "eval":
-            return self.recompute_policies
-        return tuple(policy for policy in self.recompute_policies if not policy.untiled_only)
-
-    @property
-    def admitted_executions(self) -> tuple[Execution, ...]:
-        """The executions that candidates may have, eager first."""
-        if self.executions is None:
-            return (self.execution,)
-        return tuple(execution for execution in Execution if execution in self.executions)
-
-    @property
-    def execution_choices(self) -> tuple[Execution | None, ...]:
-        """What `Candidate.execution` may be: the admitted executions, or null where there is no choice."""
-        return (None,) if self.executions is None else self.admitted_executions
-
-    @property
-    def kernel_choices(self) -> tuple[Kernels | None, ...]:
-        """The kernels to choose among, the model's own first; null alone if they are the only ones."""
-        found = tuple(kernels for kernels in Kernels if kernels in self.kernels)
-        return (None,) if found == (Kernels.LIBRARY,) else found
-
-    @property
-    def compiles(self) -> bool:
-        """Whether code may be compiled for some candidates."""
-        return any(execution.compiles for execution in self.admitted_executions)
-
-    @property
-    def replays(self) -> bool:
-        """Whether some candidates may be replayed as CUDA graphs."""
-        return any(execution.replays for execution in self.admitted_executions)
-
-    @property
-    def always_compiles(self) -> bool:
-        """Whether the code of every candidate is compiled."""
-        return all(execution.compiles for execution in self.admitted_executions)
+    def devices(self) -> RequestedDevices:
+        """What the devices do."""
+        return RequestedDevices(self)
 
     def execution_of(self, candidate: Candidate) -> Execution:
         """Return how a candidate runs."""
         return candidate.execution or self.execution
-
-    @property
-    def _all_policies(self) -> tuple[Recompute, ...]:
-        return tuple(
-            policy
-            for policy in Recompute
-            if not (self.always_compiles and policy.by_operation)
-            and (policy is not Recompute.EXPERTS or self.model is None or self.model.moe is not None)
-        )
-
-    @property
-    def context_parallel_sizes(self) -> tuple[int, ...]:
-        """How many devices may share a sequence, ascending."""
-        asked = self.context_parallel.sizes
-        if asked == "explore":
-            return tuple(size for size in divisors(self.num_devices) if find_sharing_problem(self, size) is None)
-        return tuple(sorted(set(asked)))
-
-    @property
-    def sharings(self) -> tuple[Sharing, ...]:
-        """The sizes with the layouts that the sequence length admits; a sequence on one device has none."""
-        found = []
-        for size in self.context_parallel_sizes:
-            layouts = self.context_parallel.layouts_over(size, self.seq_length)
-            found += [ALONE] if size == 1 else [Sharing(size, layout) for layout in layouts]
-        return tuple(found)
-
-    @property
-    def sharding_choices(self) -> tuple[Sharding | None, ...]:
-        """What `Candidate.sharding` may be: the levels of sharding, lowest first, or null where there is no choice."""
-        if self.sharding_levels is None or self.mode == "eval":
-            return (None,)
-        if self.sharding_levels == "explore":
-            return tuple(Sharding) if self.num_devices > 1 else (Sharding.NONE,)
-        return tuple(level for level in Sharding if level in self.sharding_levels)
-
-    @property
-    def highest_sharding(self) -> Sharding:
-        """The level, among those that may be chosen, that leaves the least training state on a device."""
-        return self.sharding_choices[-1] or self.training.sharding
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
         """Return this request with the level of sharding of a candidate or component; null keeps the request's own."""
@@ -220,83 +280,3 @@ class ExplorationRequest(RequestFields):
             return self
         training = self.training.model_copy(update={"sharding": level})
         return self.model_copy(update={"training": training, "sharding_levels": None})
-
-    def devices_needed(self, available: int | None = None) -> int:
-        """Return how many devices a worker must have to explore this. A plan needs one.
-
-        It needs the largest of the listed context-parallel sizes. With `explore` it needs two devices that can share a
-        sequence, or as many as it began with, which `available` says, so that a resumed exploration finds the same.
-        An exploration that began with all its devices needs them all, because what they exchange is part of what it
-        learns. So does one that chooses a level of sharding, because the levels differ by what they exchange.
-        """
-        if self.is_plan:
-            return 1
-        if self.is_mesh:
-            return self.num_devices
-        sizes = self.context_parallel_sizes
-        if len(self.sharding_choices) > 1:
-            return self.num_devices
-        if available is not None and self.mode == "train" and available >= self.num_devices:
-            return self.num_devices
-        if self.context_parallel.sizes != "explore":
-            return max(sizes)
-        if available is None:
-            return next((size for size in sizes if size > 1), 1)
-        return max((size for size in sizes if size <= available), default=1)
-
-    @property
-    def optimizer_shards(self) -> int:
-        """Number of devices that share one optimizer step.
-
-        Training state is sharded over all devices. This includes devices that share sequences, because their gradients
-        are reduced together anyway.
-        """
-        return self.num_devices if self.training.sharding.level >= 1 else 1
-
-    def variants(self) -> tuple[ModelSpec, ...]:
-        """The models to explore, one for each distinct num_query_groups and capacity factor; the first is the main one.
-
-        There is none for a target without a ModelSpec.
-        """
-        if self.model is None:
-            return ()
-        models: dict[Variant, ModelSpec] = {}
-        for groups in self.num_query_groups or (self.model.num_query_groups,):
-            for moe in self._expert_layers(self.model.moe):
-                model = self.model.model_copy(update={"num_query_groups": groups, "moe": moe})
-                models.setdefault(model.variant, model)
-        return tuple(models.values())
-
-    def _expert_layers(self, moe: MoESpec | None) -> tuple[MoESpec | None, ...]:
-        """The expert layers of the variants that are compared."""
-        if moe is None or self.capacity_factors is None:
-            return (moe,)
-        return tuple(moe.model_copy(update={"capacity_factor": factor}) for factor in self.capacity_factors)
-
-    @property
-    def drops_tokens(self) -> bool:
-        """Whether the experts of some variant have a capacity."""
-        return any(model.variant.capacity_factor is not None for model in self.variants())
-
-    @property
-    def device_batch_size(self) -> float:
-        """A device's share of the effective batch, as a real number of whole sequences.
-
-        It is the same for every context-parallel size, because c devices that share sequences process c times as many.
-        """
-        return self.batch_size / self.num_devices
-
-    def data_parallel_size(self, context_parallel_size: int) -> int:
-        """Number of groups of devices that process sequences of their own."""
-        return self.num_devices // context_parallel_size
-
-    def group_batch_size(self, context_parallel_size: int) -> float:
-        """Sequences of the effective batch that one such group processes, as a real number."""
-        return self.device_batch_size * context_parallel_size
-
-
-def name_of_config(config: dict[str, Any]) -> str:
-    """Return the name of a Hugging Face config.json: the last part of `_name_or_path`, else its model type."""
-    path = config.get("_name_or_path")
-    tail = re.sub(r"[^A-Za-z0-9._ -]", "-", path.rstrip("/").split("/")[-1])[:128] if isinstance(path, str) else ""
-    return tail if re.match(r"[A-Za-z0-9]", tail) else str(config.get("model_type"))[:128]

@@ -85,9 +85,9 @@ def check_capacity(request: ExplorationRequest) -> None:
             raise RuleError(f"capacity_factors need a model section, for target '{BEXP}': {reason}", field, "target")
         if request.model.moe is None:
             raise RuleError("capacity_factors given for a model without experts", field, "model.moe")
-    if not request.drops_tokens:
+    if not request.space.drops_tokens:
         return
-    if request.replays:
+    if request.space.replays:
         raise RuleError(
             "experts with a capacity need execution 'eager' or 'compile': the host waits for the number of tokens that "
             "are kept, which no graph does",

@@ -96,12 +96,8 @@ def _all_executions(data: dict[str, Any]) -> list[Execution]:
     ]
 
 
-OLD_SIZES = {f"{name}_parallel_size": name for name in ("tensor", "pipeline", "expert", "context")}
-"""Names of sizes in earlier versions, which are read for one more release."""
-
-
 def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:
-    """Write out `parallelism: explore`, rename old fields, and move `context` and `sharding` to where they are kept.
+    """Write out `parallelism: explore`, and move `context` and `sharding` to where they are kept.
 
     Raises:
         RuleError: the request says the same in two places.
@@ -117,13 +113,6 @@ def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(given, dict):
         return data
     block = dict(given)
-    for old, new in OLD_SIZES.items():
-        if old in block and new in block:
-            raise RuleError(f"{new} is given twice, also as {old}", f"parallelism.{old}", f"parallelism.{new}")
-        if old in block:
-            size = block.pop(old)
-            if size != 1:
-                block[new] = size
     data = {**data, "parallelism": block}
     if (context := block.pop("context", None)) is not None:
         data = _move(

@@ -26,11 +26,11 @@ def check_largest_tile(request: ExplorationRequest) -> None:
 
 def check_micro_batch_sizes(request: ExplorationRequest) -> None:
     """At least one micro-batch size is left, and none that is named alone exceeds what a device gets of the batch."""
-    named = [m for size in request.context_parallel_sizes for m in request.named_micro_batch_sizes(size)]
-    if named and not request.micro_batch_sizes:
-        size = max(request.context_parallel_sizes)
+    named = [m for size in request.devices.context_parallel_sizes for m in request.space.named_micro_batch_sizes(size)]
+    if named and not request.space.micro_batch_sizes:
+        size = max(request.devices.context_parallel_sizes)
         who = "each device" if size == 1 else f"each group of {size} devices"
-        most = request.largest_useful_micro_batch(size)
+        most = request.space.largest_useful_micro_batch(size)
         raise RuleError(
             f"micro_batch_size ({min(named)}) exceeds what {who} gets of the batch: {most} sequences of batch_size "
             f"({request.batch_size}) over num_devices ({request.num_devices})",
@@ -38,13 +38,13 @@ def check_micro_batch_sizes(request: ExplorationRequest) -> None:
             "batch_size",
             "num_devices",
         )
-    if not request.micro_batch_sizes:
+    if not request.space.micro_batch_sizes:
         raise RuleError("micro_batch_size leaves no value to explore", "micro_batch_size")
 
 
 def check_tiles(request: ExplorationRequest) -> None:
     """At least one tile is left, and each listed tile divides a micro-batch size."""
-    tiles = {tile for m in request.micro_batch_sizes for tile in request.tiles_for(m)}
+    tiles = {tile for m in request.space.micro_batch_sizes for tile in request.space.tiles_for(m)}
     if not tiles:
         raise RuleError("bta leaves no tile: none of bta.tiles divides a micro-batch size of the space", "bta")
     unused = [tile for tile in request.bta.tiles or () if tile not in tiles]
@@ -56,7 +56,7 @@ def check_tiles(request: ExplorationRequest) -> None:
 def check_policies_of_tiles(request: ExplorationRequest) -> None:
     """At least one recomputation policy can be combined with the tiles."""
     if not any(_count_combinations(request)):
-        named = "' and '".join(request.recompute_policies)
+        named = "' and '".join(request.space.recompute_policies)
         raise RuleError(
             f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already",
             "bta.enable",
@@ -72,7 +72,7 @@ def check_combinations(request: ExplorationRequest) -> None:
             f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
             f"at most {MAX_COMBINATIONS} are explored: restrict one of them"
         )
-    ways, levels = len(request.sharings), len(request.sharding_choices)
+    ways, levels = len(request.space.sharings), len(request.space.sharding_choices)
     shared = combinations * ways * levels
     if shared > max(MAX_SHARED_COMBINATIONS, combinations):
         raise RuleError(
@@ -84,7 +84,8 @@ def check_combinations(request: ExplorationRequest) -> None:
 
 def _count_combinations(request: ExplorationRequest) -> tuple[int, int]:
     """Return the combinations of micro-batch and recomputation without a tile, and those with one."""
-    tilings = [tile is not None for m in request.micro_batch_sizes for tile in request.tiles_for(m)]
+    space = request.space
+    tilings = [tile is not None for m in space.micro_batch_sizes for tile in space.tiles_for(m)]
     tiled = sum(tilings)
     untiled = len(tilings) - tiled
-    return untiled and untiled * len(request.policies_for(None)), tiled and tiled * len(request.policies_for(1))
+    return untiled and untiled * len(space.policies_for(None)), tiled and tiled * len(space.policies_for(1))

@@ -17,9 +17,6 @@ BEXP = "bexp"
 TRANSFORMERS = "transformers"
 """The classes of the installed transformers library. A Hugging Face config.json describes the model."""
 
-HUGGING_FACE_DEFAULT = TRANSFORMERS
-"""The target of a Hugging Face config.json in a request that names none."""
-
 LOCAL = "local"
 """The target that a person names by its file, for one exploration on their machine. See also `name_local_target`."""
 
@@ -64,11 +61,6 @@ def describe_target(name: str, version: str | None, class_name: str | None = Non
     """Return what is measured, for a person: `transformers 5.23.0, LlamaForCausalLM`."""
     versioned = f"{name} {version}" if version else name
     return f"{versioned}, {class_name}" if class_name else versioned
-
-
-def default_target(*, is_hugging_face: bool) -> str:
-    """Return the target of a request that names none; `is_hugging_face` says that its model is a config.json."""
-    return HUGGING_FACE_DEFAULT if is_hugging_face else BEXP
 
 
 def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -1,7 +1,8 @@
-"""The runs of each component. A component that was measured again has several."""
+"""The runs of each component, several if it was measured again. Those of earlier explorations say less with age."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -9,9 +10,27 @@ from functools import cached_property
 import numpy as np
 
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.earlier_runs import EarlierRun
 from bexp.explorer.records.measurement import ComponentMeasurement
 
 SHORTEST_SECONDS = 1e-9  # the least that a clock can show
+SECONDS_A_DAY = 86_400.0
+BETWEEN_JOBS_STD = {"cuda": 0.004, "cpu": 0.03}
+"""Relative standard deviation between explorations, beyond that between two runs of one process.
+
+A process of its own, other clocks and other temperatures. On one H200, 44 components that two or three jobs measured
+differ by 0.6% in the median, all causes together (`bexp.explorer.surrogate.hyperparameters`).
+"""
+DAILY_STD = {"cuda": 0.002, "cpu": 0.01}
+"""The relative standard deviation that one day adds; it grows with the square root of the age. It is assumed."""
+
+
+def age_run(run: EarlierRun, device_kind: str) -> ComponentMeasurement:
+    """Return the measurement of an earlier run with a standard error that is widened by its age."""
+    found = run.measurement
+    drift = DAILY_STD[device_kind] * math.sqrt(run.age_seconds / SECONDS_A_DAY)
+    added = math.hypot(BETWEEN_JOBS_STD[device_kind], drift) * found.device_seconds
+    return found.model_copy(update={"standard_error_seconds": math.hypot(found.standard_error_seconds, added)})
 
 
 @dataclass(frozen=True)
@@ -58,7 +77,7 @@ class ComponentObservations:
 
     @cached_property
     def slowdown(self) -> float | None:
-        """Mean slowdown of the computation beside it; null for components that are no communication."""
+        """Mean slowdown of the computation beside it; None for components that are no communication."""
         found = [r.slowdown for r in self.runs if r.slowdown is not None]
         return float(np.mean(found)) if found else None
 
@@ -97,7 +116,7 @@ class ObservationLog:
     """The runs of every component, by the trial that made them, so that a trial that is read twice counts once.
 
     Contaminated runs are counted and not kept. The `earlier` runs of a component, which other explorations made, count
-    until it is measured by a trial.
+    until it is measured by a trial. `version` grows with every run that is new or dropped.
     """
 
     def __init__(self, earlier: Sequence[ComponentMeasurement] = ()) -> None:
@@ -107,6 +126,7 @@ class ObservationLog:
         for measurement in earlier:
             grouped[measurement.component] = (*grouped.get(measurement.component, ()), measurement)
         self._runs = {component: ComponentObservations(runs) for component, runs in grouped.items()}
+        self.version = len(grouped)
 
     @property
     def earlier(self) -> dict[Component, ComponentObservations]:
@@ -116,10 +136,10 @@ class ObservationLog:
     def drop_earlier(self) -> None:
         """Forget the runs of other explorations."""
         self._runs = {component: runs for component, runs in self._runs.items() if component in self._by_trial}
+        self.version += 1
 
-    def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> bool:
-        """Keep what trial number `trial` measured; returns whether it has a new run that is not contaminated."""
-        news = False
+    def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> None:
+        """Keep what trial number `trial` measured."""
         for measurement in found:
             if measurement.contamination is not None:
                 self._contaminated.setdefault(measurement.component, set()).add(trial)
@@ -129,8 +149,7 @@ class ObservationLog:
                 trials[trial] = measurement
                 runs = tuple(trials[number] for number in sorted(trials))
                 self._runs[measurement.component] = ComponentObservations(runs)
-                news = True
-        return news
+                self.version += 1
 
     @property
     def runs(self) -> dict[Component, ComponentObservations]:

@@ -33,7 +33,7 @@ import numpy as np
 
 from bexp.explorer.cost_model.candidate_table import Floats, Ints
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.surrogate.whole_model_noise import WholeModelNoise, WholeModelRun
+from bexp.explorer.surrogate.whole_model_runs import WholeModelNoise, WholeModelRun
 
 OWN_STD = {"cuda": 0.004, "cpu": 0.01}
 """Standard deviation of the part that is a candidate's own.

@@ -25,6 +25,7 @@ from tests.bexp.test_child_process import write_hostile_packages
 pytestmark = pytest.mark.slow
 
 TABLES = Path(__file__).parents[2] / "benchmarks"
+ENDLESS = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDATION = re.compile(
     r"BEXP202 \d\d:\d\d:\d\d GMT  Current recommended micro_batch_size: (\d+), "
@@ -84,8 +85,7 @@ def states(database: Database) -> list[JobState]:
 
 
 def test_ctrl_c_cancels_and_leaves_nothing_behind(machine: Machine, open_url: Callable[[str], Database]) -> None:
-    endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
-    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
+    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=ENDLESS)
     command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
@@ -112,16 +112,44 @@ def test_an_exploration_that_was_stopped_is_resumed_by_a_worker_of_the_command(
     machine.run("resume", job.id, code=2)  # it has succeeded
 
 
+def test_a_killed_command_leaves_no_process_and_cancels_its_exploration(
+    machine: Machine, open_url: Callable[[str], Database]
+) -> None:
+    command = machine.start("explore", machine.configure(micro_batch_size="explore", budget=ENDLESS), "--device", "cpu")
+    wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
+    children = psutil.Process(command.pid).children(recursive=True)
+    command.kill()
+    await_gone(children, 300)
+    assert states(open_url(machine.database_url)) == [JobState.CANCELLED]
+
+
+def test_a_held_device_is_named_with_its_holder_and_an_idle_worker_takes_the_job(machine: Machine) -> None:
+    holder = machine.start("explore", machine.configure(micro_batch_size="explore", budget=ENDLESS), "--device", "cpu")
+    wait_for(lambda: "BEXP102" in machine.out(holder), 300, "the job's start")
+    second = machine.start("explore", machine.configure(), "--device", "cpu")
+    wait_for(lambda: "BEXP105" in machine.out(second), 300, "the second says why it waits")
+    (line,) = (line for line in machine.out(second).splitlines() if line.startswith("BEXP105"))
+    assert re.search(r"cpu is in use by another profiler \(process \d+ of user \S+ since .*bexp\.workers", line)
+    assert "name another device with --device" in line
+    holder.send_signal(signal.SIGINT)
+    assert second.wait(300) == 0
+    worker = machine.start("worker", "--device", "cpu")
+    wait_for(lambda: "is ready" in machine.err(worker), 300, "an idle worker")
+    lines = machine.run("explore", machine.configure(), "--device", "cpu").splitlines()
+    (started,) = (line for line in lines if line.startswith("BEXP102"))
+    assert f"-{worker.pid}-" in started
+    assert not any(line.startswith("BEXP105") for line in lines)
+
+
 def test_a_worker_that_dies_is_exit_3_at_once(machine: Machine) -> None:
-    endless = {"max_seconds": 60, "max_trials": 500, "confidence_target": 99}
-    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=endless)
+    config = machine.configure(micro_batch_size="explore", batch_size=256, bta={}, budget=ENDLESS)
     command = machine.start("explore", config, "--device", "cpu")
     wait_for(lambda: "BEXP102" in machine.out(command), 300, "the job's start")
     children = psutil.Process(command.pid).children(recursive=True)
     (worker,) = (child for child in children if {"bexp.workers", "cpu"} <= set(command_of(child)))
     worker.kill()
     assert command.wait(300) == 3
-    assert "bexp: the embedded worker was ended by SIGKILL" in machine.err(command)
+    assert "bexp: the worker was ended by SIGKILL" in machine.err(command)
     await_gone(children, 300)
 
 

@@ -12,7 +12,7 @@ import httpx
 import psutil
 import pytest
 
-from bexp.api.client import Client
+from bexp.client.client import Client
 from bexp.explorer.records.event import EventCode, render_line
 from tests.acceptance.conftest import Machine, await_gone, await_url, profilers_of, wait_for
 

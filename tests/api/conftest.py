@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
-import uvicorn
 from fastapi.testclient import TestClient
 
 from bexp.api.app import create_app
-from bexp.api.connections import ConnectionLimits, guarded_protocol
-from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from tests.contracts.samples import make_report, make_request
+from tests.api.serving import Served, start
+from tests.contracts.samples import make_report, make_request, make_worker
 
 GRACE_SECONDS = 100
 """How long a service that is told to stop waits for its clients. Far more than any test needs."""
@@ -67,54 +64,22 @@ def job(queue: Queue) -> Job:
 def lease(queue: Queue, job: Job) -> Lease:
     """The job, taken by a worker."""
     report = make_report()
-    claim = queue.claim("worker-1", device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+    claim = queue.claim(make_worker("worker-1", fingerprint=report.hardware.fingerprint))
     assert claim is not None
     assert claim.job.id == job.id
     queue.pin(claim.lease, report)
     return claim.lease
 
 
-@dataclass
-class Served:
-    """An application on a port."""
-
-    url: str
-    server: Server
-    thread: threading.Thread
-
-    @property
-    def num_watchers(self) -> int:
-        number: int = self.server._app.state.service.feed.num_watchers
-        return number
-
-    def stop(self) -> float:
-        """Shut down as on SIGTERM; return how many seconds that took."""
-        start = time.monotonic()
-        self.server.should_exit = True
-        self.thread.join(2 * GRACE_SECONDS)
-        assert not self.thread.is_alive()
-        return time.monotonic() - start
-
-
 @pytest.fixture
 def serve() -> Iterator[Callable[[ServiceSettings], Served]]:
     running: list[Served] = []
 
-    def start(settings: ServiceSettings) -> Served:
-        ready = threading.Event()
-        listener = bind("127.0.0.1", 0)
-        url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        app = create_app(settings)
-        protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
-        config = uvicorn.Config(app, http=protocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
-        server = Server(config, app, ready.set)
-        thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
-        thread.start()
-        running.append(Served(url, server, thread))
-        assert ready.wait(60)
+    def start_one(settings: ServiceSettings) -> Served:
+        running.append(start(settings))
         return running[-1]
 
-    yield start
+    yield start_one
     for served in running:
         served.stop()
 

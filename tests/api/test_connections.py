@@ -19,7 +19,7 @@ import uvicorn
 from bexp.api.connections import ConnectionLimits, guarded_protocol
 from bexp.api.log_lines import OneLineFormatter, RateFilter
 from bexp.api.settings import ServiceSettings
-from tests.api.conftest import Served
+from tests.api.serving import Served
 from tests.api.test_serve import started
 
 HEAD = b"POST /v1/explorations HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"

@@ -19,7 +19,7 @@ from bexp.storage.schema import VERSION_TABLE
 from bexp.storage.tables import leaders
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
-from tests.contracts.samples import make_progress, make_report
+from tests.contracts.samples import make_progress, make_report, make_worker
 
 
 def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], Database]) -> None:
@@ -34,7 +34,7 @@ def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], 
         client.post("/v1/explorations", json=REQUEST)
 
         fingerprint = make_report().hardware.fingerprint
-        claim = queue.claim("worker", device_kind="cpu", num_devices=1, fingerprint=fingerprint)
+        claim = queue.claim(make_worker("worker", fingerprint=fingerprint))
         assert claim is not None
         assert here.endswith(claim.job.id)
         queue.record(claim.lease, make_progress(0))

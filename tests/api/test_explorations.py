@@ -12,10 +12,11 @@ from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from tests.api.conftest import Served, wait_until
+from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
+from tests.api.serving import Served
 from tests.api.test_logs import follow
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 EXPLORATIONS = "/v1/explorations"
 
@@ -234,7 +235,7 @@ def test_a_cancelled_exploration_is_resumed_and_a_finished_one_is_not(
         response = client.post(f"{path}/resume")
         assert (response.status_code, response.json()["state"]) == (202, "queued")
     fingerprint = make_report().hardware.fingerprint
-    claim = queue.claim("again", device_kind="cpu", num_devices=1, fingerprint=fingerprint)
+    claim = queue.claim(make_worker("again", fingerprint=fingerprint))
     assert claim is not None
     queue.finish(claim.lease, JobState.SUCCEEDED)
     response = client.post(f"{path}/resume")

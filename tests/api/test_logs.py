@@ -21,8 +21,9 @@ from bexp.storage.events import read_events, read_last_seqs
 from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from tests.api.conftest import GRACE_SECONDS, Served, wait_until
+from tests.api.conftest import GRACE_SECONDS, wait_until
 from tests.api.problems import assert_problem
+from tests.api.serving import Served
 from tests.contracts.samples import make_progress, make_recommendation
 
 SSE = {"Accept": "text/event-stream"}

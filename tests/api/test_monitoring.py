@@ -14,10 +14,10 @@ from bexp.api.settings import ServiceSettings
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, workers
-from bexp.storage.workers import WorkerInfo, register_worker
+from bexp.storage.workers import register_worker
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
-from tests.contracts.samples import make_progress, make_request
+from tests.contracts.samples import make_progress, make_request, make_worker
 
 
 def read_metrics(client: TestClient) -> dict[str, float]:
@@ -65,9 +65,10 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     queue.enqueue(make_request())
     queue.record(lease, make_progress(0))
     register_worker(
-        queue.database, WorkerInfo("worker-1", "host", 1, "cuda", "NVIDIA H200", 1, "f", {"transformers": "5.23.0"})
+        queue.database,
+        make_worker("worker-1", device_kind="cuda", device_name="NVIDIA H200", targets={"transformers": "5.23.0"}),
     )
-    register_worker(queue.database, WorkerInfo("worker-2", "host", 1, "cpu", "A device", 1, "f"))
+    register_worker(queue.database, make_worker("worker-2", targets={}))
     done, _ = queue.enqueue(make_request(seed=1))
     with queue.database.begin() as connection:
         now = queue.database.now(connection)

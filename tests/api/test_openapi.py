@@ -8,7 +8,7 @@ from fastapi.testclient import TestClient
 from pydantic import BaseModel, TypeAdapter
 
 from bexp.api import administration, examples, resources
-from bexp.api.problems import Problem
+from bexp.api.refusals import Problem
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 

@@ -28,9 +28,10 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.tables import tokens
 from bexp.storage.tokens import create_token, revoke_token, verify_token
-from tests.api.conftest import Served, wait_until
+from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
-from tests.contracts.samples import make_progress
+from tests.api.serving import Served
+from tests.contracts.samples import make_progress, make_worker
 
 HERE = "/v1/explorations"
 
@@ -78,7 +79,7 @@ def test_a_token_with_one_scope_does_what_it_says(guarded: TestClient, sqlite_da
     assert submitted.status_code == 202
     here = submitted.headers["Location"]
     assert guarded.get(here, headers=submitter).status_code == 403
-    claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+    claim = queue.claim(make_worker("w"))
     assert claim is not None
     queue.record(claim.lease, make_progress(0))
     reader, canceller = (header(sqlite_database, scope, scope) for scope in (Scope.READ, Scope.CANCEL))
@@ -113,7 +114,7 @@ def test_what_belongs_to_another_owner_does_not_exist(guarded: TestClient, sqlit
 
 def test_without_tokens_there_is_one_local_owner_who_sees_all(client: TestClient, sqlite_database: Database) -> None:
     assert client.post(HERE, json=REQUEST, params={"priority": 3}).json()["priority"] == 3
-    claimed = Queue(sqlite_database).claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+    claimed = Queue(sqlite_database).claim(make_worker("w"))
     assert claimed is not None
     Queue(sqlite_database).enqueue(claimed.request)
     assert {item["owner"] for item in client.get(HERE).json()["items"]} == {"local"}
@@ -310,12 +311,12 @@ def test_an_administrator_reads_the_audit_page_by_page(guarded: TestClient, sqli
 def test_an_administrator_sets_and_removes_quotas(guarded: TestClient, sqlite_database: Database) -> None:
     admin = header(sqlite_database, "root", Scope.ADMIN)
     here, everybody = "/v1/owners/team-a/quota", "/v1/owners/*/quota"
-    none = {"max_queued": None, "max_running": None, "max_device_seconds": None}
+    none = {"max_queued": None, "max_running": None}
     assert guarded.get(here, headers=admin).json() == none | {"owner": "team-a", "inherited": True}
     assert guarded.put(everybody, json={"max_running": 2}, headers=admin).json()["max_running"] == 2
     assert guarded.get(here, headers=admin).json() == none | {"max_running": 2, "owner": "team-a", "inherited": True}
-    own = guarded.put(here, json={"max_queued": 0, "max_device_seconds": 60}, headers=admin).json()
-    assert own == none | {"max_queued": 0, "max_device_seconds": 60, "owner": "team-a", "inherited": False}
+    own = guarded.put(here, json={"max_queued": 0, "max_running": 60}, headers=admin).json()
+    assert own == none | {"max_queued": 0, "max_running": 60, "owner": "team-a", "inherited": False}
     listed = guarded.get("/v1/quotas", headers=admin).json()["items"]
     assert [one["owner"] for one in listed] == ["*", "team-a"]
     submitter = header(sqlite_database, "ci")

@@ -22,7 +22,7 @@ from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.queue import Queue
 from tests.api.conftest import wait_until
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 from tests.contracts.test_notifications import end_listeners
 
 LONG = 60.0
@@ -35,7 +35,7 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
     monkeypatch.setattr(streams, "LISTENING_POLL_SECONDS", LONG)
     work = Queue(postgresql)
     job, _ = work.enqueue(make_request())
-    claim = work.claim("a", device_kind="cpu", num_devices=1, fingerprint=make_report().hardware.fingerprint)
+    claim = work.claim(make_worker(fingerprint=make_report().hardware.fingerprint))
     assert claim is not None
     polled: list[list[str]] = []
 

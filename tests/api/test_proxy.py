@@ -20,7 +20,8 @@ from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
-from tests.api.conftest import Served, wait_until
+from tests.api.conftest import wait_until
+from tests.api.serving import Served
 from tests.contracts.samples import make_request
 
 CONFIGURATION = Path(__file__).parents[2] / "deploy" / "nginx.conf"

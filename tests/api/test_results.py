@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 from fastapi.testclient import TestClient
 
-from bexp.api import exports as api_exports
+from bexp.api import results as api_results
 from bexp.explorer.exports.exploration import Exploration, ExportError
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
@@ -80,7 +80,7 @@ def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
         exported.append(found)
         raise ExportError("nothing")
 
-    monkeypatch.setattr(api_exports, "export", export)
+    monkeypatch.setattr(api_results, "export", export)
     first = measure(queue)
     add_worker(queue.database)
     second, _ = queue.enqueue(make_request())

@@ -2,13 +2,13 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.api.settings import DEFAULT_API_URL, read_environment
+from bexp.api.settings import read_environment
 from bexp.client.address import is_loopback
 
 
 def test_nothing_need_be_set() -> None:
     environment = read_environment({"HOME": "/home/ada"})
-    assert environment.api_url == DEFAULT_API_URL
+    assert environment.api_url is None
     assert environment.api_token is None
     assert environment.database_url.startswith("sqlite:////")
     assert environment.database_url.endswith("/.local/share/bexp/bexp.db")

@@ -162,7 +162,7 @@ def test_an_odd_idempotency_key_is_refused(client: TestClient, key: str | bytes)
         (change("attention_backends", []), "attention_backends"),
         (change("attention_backends", ["../../etc"]), "attention_backends.0"),
         (change("parallelism.tensor", 2), "parallelism.tensor"),
-        (change("parallelism.context_parallel_size", 4), "context_parallel.sizes"),
+        (change("parallelism.context_parallel_size", 4), "parallelism.context_parallel_size"),
         (change("context_parallel", {"sizes": [2]}), "context_parallel.sizes"),
         (change("context_parallel", {"sizes": "two"}), "context_parallel.sizes"),
         (change("context_parallel", {"sizes": [1, "x"]}), "context_parallel.sizes"),

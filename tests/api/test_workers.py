@@ -15,8 +15,8 @@ from bexp.storage.jobs import JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
-from bexp.storage.workers import WorkerInfo, register_worker
-from tests.contracts.samples import make_recommendation, make_report, make_request
+from bexp.storage.workers import register_worker
+from tests.contracts.samples import make_recommendation, make_report, make_request, make_worker
 
 EXPLORATIONS = "/v1/explorations"
 HARDWARE = make_report().hardware
@@ -24,8 +24,14 @@ TARGETS = {"bexp": ""}
 
 
 def add_worker(queue: Queue, worker_id: str) -> None:
-    told = (HARDWARE.fingerprint, TARGETS, "cpu", {"torch": "2.13"}, HARDWARE.memory_limit_bytes)
-    register_worker(queue.database, WorkerInfo(worker_id, "host", 1, "cpu", "A device", 1, *told))
+    worker = make_worker(
+        *(worker_id, HARDWARE.device_kind, 1, HARDWARE.fingerprint),
+        memory_limit_bytes=HARDWARE.memory_limit_bytes,
+        targets=TARGETS,
+        devices="cpu",
+        versions={"torch": "2.13"},
+    )
+    register_worker(queue.database, worker)
 
 
 def listed(client: TestClient) -> dict[str, dict[str, Any]]:

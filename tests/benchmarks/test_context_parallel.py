@@ -8,7 +8,6 @@ import torch
 
 from benchmarks.context_parallel import compare
 from benchmarks.context_parallel_contenders import draw
-from benchmarks.context_parallel_peers import PEERS
 from bexp.kernels.context_parallel.layouts import LAYOUTS
 from tests.forked_ranks import run_ranks
 
@@ -22,9 +21,7 @@ def test_two_ranks_on_the_cpu(tmp_path: Path) -> None:
     checks = found["checks"]["flash"]
     for layout in ("alone", *LAYOUTS):
         assert max(checks[layout]["errors"].values()) <= 1e-5
-    for name in ("torch alltoall", *PEERS):
-        assert "errors" in checks[name] or checks[name]["reason"]
-    assert found["ring_flash_attn"].get("reason") or found["ring_flash_attn"]["kernels"]
+    assert "errors" in checks["torch alltoall"] or checks["torch alltoall"]["reason"]
     (cell,) = found["cells"]
     assert cell["seq_length"] == 64
     assert cell["ideal_seconds"] > 0

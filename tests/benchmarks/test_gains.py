@@ -1,4 +1,4 @@
-"""Gains on tables that hold the whole truth, and summaries that are computed again from stored rows."""
+"""Gains on tables that hold the whole truth, and the picture of a search on one."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import recompute
-from benchmarks.docs import picture
+from benchmarks import picture
 from benchmarks.gains import gains, summarize
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.api.answer import render_recommendation
@@ -48,10 +47,6 @@ def test_an_answer_compares_with_stock_candidates_that_were_not_fully_measured(t
     assert found.largest_without_recompute.gain == pytest.approx(1, abs=0.01)
     if found.stock.predicted:
         assert "predicted in part" in "\n".join(render_recommendation(found, truth.request))
-
-
-def test_stored_summaries_are_what_their_rows_say() -> None:
-    assert recompute.main(["--check"]) == 0
 
 
 def test_the_picture_is_that_of_the_recorded_table() -> None:

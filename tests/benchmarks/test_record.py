@@ -9,9 +9,10 @@ from benchmarks.record import Recorder, main, open_table, take_over
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialPlan
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import RecordedDevice
 from bexp.workers.replay.recording import Recording, RecordingError
@@ -129,9 +130,9 @@ def test_a_spent_budget_leaves_a_table_of_the_small_sizes(tmp_path: Path, monkey
 
     done, recorded = record(tmp_path / "t.jsonl", Slow(recording()), request(), seconds=0.4)
     assert not done
-    sizes = recorded.covered_request().micro_batch_sizes
+    sizes = recorded.covered_request().space.micro_batch_sizes
     assert 0 < len(sizes) < 5
-    assert sizes == request().micro_batch_sizes[: len(sizes)]
+    assert sizes == request().space.micro_batch_sizes[: len(sizes)]
 
 
 def test_what_is_larger_than_what_ran_out_of_memory_is_inferred(tmp_path: Path) -> None:
@@ -208,7 +209,7 @@ class DisturbedProfiler(TableProfiler):
         return measurement.model_copy(update=update)
 
 
-def test_a_tainted_run_is_recorded_and_made_again(tmp_path: Path) -> None:
+def test_a_contaminated_run_is_recorded_and_made_again(tmp_path: Path) -> None:
     complete = recording(whole_model_share=1.0)
     calm, disturbed = tmp_path / "calm.jsonl", tmp_path / "disturbed.jsonl"
     record(calm, TableProfiler(complete), request(), runs=2, whole="share", whole_models=2)
@@ -226,7 +227,7 @@ def test_a_tainted_run_is_recorded_and_made_again(tmp_path: Path) -> None:
         disturbed.unlink()
 
 
-def test_what_stays_tainted_is_left_for_the_next_start(tmp_path: Path) -> None:
+def test_what_stays_contaminated_is_left_for_the_next_start(tmp_path: Path) -> None:
     path, complete = tmp_path / "t.jsonl", recording()
     first = DisturbedProfiler(complete, range(5, 8))
     done, recorded = record(path, first, request())
@@ -234,7 +235,7 @@ def test_what_stays_tainted_is_left_for_the_next_start(tmp_path: Path) -> None:
     assert len(recorded.contaminated) == 3
     (lost,) = first.plans[5].components
     assert lost not in recorded.components
-    assert lost.micro_batch_size not in recorded.covered_request().micro_batch_sizes
+    assert lost.micro_batch_size not in recorded.covered_request().space.micro_batch_sizes
     second = TableProfiler(complete)
     done, recorded = record(path, second, request())
     assert done
@@ -303,5 +304,5 @@ def test_records_several_tables_in_one_process(
     said = capsys.readouterr()
     assert said.out.count(": complete") == 2
     assert "taken.jsonl" in said.err
-    lengths = [Recording.read(out / f"{name}.jsonl").header.request.model.seq_length for name in ("first", "second")]
+    lengths = [Recording.read(out / f"{name}.jsonl").header.request.shapes.seq_length for name in ("first", "second")]
     assert lengths == [16, 32]

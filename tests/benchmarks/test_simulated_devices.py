@@ -15,7 +15,7 @@ from tests.workers.replay.samples import request
 
 def table(kind: str, seed: int = 1, share: float = 1.0) -> Recording:
     asked = request()
-    return simulate("small", asked, h200_report(asked.model), seed, whole_model_share=share, kind=kind)
+    return simulate("small", asked, h200_report(asked.shapes), seed, whole_model_share=share, kind=kind)
 
 
 @pytest.mark.parametrize("kind", sorted(DEVICES))

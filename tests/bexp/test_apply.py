@@ -14,7 +14,7 @@ import torch
 import bexp
 from bexp.allocator import current_allocator, set_allocator
 from bexp.model_setup import applied_to
-from bexp.recommendation import RecommendationError
+from bexp.recommended_setup import RecommendationError
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.recompute import is_checkpointing
 from bexp.transformers.settings import SettingsError
@@ -125,7 +125,7 @@ def test_a_compiled_wrapper_is_set_up_inside_and_warned_of() -> None:
 def test_a_recommendation_is_read_from_a_file_a_text_and_an_object(tmp_path: Path) -> None:
     path = tmp_path / "best.json"
     path.write_text(json.dumps(document()))
-    found = [bexp.Recommendation.read(source) for source in (path, str(path), json.dumps(document()), document())]
+    found = [bexp.RecommendedSetup.read(source) for source in (path, str(path), json.dumps(document()), document())]
     assert all(recommendation == found[0] for recommendation in found)
     assert found[0].exploration_id == "exp-1"
 
@@ -133,13 +133,13 @@ def test_a_recommendation_is_read_from_a_file_a_text_and_an_object(tmp_path: Pat
 def test_settings_that_are_written_out_come_first() -> None:
     told = document()
     told["recommendation"]["settings"] = {"attention": "eager", "allocator": "expandable_segments"}
-    settings = bexp.Recommendation.read(told).settings
+    settings = bexp.RecommendedSetup.read(told).settings
     assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
 
 
 def test_a_model_whose_own_code_was_measured_stays_as_it_is() -> None:
     told = document(attention_backend="own", expert_backend=None)
-    settings = bexp.Recommendation.read(told).settings
+    settings = bexp.RecommendedSetup.read(told).settings
     assert (settings.attention, settings.loss) == (None, "library")
     model = models.tiny("olmoe")
     model.activation_checkpointing_enable()
@@ -175,7 +175,7 @@ def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
 def test_the_trainer_gets_the_number_formats_that_were_measured(
     training: dict[str, Any], weights: str, trainer: bool | None
 ) -> None:
-    told = bexp.Recommendation.read(told_of_a_config(training))
+    told = bexp.RecommendedSetup.read(told_of_a_config(training))
     assert told.dtype == weights
     assert bexp.training_arguments(told).get("bf16") is trainer
     for dtype in (torch.bfloat16, torch.float32):
@@ -184,7 +184,7 @@ def test_the_trainer_gets_the_number_formats_that_were_measured(
 
 
 def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
-    settings = bexp.Recommendation.read(document(kernels="liger", loss="liger")).settings
+    settings = bexp.RecommendedSetup.read(document(kernels="liger", loss="liger")).settings
     assert (settings.kernels, settings.loss) == ("liger", "liger")
 
 
@@ -202,7 +202,7 @@ def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
 )
 def test_what_is_no_recommendation_is_refused(source: object, reason: str) -> None:
     with pytest.raises(RecommendationError, match=reason):
-        bexp.Recommendation.read(source)  # type: ignore[arg-type]  # wrong on purpose
+        bexp.RecommendedSetup.read(source)  # type: ignore[arg-type]  # wrong on purpose
 
 
 def test_another_architecture_is_refused() -> None:
@@ -252,9 +252,9 @@ def test_training_arguments_keep_the_effective_batch() -> None:
 def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> None:
     told = document(micro_batch_size=6, recompute="full")
     own = told["recommendation"]["candidate"]
-    assert bexp.Recommendation.read(told).micro_batch_size == 6, "an earlier version names no other"
+    assert bexp.RecommendedSetup.read(told).micro_batch_size == 6, "an earlier version names no other"
     told["recommendation"]["dividing"] = {"candidate": own, "tokens_per_second": 1.0}
-    assert bexp.Recommendation.read(told).tokens_per_second == 1000.0, "it is the recommended one itself"
+    assert bexp.RecommendedSetup.read(told).tokens_per_second == 1000.0, "it is the recommended one itself"
     told["recommendation"]["whole_model"] = {"tokens_per_second": 990.0, "measurement": {"peak_bytes": 7}}
     told["recommendation"]["settings"] = {"attention": "eager"}
     told["recommendation"]["dividing"] = {
@@ -264,7 +264,7 @@ def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> No
         "peak_bytes": 9,
         "whole_model": None,
     }
-    found = bexp.Recommendation.read(told)
+    found = bexp.RecommendedSetup.read(told)
     assert (found.micro_batch_size, found.settings.recompute, found.settings.attention) == (8, "none", "sdpa:math")
     assert (found.tokens_per_second, found.confidence, found.peak_bytes) == (950.0, 80, 9)
     fields = bexp.training_arguments(told, world_size=1)

@@ -71,7 +71,10 @@ def test_a_persons_folders_of_the_same_names_work_beside_bexp(tmp_path: Path, ha
     code = f"""
 import sys; sys.path.insert(0, '')
 import {", ".join(f"{name}.mine" for name in names)}
-import bexp.api.cli, bexp.workers.settings, bexp.storage.queue, bexp.explorer.search.explore
+import bexp.api.cli, bexp.workers.settings, bexp.storage.queue, bexp.explorer.search.explore, torch
+weight = torch.nn.Parameter(torch.ones(8, 8))
+found = bexp.explore(step=lambda x: (x @ weight).sum().backward(), batch=lambda m: torch.ones(m, 8), sizes=(1, 4))
+assert found.confidence is not None, found
 assert {{m.mine.OWNER for m in ({", ".join(names)})}} == {{'the person'}}
 """
     child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
@@ -79,4 +82,4 @@ assert {{m.mine.OWNER for m in ({", ".join(names)})}} == {{'the person'}}
 
 
 def test_a_child_runs_a_module_without_the_working_directory() -> None:
-    assert module_command("bexp.workers", "--once") == [sys.executable, "-P", "-m", "bexp.workers", "--once"]
+    assert module_command("bexp.workers", "--job") == [sys.executable, "-P", "-m", "bexp.workers", "--job"]

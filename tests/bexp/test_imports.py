@@ -14,11 +14,14 @@ def imported(statement: str) -> set[str]:
     return {name[0] for name in names} | {".".join(name[:2]) for name in names if name[0] == "bexp"}
 
 
-@pytest.mark.parametrize(
-    "package", ["bexp", "bexp.kernels", "bexp.measure", "bexp.measure.nvml", "bexp.config_exploration"]
-)
+@pytest.mark.parametrize("package", ["bexp", "bexp.kernels", "bexp.measure", "bexp.measure.nvml"])
 def test_importing_the_package_loads_no_torch(package: str) -> None:
     assert not imported(f"import {package}") & {"torch", "triton", "transformers", "pydantic"}
+
+
+def test_exploring_a_configuration_loads_no_torch_and_no_service() -> None:
+    unwanted = {"torch", "sqlalchemy", "bexp.storage", "bexp.workers", "bexp.api"}
+    assert not imported("import bexp.config_exploration") & unwanted
 
 
 def test_the_kernels_and_the_measuring_load_no_service_no_triton_no_transformers_and_no_compiler() -> None:

@@ -14,9 +14,9 @@ from starlette.types import Receive, Scope, Send
 
 from benchmarks.simulated_tables import write
 from bexp.api.app import create_app
-from bexp.api.client import Client
 from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
+from bexp.client.client import Client
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialPlan
 from bexp.storage.database import Database, open_database

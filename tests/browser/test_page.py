@@ -60,7 +60,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
     browser.evaluate("document.querySelector('.list a').click()")
     browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.heatmap')")
 
-    best = service.client.recommendation(service.finished)
+    best = service.client.result(service.finished)
     assert best is not None
     assert best.recommendation is not None
     shown = browser.evaluate("[...document.querySelectorAll('.headline strong')].map((node) => node.textContent)")
@@ -91,7 +91,7 @@ def test_a_finished_exploration_is_shown_whole(browser: Chromium, service: Servi
 
 def test_a_plan_is_shown_with_its_mesh_and_its_pipeline(browser: Chromium, service: Service) -> None:
     open_exploration(browser, service, service.finished)
-    best = service.client.recommendation(service.finished)
+    best = service.client.result(service.finished)
     assert best is not None
     assert best.recommendation is not None
     plan = MeshPlan(

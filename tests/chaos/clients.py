@@ -111,7 +111,7 @@ class Clients:
     def owner_of(self, job_id: str) -> str:
         """Return the worker that holds a job."""
         with self._database.read() as connection:
-            return str(connection.scalar(sa.select(jobs.c.owner).where(jobs.c.id == job_id)))
+            return str(connection.scalar(sa.select(jobs.c.worker).where(jobs.c.id == job_id)))
 
     def time_cancel(self) -> float | None:
         """Return the seconds from the cancel of a running job to its end; null if it did not start or end in time.

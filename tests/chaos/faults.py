@@ -106,7 +106,7 @@ class Faults:
 
     def _owners(self) -> list[str]:
         """The workers that hold a job, as far as the database tells it now."""
-        query = sa.select(jobs.c.owner).where(jobs.c.state == JobState.RUNNING.value)
+        query = sa.select(jobs.c.worker).where(jobs.c.state == JobState.RUNNING.value)
         with suppress(*DATABASE_TROUBLE), self._opened.read() as connection:
             return [str(owner) for owner in connection.scalars(query)]
         return []

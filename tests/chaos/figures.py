@@ -36,7 +36,7 @@ from tests.chaos.databases import PostgresServer, SqliteFile
 from tests.chaos.followers import follow_jobs
 from tests.chaos.processes import LEASE_SECONDS, Service
 from tests.chaos.result import percentile, read_commit, write_document
-from tests.contracts.samples import make_progress, make_request
+from tests.contracts.samples import make_progress, make_request, make_worker
 
 NUM_FINISHED, NUM_QUEUED, NUM_CLIENTS = 10_000, 1_000, 8
 POST_LIMITS_SECONDS = {"SQLite": 0.25, "PostgreSQL": 0.1}
@@ -118,7 +118,7 @@ def _fill(database: Database) -> None:
     """Copy one finished and one waiting exploration, with their logs."""
     queue = Queue(database)
     done, waits = (queue.enqueue(make_request(device_kind="cuda"))[0] for _ in range(2))
-    claim = queue.claim("w", device_kind="cuda", num_devices=1, fingerprint="f", among=[done.id])
+    claim = queue.claim(make_worker("w", device_kind="cuda"), among=[done.id])
     assert claim is not None
     for number in range(12):
         queue.record(claim.lease, make_progress(number))

@@ -18,7 +18,7 @@ from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from tests.chaos.processes import Service
-from tests.contracts.samples import make_request
+from tests.contracts.samples import make_request, make_worker
 
 NUM_JOBS, NUM_EVENTS, NUM_DISCONNECTS, NUM_RESTARTS = 50, 20, 5, 20
 """Explorations, events of each, disconnects of each follower, and kills of the API."""
@@ -45,7 +45,7 @@ def follow_jobs(service: Service, database: Database, num_followers: int) -> dic
     leases = []
     for _ in range(NUM_JOBS):
         queue.enqueue(make_request(device_kind="cuda"))
-        claim = queue.claim("w", device_kind="cuda", num_devices=1, fingerprint="f")
+        claim = queue.claim(make_worker("w", device_kind="cuda"))
         assert claim is not None
         leases.append(claim.lease)
     followers = [Follower(leases[number % NUM_JOBS].job_id) for number in range(num_followers)]

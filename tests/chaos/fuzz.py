@@ -40,7 +40,7 @@ from bexp.storage.tables import jobs
 from tests.chaos.fuzz_inputs import UNKNOWN_ID, Request, draw, seeds
 from tests.chaos.processes import ROOT
 from tests.chaos.result import read_commit, write_document
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 MOST_CPU_SECONDS = 1.0
 MOST_SECONDS = 30.0
@@ -253,7 +253,7 @@ def _make_job(database: Database) -> str:
     """Return the id of a running job with a recommendation."""
     work = Queue(database)
     job, _ = work.enqueue(make_request())
-    claim = work.claim("a", device_kind="cpu", num_devices=1, fingerprint=make_report().hardware.fingerprint)
+    claim = work.claim(make_worker(fingerprint=make_report().hardware.fingerprint))
     assert claim is not None
     work.pin(claim.lease, make_report())
     work.record(claim.lease, make_progress(0))

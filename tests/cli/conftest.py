@@ -11,13 +11,15 @@ import pytest
 from typer.testing import CliRunner
 
 from bexp.api.cli import app
-from bexp.api.embedded import EmbeddedService
+from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
+from tests.api.serving import start
 from tests.cli.samples import ANSWER, EVENTS, RECOMMENDATION
+from tests.contracts.samples import make_worker
 
 Run = Callable[..., "Finished"]
 
@@ -37,8 +39,9 @@ def service(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> 
     path = tmp_path_factory.mktemp("service") / "bexp.db"
     path.write_bytes(sqlite_template.read_bytes())
     database_url = f"sqlite:///{path}"
-    with EmbeddedService(database_url, with_worker=False) as embedded:
-        yield embedded.url, database_url
+    served = start(ServiceSettings(database_url, poll_seconds=0.05))
+    yield served.url, database_url
+    served.stop()
 
 
 @pytest.fixture
@@ -47,10 +50,15 @@ def queue(service: tuple[str, str], open_url: Callable[[str], Database]) -> Queu
     return Queue(open_url(service[1]))
 
 
-@pytest.fixture
-def bexp(service: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
-    """Runs a command in this process, in an empty folder, against the service."""
-    monkeypatch.setenv("BEXP_API_URL", service[0])
+@pytest.fixture(params=["service", "database"])
+def bexp(
+    request: pytest.FixtureRequest, service: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Runs a command in this process, in an empty folder: against the service, and in its database."""
+    if request.param == "service":
+        monkeypatch.setenv("BEXP_API_URL", service[0])
+    else:
+        monkeypatch.delenv("BEXP_API_URL", raising=False)
     monkeypatch.setenv("BEXP_DATABASE_URL", service[1])
     monkeypatch.delenv("BEXP_API_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -82,7 +90,7 @@ class ScriptedWorker:
     def _run(self) -> None:
         deadline = time.monotonic() + 60
         while time.monotonic() < deadline:
-            claim = self._queue.claim("scripted", device_kind="cpu", num_devices=1, fingerprint="f")
+            claim = self._queue.claim(make_worker("scripted"))
             if claim is None:
                 time.sleep(0.05)
                 continue

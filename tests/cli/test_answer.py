@@ -6,8 +6,8 @@ import pytest
 
 from bexp.api.answer import render_answer, render_recommendation
 from bexp.api.cli.results import usage_rows
-from bexp.api.client import Job
 from bexp.api.text import bytes_text
+from bexp.client.explorations import Exploration
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
@@ -68,7 +68,7 @@ def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_ru
     best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
     completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
-    assert advice in usage_rows(Job.model_validate(job_document()), answer, best)[0]
+    assert advice in usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
 
 
 def test_the_heading_says_how_a_transformers_model_was_trained() -> None:

@@ -8,7 +8,8 @@ from collections.abc import Callable, Iterator
 import httpx
 import pytest
 
-from bexp.api.client import Client, ProblemError, ServiceError
+from bexp.client.client import Client
+from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.records.event import EventCode
 from tests.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
 from tests.contracts.samples import make_trial
@@ -78,7 +79,10 @@ def test_problem_names_every_field_and_rule() -> None:
         (lambda _: httpx.Response(200, text="<html>"), "did not answer with JSON"),
         (lambda _: httpx.Response(200, json=["?"]), "cannot be read"),
         (lambda _: httpx.Response(200, json={"id": "job1"}), "cannot be read"),
-        (lambda _: httpx.Response(200, json=job_document(id="x/../../../../evil/pwn")), "Job cannot be read: id"),
+        (
+            lambda _: httpx.Response(200, json=job_document(id="x/../../../../evil/pwn")),
+            "Exploration cannot be read: id",
+        ),
     ],
 )
 def test_a_failing_service_is_a_service_error(handler: Handler, expected: str) -> None:
@@ -95,10 +99,9 @@ def test_a_password_in_the_url_is_not_shown() -> None:
 
 
 def test_nobody_at_the_url_is_a_service_error() -> None:
-    with Client("http://127.0.0.1:9", timeout=2.0) as client:
-        assert not client.is_alive()
-        with pytest.raises(ServiceError, match=r"no service answers at http://127\.0\.0\.1:9"):
-            client.get("job1")
+    gone = pytest.raises(ServiceError, match=r"no service answers at http://127\.0\.0\.1:9")
+    with Client("http://127.0.0.1:9", timeout=2.0) as client, gone:
+        client.get("job1")
 
 
 def test_a_certificate_that_is_not_trusted_is_named_with_the_way_out() -> None:
@@ -106,15 +109,14 @@ def test_a_certificate_that_is_not_trusted_is_named_with_the_way_out() -> None:
         raise httpx.ConnectError("[SSL: CERTIFICATE_VERIFY_FAILED] certificate verify failed", request=request)
 
     with client_of(refuse) as client, pytest.raises(ServiceError, match=r"verify failed; .* SSL_CERT_FILE"):
-        client.check_alive()
+        client.connection.check_alive()
 
 
 @pytest.mark.parametrize("body", ["<p>Hello</p>", '{"status": "well"}'])
 def test_what_is_no_service_of_this_kind_is_said(body: str) -> None:
-    with client_of(lambda _: httpx.Response(200, text=body)) as client:
-        assert not client.is_alive()
-        with pytest.raises(ServiceError, match="is not a bexp service"):
-            client.check_alive()
+    other = client_of(lambda _: httpx.Response(200, text=body))
+    with other as client, pytest.raises(ServiceError, match="is not a bexp service"):
+        client.connection.check_alive()
 
 
 @pytest.mark.parametrize("url", ["localhost:8642", "", "http://[::1", "ftp://host"])
@@ -132,20 +134,13 @@ def test_an_id_never_leaves_its_place_in_the_path(job_id: str) -> None:
         client.get(job_id)
 
 
-def test_another_service_at_the_url_is_not_taken_for_ours() -> None:
-    with client_of(lambda _: httpx.Response(200, text="ok")) as client:
-        assert not client.is_alive()
-    with client_of(lambda _: httpx.Response(200, json={"status": "alive"})) as client:
-        assert client.is_alive()
-
-
 def test_a_proxy_is_not_asked_for_this_machine(service: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
     with Client(service[0]) as client:
-        assert client.is_alive()
+        client.connection.check_alive()
 
 
 def test_list_and_recommendation_and_trials() -> None:
@@ -155,14 +150,14 @@ def test_list_and_recommendation_and_trials() -> None:
         if request.url.path.endswith("/trials"):
             first = "cursor" not in request.url.params
             return httpx.Response(200, json={"items": [], "next_cursor": "c" if first else None})
-        assert dict(request.url.params) == {"state": "queued", "limit": "2"}
-        return httpx.Response(200, json={"items": [job_document("queued", request=None)], "next_cursor": "c"})
+        assert request.url.params["state"] == "queued"
+        first = "cursor" not in request.url.params
+        items = [job_document("queued", request=None)]
+        return httpx.Response(200, json={"items": items, "next_cursor": "c" if first else None})
 
     with client_of(handler) as client:
-        page = client.list(state="queued", limit=2)
-        assert [job.model for job in page.jobs] == ["tiny"]
-        assert page.next_cursor == "c"
-        result = client.recommendation("job1")
+        assert [job.model for job in client.list(state="queued")] == ["tiny", "tiny"]
+        result = client.result("job1")
         assert result is not None
         assert result.final
         assert result.recommendation is not None

@@ -1,23 +1,28 @@
-"""What `bexp explore` does beside following its job."""
+"""What `bexp explore` and `bexp submit` do beside following their job."""
 
 from __future__ import annotations
 
 import re
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
-from unittest.mock import Mock
 
 import pytest
+import sqlalchemy as sa
+import yaml
 
-from bexp.api.cli import explore, resume
-from bexp.api.cli import submit as submission
+from bexp.api.cli import explore, local_run, resume
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.options import parse_fields, split_target
-from bexp.api.client import ProblemError
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.cli.samples import REQUEST
+from bexp.storage.queue import Queue
+from bexp.storage.tables import workers
+from bexp.storage.workers import register_worker
+from tests.cli.conftest import Run
+from tests.cli.samples import REQUEST, TINY
+from tests.contracts.samples import make_worker
 
 
 @pytest.mark.parametrize(
@@ -37,7 +42,7 @@ from tests.cli.samples import REQUEST
 )
 def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], counts: tuple[int, ...]) -> None:
     request = ExplorationRequest.model_validate(REQUEST.model_dump() | {"batch_size": 64} | changes)
-    assert explore.usable_device_counts(request) == counts
+    assert local_run.usable_device_counts(request) == counts
 
 
 @pytest.mark.parametrize(
@@ -49,7 +54,7 @@ def test_too_few_named_devices_are_refused_before_anything_starts(
 ) -> None:
     expected = nullcontext() if enough else pytest.raises(CommandError, match=f"needs {needed} devices")
     with expected:
-        explore._check_number_of_devices(device, needed)
+        local_run._check_number_of_devices(device, needed)
 
 
 @pytest.mark.parametrize(
@@ -67,42 +72,41 @@ def test_a_gpu_that_is_not_there_is_refused_before_anything_starts(
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     told = f"device '{missing}' does not exist: 2 CUDA devices are visible"
     with pytest.raises(CommandError, match=told) if missing else nullcontext():
-        explore._check_devices(device)
+        local_run._check_devices(device)
 
 
 @pytest.mark.parametrize(
     ("name", "targets", "note"),
     [
         ("bexp", [], None),
-        ("transformers", [], None),
-        ("transformers", [{"bexp": "1"}], "no worker has the target 'transformers': exploration .* waits"),
         ("my-gpt", [], "no worker has the target 'my-gpt': "),
-        ("my-gtp", [{"bexp": "1", "my-gpt": "2"}], r"target 'my-gtp' \(did you mean 'my-gpt'\?\): "),
+        (
+            "my-gtp",
+            [{"bexp": "1", "my-gpt": "2"}],
+            r"target 'my-gtp' \(did you mean 'my-gpt'\?\): exploration .* waits",
+        ),
         ("my-gpt", [{"bexp": "1"}, {"my-gpt": "2"}], None),
     ],
 )
 def test_a_submission_says_if_no_worker_has_its_target(
-    name: str, targets: list[dict[str, str]], note: str | None
+    bexp: Run, queue: Queue, tmp_path: Path, name: str, targets: list[dict[str, str]], note: str | None
 ) -> None:
-    client, job = Mock(), Mock(is_final=False, id="a")
-    client.workers.return_value = [Mock(state="idle", targets=each) for each in targets]
-    client.workers.return_value += [Mock(state="lost", targets={name: "1"})]
-    found = submission.missing_target(client, job, name)
-    assert (found is None) if note is None else re.match(f".*{note}", str(found))
-    client.workers.side_effect = ProblemError(403, {"title": "forbidden"})
-    assert submission.missing_target(client, job, name) is None
-
-
-def test_an_id_is_printed_before_the_service_is_asked_for_its_workers(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    client = Mock(**{"submit.return_value": Mock(is_final=False, id="abc"), "workers.side_effect": KeyboardInterrupt})
-    monkeypatch.setattr(submission, "connect", lambda: nullcontext(client))
-    monkeypatch.setattr("bexp.api.cli.options.read_request", lambda *_: REQUEST)
-    monkeypatch.setattr("bexp.api.cli.options.collect_fields", dict)
-    with pytest.raises(KeyboardInterrupt):
-        submission.submit(config=Path(), device=None, target=None, priority=0, watch=False, as_json=False)
-    assert capsys.readouterr().out == "abc\n"
+    """The id is printed whatever is said of the workers; a lost worker has no target."""
+    with queue.database.begin() as connection:
+        connection.execute(sa.delete(workers))
+    for number, each in enumerate([{name: "1"}, *targets]):
+        register_worker(queue.database, make_worker(f"h-{number}-cpu", targets=each))
+    with queue.database.begin() as connection:
+        hour_ago = queue.database.clock(-timedelta(hours=1))
+        connection.execute(sa.update(workers).where(workers.c.id == "h-0-cpu").values(last_seen_at=hour_ago))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(TINY if name == "bexp" else {"target": name}))
+    done = bexp("submit", config)
+    assert re.fullmatch(r"[0-9a-f]{16}\n", done.stdout)
+    assert re.search(note, done.stderr) if note else done.stderr == ""
+    bexp("cancel", done.stdout.strip())
+    with queue.database.begin() as connection:
+        connection.execute(sa.delete(workers))
 
 
 @pytest.mark.parametrize(

@@ -14,10 +14,10 @@ from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
-from bexp.storage.workers import WorkerInfo, forget_worker, register_worker
+from bexp.storage.workers import forget_worker, register_worker
 from tests.cli.conftest import Run
 from tests.cli.samples import ANSWER, TINY
-from tests.contracts.samples import make_report
+from tests.contracts.samples import make_report, make_worker
 
 ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}
 REPORT = make_report().model_copy(update={"hardware": make_report().hardware.model_copy(update=ROOM)})
@@ -55,9 +55,9 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
 ) -> None:
     assert "bexp worker" in bexp("workers").stderr
     first = bexp("submit", config).stdout.strip()
-    claim = queue.claim("w-1", device_kind="cpu", num_devices=1, fingerprint=REPORT.hardware.fingerprint)
+    claim = queue.claim(make_worker("w-1", fingerprint=REPORT.hardware.fingerprint))
     assert claim is not None
-    info = WorkerInfo("w-1", "host", 1, "cpu", "A device", 1, REPORT.hardware.fingerprint, {"bexp": ""}, "cpu")
+    info = make_worker("w-1", fingerprint=REPORT.hardware.fingerprint, devices="cpu")
     register_worker(queue.database, replace(info, memory_limit_bytes=REPORT.hardware.memory_limit_bytes))
     assert f"measuring {first}" in bexp("workers").stdout
     queue.pin(claim.lease, REPORT)

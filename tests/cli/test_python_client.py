@@ -14,7 +14,7 @@ import pytest
 
 import bexp
 from bexp import config_exploration
-from bexp.client.connection import ProblemError
+from bexp.client.errors import ProblemError
 from bexp.client.view import ExplorationView
 from bexp.config_exploration import ExplorationError
 from bexp.explorer.records.event import EventCode
@@ -29,7 +29,8 @@ def test_an_exploration_is_submitted_followed_and_its_answer_applied(
 ) -> None:
     with bexp.Client(service[0]) as client, worker():
         submitted = client.submit(TINY, seed=3)
-        assert (submitted.state, submitted.document["request"]["seed"]) == ("queued", 3)
+        assert submitted.request is not None
+        assert (submitted.state, submitted.request.seed) == ("queued", 3)
         codes = [event.code for event in client.events(submitted.id)]
         assert (codes[0], codes[-1]) == (EventCode.QUEUED, EventCode.SUCCEEDED)
         assert client.wait(submitted.id).state == "succeeded"
@@ -37,8 +38,8 @@ def test_an_exploration_is_submitted_followed_and_its_answer_applied(
         assert recommendation is not None
         assert (recommendation.micro_batch_size, recommendation.exploration_id) == (4, submitted.id)
         assert next(iter(client.list(state="succeeded"))).id == submitted.id
-        assert client.trials(submitted.id) == []
-        assert "micro_batch_size" in client.export(submitted.id, "cerebras")
+        assert client.trials(submitted.id) == ()
+        assert "micro_batch_size" in client.export(submitted.id, "cerebras").text
         with pytest.raises(ProblemError) as refused:
             client.submit(TINY, batchsize=3)
         assert refused.value.lines()[1].startswith("batchsize: ")
@@ -112,7 +113,7 @@ def test_the_examples_of_the_documentation_run(
     assert names["result"].exploration.state == "succeeded"
     size, confidence = map(int, capsys.readouterr().out.splitlines()[0].split())
     assert (size, confidence > 90) == (4, True)
-    assert bexp.Recommendation.read("best.json").micro_batch_size == size
+    assert bexp.RecommendedSetup.read("best.json").micro_batch_size == size
 
 
 def test_a_wrong_configuration_for_this_machine_is_named(monkeypatch: pytest.MonkeyPatch, sqlite_url: str) -> None:

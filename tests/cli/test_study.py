@@ -17,7 +17,7 @@ from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from tests.cli.samples import REQUEST
-from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial
+from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial, make_worker
 
 PASSWORD = "a-secret"
 
@@ -42,7 +42,7 @@ def job_id(database: Database) -> str:
     """A job that a worker has claimed, with a trial of each of two variants."""
     queue = Queue(database)
     queue.enqueue(make_request(num_query_groups=[4, 1]))
-    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    claim = queue.claim(make_worker())
     assert claim is not None
     queue.pin(claim.lease, make_report())
     queue.record(claim.lease, make_progress(0))
@@ -112,7 +112,7 @@ def test_an_exploration_is_found_by_the_beginning_of_its_id_and_as_the_latest(
     [
         ("nothing", "no exploration begins with 'nothing'; `bexp list` shows them"),
         ("%%%%", "no exploration begins with '%%%%'"),
-        ("", "there is no study of an exploration ''"),
+        ("", "There is no exploration with this id"),
         ("latest", "there is no exploration yet"),
     ],
 )

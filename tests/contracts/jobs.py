@@ -18,6 +18,7 @@ from bexp.storage.trials import read_trials
 from tests.contracts.samples import (
     make_recommendation,
     make_report,
+    make_worker,
 )
 
 FINGERPRINT = make_report().hardware.fingerprint
@@ -29,12 +30,12 @@ ANSWER = Answer(
 )
 
 
-def claim_next(queue: Queue, owner: str = "a", *, kind: str = "cpu", fingerprint: str = FINGERPRINT) -> Claim | None:
-    return queue.claim(owner, device_kind=kind, num_devices=1, fingerprint=fingerprint)
+def claim_next(queue: Queue, worker: str = "a", *, kind: str = "cpu", fingerprint: str = FINGERPRINT) -> Claim | None:
+    return queue.claim(make_worker(worker, device_kind=kind, fingerprint=fingerprint))
 
 
-def claim_one(queue: Queue, owner: str = "a") -> Claim:
-    claim = claim_next(queue, owner)
+def claim_one(queue: Queue, worker: str = "a") -> Claim:
+    claim = claim_next(queue, worker)
     assert claim is not None
     return claim
 

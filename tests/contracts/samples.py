@@ -6,14 +6,16 @@ from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.workers import WorkerInfo
 
 MODEL = ModelSpec(
     name="tiny", num_layers=2, hidden_size=32, ffn_hidden_size=64, num_attention_heads=4, vocab_size=64, seq_length=16
@@ -38,6 +40,14 @@ def make_report(device_name: str = "A device", device_kind: str = "cpu") -> Devi
     return DeviceReport(
         hardware=hardware, attention_backends=(BackendSupport(name="math", usable=True),), default_attention="math"
     )
+
+
+def make_worker(
+    worker_id: str = "a", device_kind: str = "cpu", num_devices: int = 1, fingerprint: str = "f", **changes: Any
+) -> WorkerInfo:
+    told = {"host": "host", "pid": 1, "device_name": "A device", "memory_limit_bytes": 1, "targets": {"bexp": ""}}
+    known = {"device_kind": device_kind, "num_devices": num_devices, "fingerprint": fingerprint}
+    return WorkerInfo(**{"id": worker_id, **told, **known, **changes})
 
 
 def make_candidate(micro_batch_size: int = 1) -> Candidate:

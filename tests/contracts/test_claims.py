@@ -21,7 +21,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 
 def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
@@ -43,7 +43,7 @@ def test_a_worker_claims_only_jobs_whose_target_it_has(database: Database) -> No
     reference = queue.enqueue(make_request())[0]
 
     def claim_with(**targets: str) -> str | None:
-        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=targets)
+        claim = queue.claim(make_worker(fingerprint=FINGERPRINT, targets=targets))
         return claim.job.id if claim is not None else None
 
     assert claim_with(other="1") is None
@@ -60,7 +60,7 @@ def test_a_claim_can_be_limited_to_some_jobs(database: Database) -> None:
     oldest, second, third = (queue.enqueue(make_request())[0].id for _ in range(3))
 
     def claim_among(*job_ids: str) -> str | None:
-        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, among=job_ids)
+        claim = queue.claim(make_worker(fingerprint=FINGERPRINT), among=job_ids)
         return claim.job.id if claim is not None else None
 
     assert claim_among() is None
@@ -96,12 +96,13 @@ from datetime import timedelta
 from bexp.storage.database import open_database
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.workers import WorkerInfo
 database = open_database(sys.argv[1])
 queue = Queue(database, QueueSettings(lease=timedelta(hours=1)))
 print("ready", flush=True)
 sys.stdin.readline()
 for _ in range(60):
-    claim = queue.claim(sys.argv[2], device_kind="cpu", num_devices=1, fingerprint="f")
+    claim = queue.claim(WorkerInfo(sys.argv[2], "host", 1, "cpu", "A device", 1, "f", 1, {"bexp": ""}))
     if claim is not None:
         print(claim.job.id, flush=True)
 database.dispose()
@@ -164,10 +165,10 @@ def test_a_job_whose_trials_cannot_be_read_ends(database: Database) -> None:
     claim = claim_one(queue)
     queue.record(claim.lease, make_progress(0))
     with database.begin() as connection:
-        connection.execute(sa.update(trials).values(trial={"number": "none"}))
+        connection.execute(sa.update(trials).values(trial={"measurement": "none"}))
     queue.release(claim.lease)
     assert claim_next(queue) is None
-    assert "trial.number" in (get_job(database, job.id).error or "")
+    assert "trial.measurement" in (get_job(database, job.id).error or "")
 
 
 @pytest.mark.parametrize(
@@ -183,7 +184,7 @@ def test_a_job_whose_devices_share_sequences_waits_for_as_many(
     job, _ = queue.enqueue(make_request(num_devices=4, batch_size=8, context_parallel=spec))
 
     def claim(num_devices: int) -> Claim | None:
-        return queue.claim("a", device_kind="cpu", num_devices=num_devices, fingerprint=FINGERPRINT)
+        return queue.claim(make_worker(num_devices=num_devices, fingerprint=FINGERPRINT))
 
     assert claim(first - 1) is None
     found = make_report()

@@ -17,7 +17,7 @@ from bexp.storage.components import find_earlier_runs, keep_components, prune_co
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import components
-from tests.contracts.samples import MODEL, make_report, make_request, make_trial
+from tests.contracts.samples import MODEL, make_report, make_request, make_trial, make_worker
 
 SOFTWARE = {"bexp": "1.0"}
 
@@ -114,7 +114,7 @@ def test_a_job_reuses_what_was_known_when_it_was_first_claimed(database: Databas
     queue, report = Queue(database), make_report()
     queue.enqueue(make_request())
     keep(database, "earlier", make_trial(0))
-    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+    claim = queue.claim(make_worker(fingerprint=report.hardware.fingerprint))
     assert claim is not None
     pinned = queue.pin(claim.lease, report, software=SOFTWARE)
     assert len(pinned.earlier.runs) == 1

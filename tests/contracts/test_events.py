@@ -1,20 +1,22 @@
-"""The event log on both databases: recommendations are stored as differences, and read from any place."""
+"""The event log on both databases: what another row holds is stored there alone, and read with its event."""
 
 from __future__ import annotations
 
 import pytest
 import sqlalchemy as sa
 
-from bexp.explorer.records.event import EventCode, EventDraft, Progress
-from bexp.storage.compact import CHAINED, dump_json
+from bexp.explorer.records.event import EventCode, EventDraft, Progress, recommendation_event
+from bexp.explorer.search.event_messages import end_event
 from bexp.storage.database import Database
-from bexp.storage.events import BLOCK, read_events
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from bexp.storage.tables import events
+from bexp.storage.tables import events, recommendations
+from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_recommendation, make_request
 
-NUM_EVENTS = 2 * BLOCK + 5
+NUM_EVENTS = 20
 
 
 @pytest.fixture
@@ -22,15 +24,14 @@ def lease(database: Database) -> Lease:
     """A job whose log holds recommendations, some written together, with other events between them."""
     work = Queue(database)
     work.enqueue(make_request())
-    claim = work.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
-    assert claim is not None
-    document = make_recommendation().model_dump(mode="json")
+    claim = claim_one(work)
     seq = 2
     while seq < NUM_EVENTS:
         drafts = [
-            EventDraft(code=code, message=f"line é {number}", data={"number": number, "recommendation": document})
+            EventDraft(code=EventCode.TRIAL, message=f"line é {number}", data={"number": number})
+            if number % 5 == 0
+            else recommendation_event(make_recommendation(number))
             for number in range(seq + 1, seq + 4)
-            for code in [EventCode.TRIAL if number % 5 == 0 else EventCode.RECOMMENDATION]
         ]
         seq = work.record(claim.lease, Progress(events=tuple(drafts[: NUM_EVENTS - seq])))
     return claim.lease
@@ -39,23 +40,71 @@ def lease(database: Database) -> Lease:
 def test_each_place_of_a_log_can_be_read(database: Database, lease: Lease) -> None:
     log = read_events(database, lease.job_id, limit=1000)
     assert [event.seq for event in log] == list(range(1, NUM_EVENTS + 1))
-    assert [(event.data["number"], event.message) for event in log[2:]] == [
-        (seq, f"line é {seq}") for seq in range(3, NUM_EVENTS + 1)
-    ]
+    for event in log[2:]:
+        if event.seq % 5 == 0:
+            assert (event.message, event.data) == (f"line é {event.seq}", {"number": event.seq})
+        else:
+            expected = recommendation_event(make_recommendation(event.seq))
+            assert (event.code, event.message, event.data) == (expected.code, expected.message, expected.data)
     for after in range(NUM_EVENTS + 2):
         assert read_events(database, lease.job_id, after=after, limit=3) == log[after : after + 3]
 
 
-def test_a_recommendation_takes_few_bytes_after_another_and_one_of_an_earlier_version_is_read(
-    database: Database, lease: Lease
-) -> None:
-    log = read_events(database, lease.job_id, limit=1000)
-    stored = sa.select(events.c.data).order_by(events.c.seq)
+def test_each_recommendation_has_a_row_that_is_written_with_its_event(database: Database, lease: Lease) -> None:
     with database.read() as connection:
-        sizes = {data[0]: len(data) for data in connection.scalars(stored) if isinstance(data, bytes)}
-        assert sizes[CHAINED] < 60
-    here = (events.c.job_id == lease.job_id) & (events.c.seq == BLOCK + 3)
-    plain = dump_json(log[BLOCK + 2].data).encode()
-    with database.begin() as connection:
-        connection.execute(sa.update(events).where(here).values(data=plain))
-    assert read_events(database, lease.job_id, limit=1000) == log
+        rows = connection.execute(sa.select(recommendations).order_by(recommendations.c.seq)).all()
+    log = [event for event in read_events(database, lease.job_id) if event.code is EventCode.RECOMMENDATION]
+    assert [(row.seq, row.at) for row in rows] == [(event.seq, event.at) for event in log]
+    first = rows[0]
+    assert (first.micro_batch_size, first.performance, first.confidence) == (3, 1.2, 45)
+    assert (first.tokens_per_second, first.peak_bytes) == (1000.0, 1 << 20)
+    assert first.candidate["attention_backend"] == "math"
+    assert None not in first.candidate.values()
+
+
+def test_an_answer_is_stored_once_and_read_with_the_event_of_the_end(database: Database, lease: Lease) -> None:
+    assert ANSWER.timings
+    told = end_event(ANSWER.model_copy(update={"timings": {}}))
+    step = Progress(events=(told,), recommendation=ANSWER.recommendation, answer=ANSWER)
+    Queue(database).finish(lease, JobState.SUCCEEDED, last=step)
+    last = read_events(database, lease.job_id, after=NUM_EVENTS)[0]
+    assert (last.code, last.data) == (EventCode.SUCCEEDED, told.data)
+    job = get_job(database, lease.job_id)
+    assert (job.answer, job.recommendation) == (ANSWER, ANSWER.recommendation)
+    with database.read() as connection:
+        stored = connection.scalar(sa.select(events.c.data).where(events.c.seq == last.seq))
+    assert stored == {"answer": {"timings": {}}}
+
+
+def test_the_event_of_an_earlier_end_keeps_its_answer(database: Database, lease: Lease) -> None:
+    queue = Queue(database)
+    nothing = ANSWER.model_copy(
+        update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "no"}),)}
+    )
+    queue.finish(lease, JobState.FAILED, last=Progress(events=(end_event(nothing),), answer=nothing))
+    before = read_events(database, lease.job_id)
+    queue.resume(lease.job_id)
+    assert get_job(database, lease.job_id).answer is None
+    queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, last=Progress(events=(end_event(ANSWER),), answer=ANSWER))
+    log = read_events(database, lease.job_id)
+    assert log[: len(before)] == before
+    assert [event.data["answer"] for event in log if event.code.ends_job] == [
+        nothing.model_dump(mode="json"),
+        ANSWER.model_dump(mode="json"),
+    ]
+
+
+@pytest.mark.parametrize(
+    ("given", "stored"),
+    [("a\0b", "ab"), ("\\u0000", "\\u0000"), ("\\\0", "\\"), ("é\ud800", "é?"), ("\n\x01", "\n\x01")],
+)
+def test_text_that_a_database_refuses_is_stored_without_it(
+    database: Database, lease: Lease, given: str, stored: str
+) -> None:
+    draft = EventDraft.model_construct(code=EventCode.WARNING, message=given, data={"reason": given})
+    Queue(database).record(lease, Progress(events=(draft,)))
+    found = read_events(database, lease.job_id, after=NUM_EVENTS)[0]
+    assert (found.message, found.data) == (stored, {"reason": stored})
+    text = sa.text("SELECT data ->> 'reason' FROM bexp_events WHERE seq = :seq")
+    with database.read() as connection:
+        assert connection.scalar(text.bindparams(seq=found.seq)) == stored

@@ -24,7 +24,7 @@ from bexp.storage.tokens import (
     revoke_token,
     verify_token,
 )
-from tests.contracts.samples import make_request
+from tests.contracts.samples import make_request, make_worker
 
 A = Caller("team-a", USUAL_SCOPES, "ci", "10.0.0.1")
 B = Caller("team-b", USUAL_SCOPES)
@@ -40,7 +40,7 @@ def test_the_jobs_of_another_owner_are_not_there(database: Database) -> None:
     queue = Queue(database)
     mine, _ = submit(queue, A)
     for look in (get_job, get_summary):
-        assert look(database, mine, owner=A.sees).owned_by == "team-a"
+        assert look(database, mine, owner=A.sees).owner == "team-a"
         assert look(database, mine, owner=ADMIN.sees).id == mine
         with pytest.raises(JobNotFoundError):
             look(database, mine, owner=B.sees)
@@ -73,7 +73,7 @@ def test_an_idempotency_key_is_free_again(database: Database, end: str) -> None:
         with database.begin() as connection:
             connection.execute(sa.update(jobs).values(created_at=database.clock(-timedelta(hours=24, seconds=1))))
     else:
-        claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+        claim = queue.claim(make_worker("w"))
         assert claim is not None
         if end == "failed":
             queue.finish(claim.lease, JobState.FAILED)
@@ -88,7 +88,7 @@ def test_an_idempotency_key_is_free_again(database: Database, end: str) -> None:
 def test_a_succeeded_job_keeps_its_key_for_a_day(database: Database) -> None:
     queue = Queue(database)
     first, _ = submit(queue, A, "k")
-    claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint="f")
+    claim = queue.claim(make_worker("w"))
     assert claim is not None
     queue.finish(claim.lease, JobState.SUCCEEDED)
     assert submit(queue, A, "k") == (first, False)

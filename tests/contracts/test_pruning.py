@@ -16,7 +16,7 @@ from bexp.storage.pruning import JobNotFinishedError, delete_job, drop_finished_
 from bexp.storage.queue import Queue
 from bexp.storage.studies import write_studies
 from bexp.storage.tables import events, jobs, trials
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 
 @pytest.fixture
@@ -26,7 +26,7 @@ def finished(database: Database) -> list[str]:
     found = []
     for days in (4, 3, 2, 1, 0):
         queue.enqueue(make_request())
-        claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+        claim = queue.claim(make_worker())
         assert claim is not None
         queue.pin(claim.lease, make_report())
         queue.record(claim.lease, make_progress(0))
@@ -51,7 +51,7 @@ def test_finished_jobs_are_kept_by_age_and_by_count(database: Database, finished
 
 def test_an_owner_with_many_jobs_does_not_displace_those_of_another(database: Database, finished: list[str]) -> None:
     with database.begin() as connection:
-        connection.execute(sa.update(jobs).where(jobs.c.id == finished[0]).values(owned_by="modest"))
+        connection.execute(sa.update(jobs).where(jobs.c.id == finished[0]).values(owner="modest"))
     assert find_prunable(database, keep=2) == finished[1:3]
     assert find_prunable(database, keep=1) == finished[:3]
 

@@ -24,9 +24,9 @@ from bexp.storage.queue import Queue
 from bexp.storage.quotas import QueuedQuotaError, Quota, set_quota
 from bexp.storage.reuse import find_answer
 from bexp.storage.run_reports import insert_run_report
-from bexp.storage.workers import WorkerInfo, WorkerState, forget_worker, list_known_workers, register_worker
+from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, register_worker
 from tests.contracts.jobs import expire
-from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial
+from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial, make_worker
 
 HARDWARE = make_report().hardware
 FINGERPRINT = HARDWARE.fingerprint
@@ -39,16 +39,16 @@ def claim_next(
     queue: Queue,
     targets: dict[str, str] | None = None,
     fingerprint: str = FINGERPRINT,
-    memory_limit_bytes: int | None = HARDWARE.memory_limit_bytes,
+    memory_limit_bytes: int = HARDWARE.memory_limit_bytes,
 ) -> Claim | None:
     return queue.claim(
-        "w",
-        device_kind="cpu",
-        num_devices=1,
-        fingerprint=fingerprint,
-        targets=TARGETS if targets is None else targets,
-        software=PACKAGES,
-        memory_limit_bytes=memory_limit_bytes,
+        make_worker(
+            "w",
+            fingerprint=fingerprint,
+            targets=TARGETS if targets is None else targets,
+            memory_limit_bytes=memory_limit_bytes,
+            versions=PACKAGES,
+        )
     )
 
 
@@ -81,10 +81,10 @@ def add_worker(
     fingerprint: str = FINGERPRINT,
     targets: Mapping[str, str] = TARGETS,
     packages: Mapping[str, str] = PACKAGES,
-    memory_limit_bytes: int | None = HARDWARE.memory_limit_bytes,
+    memory_limit_bytes: int = HARDWARE.memory_limit_bytes,
 ) -> None:
     versions = {"python": "3.12", "torch": "2.13", **packages}
-    info = WorkerInfo("live", "host", 1, "cpu", "A device", 1, fingerprint, targets, "cpu", versions)
+    info = make_worker("live", fingerprint=fingerprint, targets=targets, devices="cpu", versions=versions)
     register_worker(database, replace(info, memory_limit_bytes=memory_limit_bytes))
 
 
@@ -157,14 +157,13 @@ def test_other_hardware_and_other_versions_measure_again(database: Database) -> 
         (1.3, {}, False),  # other candidates may fit
         (0.7, {}, False),
         (0.7, {"memory_limit_gib": 0.25}, True),  # the request's own limit holds on a CPU, whatever is free
-        (None, {}, False),  # a worker of an earlier version does not tell it
     ],
 )
 def test_an_answer_serves_where_about_as_much_memory_may_be_used(
-    database: Database, share: float | None, changes: dict[str, Any], serves: bool
+    database: Database, share: float, changes: dict[str, Any], serves: bool
 ) -> None:
     queue = Queue(database)
-    limit = None if share is None else round(share * HARDWARE.memory_limit_bytes)
+    limit = round(share * HARDWARE.memory_limit_bytes)
     first = measure(queue, **changes)
     add_worker(database, memory_limit_bytes=limit)
     assert source(queue, **changes) == (first.id if serves else None)
@@ -185,7 +184,7 @@ def test_an_answer_whose_recommendation_does_not_fit_does_not_serve(database: Da
 def test_a_stored_answer_takes_nothing_of_a_quota(database: Database) -> None:
     queue = Queue(database)
     first = measure(queue)
-    set_quota(database, LOCAL.owner, Quota(max_queued=0, max_running=0, max_device_seconds=0))
+    set_quota(database, LOCAL.owner, Quota(max_queued=0, max_running=0))
     with pytest.raises(QueuedQuotaError):
         queue.enqueue(make_request())
     add_worker(database)
@@ -269,7 +268,7 @@ def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database:
         queue.pin(claim.lease, make_report())
         queue.finish(claim.lease, state, answer=answer)
         assert source(queue) is None
-        assert queue.claim("x", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
+        assert queue.claim(make_worker("x", fingerprint=FINGERPRINT)) is not None
 
 
 def test_a_report_of_a_real_run_makes_the_next_request_measure_again(database: Database) -> None:
@@ -314,7 +313,7 @@ def test_nobody_gets_deletes_or_sees_what_belongs_to_others(database: Database) 
     first = measure(queue)
     theirs, _ = queue.enqueue(make_request(), by=OTHER)
     assert theirs.state is JobState.QUEUED
-    claim = queue.claim("live", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, targets=TARGETS)
+    claim = queue.claim(make_worker("live", fingerprint=FINGERPRINT, targets=TARGETS))
     assert claim is not None
     assert claim.job.id == theirs.id
     shown = {owner: list_known_workers(database, owner=owner)[0] for owner in (None, "other", "local")}

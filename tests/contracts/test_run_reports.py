@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.run_report import RunReport
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.storage import run_reports as storage_run_reports
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobNotFoundError
@@ -16,7 +16,7 @@ from bexp.storage.leases import Lease
 from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 REPORT: dict[str, Any] = {
     "tokens_per_second": 71_500.5,
@@ -41,7 +41,7 @@ def job_id(database: Database) -> str:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
     report = make_report()
-    claim = queue.claim("w", device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+    claim = queue.claim(make_worker("w", fingerprint=report.hardware.fingerprint))
     assert claim is not None
     queue.record(claim.lease, make_progress(0))
     return job.id
@@ -101,7 +101,7 @@ def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reach
 
     def begin(worker: str, by: Caller = LOCAL, **changes: Any) -> tuple[Lease, DeviceReport]:
         queue.enqueue(make_request(**changes), by=by)
-        claim = queue.claim(worker, device_kind="cpu", num_devices=1, fingerprint=report.hardware.fingerprint)
+        claim = queue.claim(make_worker(worker, fingerprint=report.hardware.fingerprint))
         assert claim is not None
         return claim.lease, queue.pin(claim.lease, report)
 

@@ -9,8 +9,8 @@ from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.statistics import read_statistics
-from bexp.storage.workers import WorkerInfo, register_worker
-from tests.contracts.samples import make_request, make_trial
+from bexp.storage.workers import register_worker
+from tests.contracts.samples import make_request, make_trial, make_worker
 
 
 def test_an_empty_database_counts_zero(database: Database) -> None:
@@ -25,13 +25,13 @@ def test_counts(database: Database) -> None:
     queue = Queue(database)
     for _ in range(3):
         queue.enqueue(make_request())
-    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    claim = queue.claim(make_worker())
     assert claim is not None
     queue.record(claim.lease, Progress(trial=make_trial(0)))
     queue.record(claim.lease, Progress(trial=make_trial(1, Outcome.OUT_OF_MEMORY)))
     queue.record(claim.lease, Progress(trial=make_trial(2)))
     for worker_id, kind in (("a", "cuda"), ("b", "cuda"), ("c", "cpu")):
-        register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, "f", {"bexp": worker_id}))
+        register_worker(database, make_worker(worker_id, device_kind=kind, targets={"bexp": worker_id}))
     statistics = read_statistics(database)
     assert statistics.jobs_by_state[JobState.QUEUED] == 2
     assert statistics.jobs_by_state[JobState.RUNNING] == 1
@@ -48,8 +48,8 @@ def test_what_a_quota_holds_back_is_no_lack_of_workers(database: Database) -> No
     for _ in range(2):
         queue.enqueue(make_request())
     set_quota(database, EVERYBODY, Quota(max_running=1))
-    assert queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f") is not None
-    register_worker(database, WorkerInfo("a", "host", 1, "cpu", "A device", 1, "f", {"bexp": ""}))
+    assert queue.claim(make_worker()) is not None
+    register_worker(database, make_worker())
     queue.note_waiting(grace=timedelta(0))
     statistics = read_statistics(database)
     assert statistics.jobs_by_state[JobState.QUEUED] == statistics.num_held_back == 1

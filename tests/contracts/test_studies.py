@@ -13,14 +13,14 @@ from bexp.storage.jobs import JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.studies import StudyLocation, drop_studies, write_studies
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 
 def make_job(database: Database, *numbers: int) -> tuple[Queue, Lease]:
     """A running job with these trials, whose micro-batch is one more than their number."""
     queue = Queue(database)
     queue.enqueue(make_request())
-    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    claim = queue.claim(make_worker())
     assert claim is not None
     queue.pin(claim.lease, make_report())
     for number in numbers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from concurrent.futures import ThreadPoolExecutor
-from datetime import UTC, date, datetime, timedelta
+from datetime import timedelta
 from threading import Barrier
 
 import pytest
@@ -19,9 +19,9 @@ from bexp.storage.leases import Claim
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, QueuedQuotaError, Quota, list_quotas, set_quota
-from bexp.storage.tables import jobs, usage
-from bexp.storage.workers import WorkerInfo, register_worker
-from tests.contracts.samples import make_request
+from bexp.storage.tables import jobs
+from bexp.storage.workers import register_worker
+from tests.contracts.samples import make_request, make_worker
 
 MANY = 1000
 
@@ -35,13 +35,13 @@ def submit(queue: Queue, owner: str, priority: int = 0) -> str:
 
 
 def claim(queue: Queue, worker: str = "w") -> Claim | None:
-    return queue.claim(worker, device_kind="cpu", num_devices=1, fingerprint="f")
+    return queue.claim(make_worker(worker))
 
 
 def claim_owner(queue: Queue) -> tuple[str, Claim]:
     found = claim(queue)
     assert found is not None
-    return found.job.owned_by, found
+    return found.job.owner, found
 
 
 def copy_job(database: Database, job_id: str, times: int) -> None:
@@ -49,18 +49,6 @@ def copy_job(database: Database, job_id: str, times: int) -> None:
     with database.begin() as connection:
         row = dict(connection.execute(sa.select(jobs).where(jobs.c.id == job_id)).one()._mapping)
         connection.execute(sa.insert(jobs), [row | {"id": secrets.token_hex(8)} for _ in range(times)])
-
-
-def make_long(database: Database, found: Claim, seconds: float) -> None:
-    """Let a claim have been made so long ago."""
-    with database.begin() as connection:
-        past = database.clock(-timedelta(seconds=seconds))
-        connection.execute(sa.update(jobs).where(jobs.c.id == found.job.id).values(claimed_at=past))
-
-
-def booked(database: Database, owner: str) -> float:
-    with database.read() as connection:
-        return connection.scalar(sa.select(usage.c.device_seconds).where(usage.c.owner == owner)) or 0.0
 
 
 def test_an_owner_with_a_thousand_queued_jobs_does_not_starve_another(database: Database) -> None:
@@ -159,9 +147,9 @@ def test_claims_at_once_keep_the_running_quota(database: Database) -> None:
     submit(queue, "b")
     with ThreadPoolExecutor(8) as pool:
         claims = [found for found in pool.map(lambda i: claim(queue, f"w{i}"), range(12)) if found is not None]
-    assert sorted(found.job.owned_by for found in claims) == ["a", "a", "b"]
+    assert sorted(found.job.owner for found in claims) == ["a", "a", "b"]
     assert claim(queue) is None
-    mine = next(found for found in claims if found.job.owned_by == "a")
+    mine = next(found for found in claims if found.job.owner == "a")
     queue.finish(mine.lease, JobState.FAILED)
     assert claim_owner(queue)[0] == "a"
 
@@ -175,57 +163,20 @@ def test_claims_at_once_serve_owners_in_turn(database: Database) -> None:
         together.wait()
         found = claim(queue, f"w{i}")
         assert found is not None
-        return found.job.owned_by
+        return found.job.owner
 
     with ThreadPoolExecutor(6) as pool:
         assert sorted(pool.map(take, range(6))) == ["a"] * 3 + ["b"] * 3
 
 
-def test_device_seconds_are_booked_when_a_lease_ends_and_hold_claims_back(database: Database) -> None:
-    queue = Queue(database)
-    set_quota(database, "a", Quota(max_device_seconds=100))
-    ids = [submit(queue, "a") for _ in range(3)]
-    found = claim(queue)
-    assert found is not None
-    make_long(database, found, 70)
-    queue.release(found.lease)
-    assert booked(database, "a") == pytest.approx(70, abs=5)
-    queue.request_cancel(ids[0])  # it waits now, so nothing more is booked
-    assert booked(database, "a") == pytest.approx(70, abs=5)
-    found = claim(queue)
-    assert found is not None
-    make_long(database, found, 40)
-    assert claim(queue) is None, "what the running job has used so far counts"
-    queue.finish(found.lease, JobState.SUCCEEDED)
-    assert booked(database, "a") == pytest.approx(110, abs=5)
-    assert claim(queue) is None
-    with database.begin() as connection:
-        connection.execute(sa.update(usage).values(day=date(2026, 1, 1)))
-    assert claim(queue) is not None, "a new day"
-    assert booked(database, "a") == 0
-
-
-def test_the_time_of_a_lost_lease_is_not_booked(database: Database) -> None:
-    queue = Queue(database)
-    submit(queue, "a")
-    found = claim(queue)
-    assert found is not None
-    make_long(database, found, 70)
-    with database.begin() as connection:
-        connection.execute(sa.update(jobs).values(lease_expires_at=database.clock(-timedelta(seconds=1))))
-    queue.request_cancel(found.job.id)
-    assert get_job(database, found.job.id).state is JobState.CANCELLED
-    assert booked(database, "a") == 0
-
-
 def jobs_of(database: Database, owner: str) -> list[str]:
     with database.read() as connection:
-        return list(connection.scalars(sa.select(jobs.c.id).where(jobs.c.owned_by == owner)))
+        return list(connection.scalars(sa.select(jobs.c.id).where(jobs.c.owner == owner)))
 
 
 def test_a_job_that_its_quota_holds_back_says_so_once_and_never_fails_for_it(database: Database) -> None:
     queue = Queue(database)
-    worker = WorkerInfo("w", "h", 1, "cpu", "A device", 1, "f", {"bexp": ""})
+    worker = make_worker("w", host="h")
     register_worker(database, worker)
     set_quota(database, "a", Quota(max_running=1))
     for _ in range(2):
@@ -248,11 +199,9 @@ def test_a_job_that_its_quota_holds_back_says_so_once_and_never_fails_for_it(dat
     notes = [event.message for event in read_events(database, held) if event.code is EventCode.WAITING]
     assert notes == [f"Waiting: {reason}"]
     assert get_job(database, held).state is JobState.QUEUED
-    set_quota(database, "a", Quota(max_device_seconds=0))
+    set_quota(database, "a", Quota(max_running=0))
     note()
-    today = datetime.now(UTC).date()
-    expected = f"the quota of owner 'a': 0 device seconds a day, all used on {today} (UTC)"
-    assert get_job(database, held).waiting_reason == expected
+    assert get_job(database, held).waiting_reason == "the quota of owner 'a': 0 running at a time"
     set_quota(database, "a", None)
     note()
     assert get_job(database, held).waiting_reason is None

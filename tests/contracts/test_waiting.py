@@ -14,8 +14,8 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs
 from bexp.storage.waiting import describe_duration
-from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker
-from tests.contracts.samples import make_report, make_request
+from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
+from tests.contracts.samples import make_report, make_request, make_worker
 
 NO_GRACE = timedelta(0)
 FINGERPRINT = make_report().hardware.fingerprint
@@ -25,7 +25,7 @@ def add_worker(
     database: Database, worker_id: str = "w", kind: str = "cpu", fingerprint: str = FINGERPRINT, **targets: str
 ) -> None:
     targets = targets or {"bexp": "0.1.0"}
-    register_worker(database, WorkerInfo(worker_id, "host", 1, kind, "A device", 1, fingerprint, targets))
+    register_worker(database, make_worker(worker_id, device_kind=kind, fingerprint=fingerprint, targets=targets))
 
 
 def reasons(database: Database, job_id: str) -> list[str]:
@@ -116,7 +116,7 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
     add_worker(database, "reference")
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == ["none with the target 'my-gpt' is running"]
-    register_worker(database, WorkerInfo("own", "host", 2, "cpu", "A device", 1, FINGERPRINT, {"my-gpt": "2.0"}))
+    register_worker(database, make_worker("own", pid=2, fingerprint=FINGERPRINT, targets={"my-gpt": "2.0"}))
     queue.note_waiting(grace=NO_GRACE)
     assert get_job(database, job.id).waiting_reason is None
 
@@ -124,7 +124,7 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
 def test_a_table_that_is_replayed_is_no_worker_for_every_job(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
-    register_worker(database, WorkerInfo("r", "host", 1, "cpu", "A, replayed", 1, FINGERPRINT, {"bexp": "1"}))
+    register_worker(database, make_worker("r", device_name="A, replayed", fingerprint=FINGERPRINT))
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == [
         "only recorded tables are replayed, and each takes the explorations that it can answer"
@@ -146,7 +146,7 @@ def test_a_job_of_transformers_says_how_to_install_it(database: Database) -> Non
 def test_a_pinned_job_names_its_hardware(database: Database) -> None:
     queue = Queue(database, QueueSettings(lease=timedelta(0)))
     job, _ = queue.enqueue(make_request())
-    claim = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT)
+    claim = queue.claim(make_worker(fingerprint=FINGERPRINT))
     assert claim is not None
     queue.pin(claim.lease, make_report())
     add_worker(database, fingerprint="another")
@@ -155,7 +155,7 @@ def test_a_pinned_job_names_its_hardware(database: Database) -> None:
         "none with the hardware that this exploration started on is running (A device, 1.0 GiB, torch 2.13)"
     ]
     assert get_job(database, job.id).state is JobState.RUNNING
-    assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
+    assert queue.claim(make_worker("b", fingerprint=FINGERPRINT)) is not None
     assert get_job(database, job.id).waiting_reason is None
 
 
@@ -172,7 +172,7 @@ def test_a_job_pinned_by_another_version_waits_like_any_other(database: Database
 def test_a_running_job_does_not_wait(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
-    assert queue.claim("a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT) is not None
+    assert queue.claim(make_worker(fingerprint=FINGERPRINT)) is not None
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == []
 

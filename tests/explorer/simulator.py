@@ -17,6 +17,7 @@ from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, expert_chunk, shard_of
 from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Conditions,
@@ -25,11 +26,11 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
+from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
@@ -100,7 +101,7 @@ class SimulatedDevice:
             number = component.overlap_degree
             predicted = replace(predicted, device=number * predicted.device, host=number * predicted.host)
         speed = self.layout_speed.get(component.context_parallel_layout or "", 1.0)
-        speed *= {**ATTENTION_SPEED, **EXPERT_SPEED}.get(component.backend or "", 0.65)
+        speed *= {**ATTENTION_SPEED, **EXPERT_SPEED}.get(str(component.backend), 0.65)
         batch = (component.bta_tile or component.micro_batch_size) / component.context_parallel_size
         own = 1 + 0.01 * (zlib.crc32(component.key.encode()) % 100 / 50 - 1)
         if component.kind is ComponentKind.OPTIMIZER:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN
+from bexp.kernels.experts.fused.hopper_tiles import GATE_UP_GEMM, GRAD_HIDDEN
 from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles, on_hopper_tiles
 
 PATHS = ("chosen", "triton", "hopper", "hopper, the other way to gather", "hopper, rows by token")

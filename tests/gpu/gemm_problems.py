@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from bexp.kernels.experts.hopper import gemm as hopper
+from bexp.kernels.experts.hopper_grouped import gemm as hopper
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 

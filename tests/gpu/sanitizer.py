@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.experts.auto.digest import kernels_digest
-from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
 from tests.gpu.sanitizer_races import MARK, hazards, num_of_warp_specialize, only_of_warp_specialize
 
 TOOLS = ("memcheck", "racecheck", "synccheck")
@@ -181,7 +181,7 @@ def _merge() -> list[Tensor]:
 
 
 def _combine() -> list[Tensor]:
-    from bexp.kernels.experts.quack.combine import sum_rows
+    from benchmarks.contenders.quack_combine import sum_rows
 
     places = torch.randperm(130, device="cuda").to(torch.int32)
     return [sum_rows(_random(130, 200), places, 2, torch.rand(65, 2, device="cuda"))]
@@ -199,8 +199,8 @@ def _random(*shape: int) -> Tensor:
 
 
 CASES: dict[str, Callable[[], list[Tensor]]] = {
-    "hopper": _Gemm("bexp.kernels.experts.hopper.gemm", False),
-    "hopper, transposed": _Gemm("bexp.kernels.experts.hopper.gemm", True),
+    "hopper": _Gemm("bexp.kernels.experts.hopper_grouped.gemm", False),
+    "hopper, transposed": _Gemm("bexp.kernels.experts.hopper_grouped.gemm", True),
     "triton": _Gemm("bexp.kernels.experts.triton_gemm", False),
     "triton, transposed": _Gemm("bexp.kernels.experts.triton_gemm", True),
     "fused, few rows": _Fused("chosen", 40),

@@ -73,7 +73,7 @@ def fused_without_hopper(*args: Any) -> Tensor:
 
 def fused_on_hopper(*args: Any) -> Tensor:
     from bexp.kernels.experts.fused.function import fused_ffn
-    from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+    from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
     from tests.gpu.fused_paths import ON_HOPPER
 
     if not has_hopper_kernels(DEVICE):
@@ -109,7 +109,7 @@ IMPLEMENTATIONS: dict[str, FFN] = {
     "fused, Hopper": fused_on_hopper,
     "fused, operator": fused_operator,
     "triton_grouped": grouped("bexp.kernels.experts.triton_gemm"),
-    "hopper_grouped": grouped("bexp.kernels.experts.hopper.gemm"),
+    "hopper_grouped": grouped("bexp.kernels.experts.hopper_grouped.gemm"),
 }
 
 

@@ -12,7 +12,7 @@ from bexp.kernels.experts.auto import plans
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape
 from bexp.kernels.experts.auto.products import EVEN, KERNELS, PRODUCTS, STOCK, gemm_of, mixed
 from bexp.kernels.experts.auto.table import row_class
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import expert_backend, expert_support
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.shapes import ExpertsShape
@@ -38,7 +38,7 @@ def device() -> torch.device:
 
 
 def fresh() -> ExpertBackend:
-    from bexp.kernels.experts.auto.backend import auto_backend
+    from bexp.kernels.experts.auto.auto_experts import auto_backend
 
     names = [each.name for each in expert_support(experts_shape(), device()) if each.name != "auto"]
     return auto_backend(expert_backend(name) for name in names)[0]

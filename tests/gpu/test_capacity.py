@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bexp.kernels.experts.backend import ExpertBackend
 from bexp.kernels.experts.capacity import ExpertsWithCapacity
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.shapes import ExpertsShape
 from tests.bexp.kernels import expert_cases, references

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from benchmarks.expert_reference import expert_ffn
-from bexp.kernels.experts.backend import ExpertBackend
-from bexp.kernels.experts.fused.backend import FUSED
-from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.expert_backend import ExpertBackend
+from bexp.kernels.experts.fused.fused_experts import FUSED
+from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
 from bexp.kernels.experts.registry import expert_support
 from bexp.kernels.launcher import Launch
 from tests.bexp.kernels import expert_cases, references

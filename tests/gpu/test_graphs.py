@@ -285,9 +285,9 @@ def train_reference(execution: str, recompute: str, experts: str | None) -> Trai
     )
     candidate = Candidate.model_validate(
         {"micro_batch_size": 2, "attention_backend": "flash", "recompute": recompute, "expert_backend": experts}
-        | {"num_query_groups": request.model.query_groups}
+        | {"num_query_groups": request.shapes.query_groups}
     )
-    run = ReferenceTrainingRun(Instruments(DEVICE), request.model, candidate, request)
+    run = ReferenceTrainingRun(Instruments(DEVICE), request.shapes, candidate, request)
     run.begin()
     for _ in range(2):
         run.step()

@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.kernels.experts.comparisons.block_sparse import dsd, sdd, transposed_dsd
-from bexp.kernels.experts.comparisons.block_topology import block_topology
-from bexp.kernels.experts.comparisons.cublas_grouped import CublasGemm
-from bexp.kernels.experts.hopper import gemm as hopper
-from bexp.kernels.experts.registry import expert_backend, expert_support
+from benchmarks.contenders.block_sparse import dsd, sdd, transposed_dsd
+from benchmarks.contenders.block_topology import block_topology
+from benchmarks.contenders.cublas_grouped import CublasGemm
+from benchmarks.contenders.registry import contender
+from bexp.kernels.experts.hopper_grouped import gemm as hopper
+from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.experts.triton_gemm import multiply, multiply_rows, sum_over_rows
 from bexp.kernels.experts.triton_tiles import LARGE, LOW, SHALLOW, SMALL, SQUARE
 from bexp.kernels.shapes import ExpertsShape
@@ -140,14 +141,14 @@ def test_block_sparse_products(counts: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("name", OURS)
 def test_the_whole_ffn(name: str, case: expert_cases.ExpertCase) -> None:
     case = replace(case, width=128)
-    errors = expert_cases.errors(expert_backend(name), case, torch.bfloat16, CUDA)
+    errors = expert_cases.errors(contender(name), case, torch.bfloat16, CUDA)
     assert errors["out"] <= 1e-2, errors
     assert max(errors.values()) <= 2e-2, errors  # through several operations, each rounded to bfloat16
 
 
 @pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
 def test_the_whole_ffn_in_float32(case: expert_cases.ExpertCase) -> None:
-    errors = expert_cases.errors(expert_backend("cublas_grouped"), case, torch.float32, CUDA)
+    errors = expert_cases.errors(contender("cublas_grouped"), case, torch.float32, CUDA)
     assert max(errors.values()) <= 1e-5, errors
 
 
@@ -157,7 +158,7 @@ def test_back_ends_agree_with_the_loop(name: str, num_experts: int, top_k: int) 
     case = expert_cases.ExpertCase("large", 2048, num_experts, top_k, hidden=512, width=256, skew=1.0)
     routes, tensors = expert_cases.problem(case, torch.bfloat16, CUDA)
     wanted = expert_cases.run(expert_backend("loop"), case, routes, tensors)
-    first, second = (expert_cases.run(expert_backend(name), case, routes, tensors) for _ in range(2))
+    first, second = (expert_cases.run(contender(name), case, routes, tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for value, expected in zip(first, wanted, strict=True):
         assert relative_error(value, expected) <= 1e-2
@@ -212,7 +213,7 @@ def test_operands_of_more_than_two_to_the_31_numbers() -> None:
 def test_support() -> None:
     def reasons(dtype: torch.dtype, width: int = 128) -> dict[str, str | None]:
         shape = ExpertsShape(hidden_size=256, ffn_hidden_size=width, num_experts=8, top_k=2, dtype=dtype)
-        return {s.name: s.reason for s in expert_support(shape, CUDA) if s.name in OURS}
+        return {name: contender(name).unsupported_reason(shape, CUDA) for name in OURS}
 
     assert reasons(torch.bfloat16) == dict.fromkeys(OURS)
     assert reasons(torch.float16) == dict.fromkeys(OURS)

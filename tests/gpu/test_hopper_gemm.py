@@ -7,8 +7,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from bexp.kernels.experts.hopper import gemm as hopper
-from bexp.kernels.experts.hopper import tiles as hopper_tiles
+from bexp.kernels.experts.hopper_grouped import gemm as hopper
+from bexp.kernels.experts.hopper_grouped import tiles as hopper_tiles
 from tests.bexp.kernels import gemm_cases
 from tests.bexp.kernels.gemm_cases import GemmCase
 from tests.bexp.kernels.references import relative_error

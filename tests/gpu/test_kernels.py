@@ -7,7 +7,6 @@ import torch
 
 from bexp.kernels.activations import Activation, activate
 from bexp.kernels.attention import attention_backend, attention_support, default_attention_backend
-from bexp.kernels.experts.quack.backend import QUACK
 from bexp.kernels.experts.registry import default_expert_backend, expert_backend, expert_support
 from bexp.kernels.loss import float32_log_softmax
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
@@ -114,8 +113,8 @@ def test_grouped_mm_never_waits_for_the_device() -> None:
 
 
 def test_expert_support() -> None:
-    reasons = {s.name: s.reason for s in expert_support(experts_shape(), CUDA) if s.name != QUACK.name}
-    assert set(reasons.values()) == {None}, reasons  # quack's package is optional
+    reasons = {s.name: s.reason for s in expert_support(experts_shape(), CUDA)}
+    assert set(reasons.values()) == {None}, reasons
     assert default_expert_backend(experts_shape(), CUDA) == "grouped_mm"
 
 

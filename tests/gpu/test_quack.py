@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bexp.kernels.experts.quack.backend import QUACK
+from benchmarks.contenders.quack_experts import QUACK
 from tests.bexp.kernels import expert_cases, references
 from tests.bexp.kernels.poison import poisoned_memory
 from tests.gpu.test_fused import expected

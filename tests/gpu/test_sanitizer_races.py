@@ -9,7 +9,7 @@ import pytest
 from tests.gpu import sanitizer
 from tests.gpu.sanitizer_races import hazards, num_of_warp_specialize, only_of_warp_specialize
 
-ROWS = Path(__file__).parents[2] / "bexp/kernels/experts/hopper/rows_kernel.py"
+ROWS = Path(__file__).parents[2] / "bexp/kernels/experts/hopper_grouped/rows_kernel.py"
 BASE = 0x324D0
 
 

@@ -1,4 +1,4 @@
-"""What README.md and docs/ show exists: commands, files, links and generated tables."""
+"""What README.md and docs/ show exists: commands, files, links and fields. `tests/benchmarks` has their figures."""
 
 from __future__ import annotations
 
@@ -11,15 +11,18 @@ import pytest
 import typer.main
 
 import bexp
-from benchmarks.docs.sections import fill, pages
+from benchmarks import request_page
 from bexp.api.cli import app
 from bexp.api.cli.commands import COMMANDS, load_command
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 
 ROOT = Path(__file__).parents[2]
-PAGES = pages()
+DOCS = sorted((ROOT / "docs").glob("*.md"))
+PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md"))]
 LONGEST_README = 220
+MOST_WORDS = 30_000
+"""Of all pages in docs/ together."""
 MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}
 """What parts of requests that are shown belong to."""
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
@@ -42,19 +45,19 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= LONGEST_README
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_make_targets_that_are_shown_exist(page: Path) -> None:
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), flags=re.MULTILINE))
     assert set(re.findall(r"^\$? ?make ([a-z]+)", _code(page), flags=re.MULTILINE)) <= targets
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_are_shown_exist(page: Path) -> None:
     known = set(getattr(typer.main.get_command(app), "commands", {}))
     assert set(re.findall(r"^\$? ?bexp ([a-z]+)", _code(page), flags=re.MULTILINE)) <= known
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_shown_exist(page: Path) -> None:
     for line in re.findall(r"\bbexp ([a-z]+(?: [^\n|;#`)]*)?)", _code(page)):
         name, *words = line.split()
@@ -67,7 +70,7 @@ def test_options_that_are_shown_exist(page: Path) -> None:
         assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, f"bexp {line}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_requests_that_are_shown_are_accepted(page: Path) -> None:
     for block in _blocks(page, "yaml"):
         shown = load_document(block)
@@ -82,7 +85,7 @@ def test_requests_that_are_shown_are_accepted(page: Path) -> None:
         parse_request({**about, **shown})
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_python_that_is_shown_is_python_and_what_it_takes_from_bexp_exists(page: Path) -> None:
     for block in _blocks(page, "python"):
         ast.parse(block)
@@ -91,7 +94,7 @@ def test_python_that_is_shown_is_python_and_what_it_takes_from_bexp_exists(page:
         assert hasattr(bexp, name) or importlib.util.find_spec(f"bexp.{name}"), f"bexp.{name}"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_files_and_modules_that_are_shown_exist(page: Path) -> None:
     code = _code(page)
     # What follows the name of another repository, such as `pytorch/torchtitan`, is a file of that one. A command writes
@@ -105,9 +108,9 @@ def test_files_and_modules_that_are_shown_exist(page: Path) -> None:
         assert folder.with_suffix(".py").exists() or (folder / "__main__.py").exists(), module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_lead_somewhere(page: Path) -> None:
-    for target in re.findall(r"\]\(([^)]+)\)", page.read_text()):
+    for target in re.findall(r"\]\((?!https?:)([^)]+)\)", page.read_text()):
         path, _, heading = target.partition("#")
         found = page.parent / path if path else page
         assert found.exists(), target
@@ -119,7 +122,13 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not heading or heading in slugs, target
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_generated_parts_are_current(page: Path) -> None:
-    text = page.read_text()
-    assert fill(text) == text, "run python -m benchmarks.docs"
+def test_the_fields_of_a_request_are_those_of_the_schema() -> None:
+    assert request_page.PAGE.read_text() == request_page.render(), "run python -m benchmarks.request_page"
+
+
+def test_the_documents_are_short() -> None:
+    assert sum(len(page.read_text().split()) for page in DOCS) <= MOST_WORDS
+
+
+def test_the_changelog_is_short() -> None:
+    assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 40

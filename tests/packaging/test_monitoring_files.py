@@ -21,8 +21,8 @@ from bexp.api.settings import DEFAULT_PORT, ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from bexp.storage.workers import WorkerInfo, register_worker
-from tests.contracts.samples import make_request
+from bexp.storage.workers import register_worker
+from tests.contracts.samples import make_request, make_worker
 from tests.packaging.deployments import DEPLOY
 
 PROMETHEUS = DEPLOY / "prometheus"
@@ -51,7 +51,7 @@ EXPRESSIONS = {rule["alert"]: rule["expr"] for rule in rules()} | {
 @pytest.fixture
 def exported(sqlite_database: Database, sqlite_url: str) -> Exported:
     """What /metrics exports: each sample's labels by its name, and their values."""
-    register_worker(sqlite_database, WorkerInfo("w", "host", 1, "cuda", "A device", 1, "f", {"bexp": "0.1.0"}))
+    register_worker(sqlite_database, make_worker("w", device_kind="cuda", targets={"bexp": "0.1.0"}))
     done, _ = Queue(sqlite_database).enqueue(make_request())
     with sqlite_database.begin() as connection:
         ended = {"state": "succeeded", "finished_at": sqlite_database.clock(timedelta(seconds=9))}

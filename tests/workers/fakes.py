@@ -5,11 +5,12 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
 from tests.contracts.samples import make_candidate, make_recommendation, make_report
@@ -84,7 +85,7 @@ def fake_explore(
         plan = TrialPlan(
             number=number,
             kind=TrialKind.COMPONENTS,
-            model=request.model,
+            model=request.shapes,
             candidate=make_candidate(number + 1),
             timeout_seconds=1.0,
         )

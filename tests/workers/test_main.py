@@ -6,7 +6,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -116,34 +115,21 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
         database.dispose()
 
 
-def test_an_idle_worker_begins_at_once_with_a_job_that_standard_input_names(
+def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("bexp.workers.jobs.worker.MIN_POLL_SECONDS", 300.0)
     queue = Queue(sqlite_database)
-    forgotten, asked = (queue.enqueue(make_request())[0].id for _ in range(2))
-    job_ids: list[str] = []
-    worker = Worker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=job_ids, max_poll_seconds=300.0)
+    forgotten, _ = queue.enqueue(make_request())
+    worker = Worker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=["own"], max_poll_seconds=0.05)
+    submit = threading.Timer(0.3, queue.enqueue, [make_request()], {"job_id": "own"})  # the worker waits by then
     reader, writer = os.pipe()
-    with os.fdopen(reader) as stdin, os.fdopen(writer, "w") as commands, ThreadPoolExecutor(1) as pool:
+    with os.fdopen(reader) as stdin, os.fdopen(writer, "w"):
         monkeypatch.setattr("sys.stdin", stdin)
-
-        def command() -> None:
-            time.sleep(0.3)  # the worker has found no job by now and waits
-            for part in (asked[:5], asked[5:], "\n"):  # as a pipe may cut it
-                commands.write(part)
-                commands.flush()
-                time.sleep(0.05)
-            deadline = time.monotonic() + 60
-            while not get_job(sqlite_database, asked).state.is_final and time.monotonic() < deadline:
-                time.sleep(0.02)
-            commands.close()
-
-        commanded = pool.submit(command)
-        assert serve_workers([worker], max_jobs=None, read_to=job_ids) == 0
-        commanded.result()
-    assert get_job(sqlite_database, asked).state is JobState.SUCCEEDED
-    assert get_job(sqlite_database, forgotten).state is JobState.QUEUED
+        submit.start()
+        assert serve_workers([worker], None, own_job_id="own") == 0
+    submit.join()
+    assert get_job(sqlite_database, "own").state is JobState.SUCCEEDED
+    assert get_job(sqlite_database, forgotten.id).state is JobState.QUEUED
 
 
 @pytest.mark.parametrize(
@@ -202,7 +188,7 @@ def test_a_worker_on_a_cluster_without_ray_says_how_to_get_it(
 ) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     database = ["--database-url", sqlite_database.url]
-    assert main(["--ray", "auto", "--device", "cpu", "--once", *database]) == SERVICE_FAILED
+    assert main(["--ray", "auto", "--device", "cpu", "--max-jobs", "1", *database]) == SERVICE_FAILED
     assert "pip install 'bexp[ray]'" in caplog.text
     with pytest.raises(SystemExit):
         main(["--ray", "auto", "--device", "replay:table.jsonl", *database])

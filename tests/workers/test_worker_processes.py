@@ -137,7 +137,7 @@ def test_a_killed_worker_is_replaced_by_one_that_resumes(sqlite_database: Databa
         past = sqlite_database.clock(timedelta(seconds=-1))
         connection.execute(sa.update(jobs).values(lease_expires_at=past))
 
-    second = workers.start("--once")
+    second = workers.start("--max-jobs", "1")
     assert second.wait(300) == 0
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
@@ -225,7 +225,7 @@ def test_a_mesh_whose_whole_model_is_cancelled_has_the_answer_of_its_stored_bloc
 
 
 def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
-    worker = workers.start("--jobs-from-stdin")
+    worker = workers.start("--job", "none")
     wait_until(lambda: profilers(worker) != [])
     assert worker.stdin is not None
     worker.stdin.close()

@@ -11,7 +11,11 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+import psutil
+
 POLL_SECONDS = 0.1
+MOST_SHOWN = 120
+"""Characters of a command line."""
 FOLDER_VARIABLE = "BEXP_LOCK_DIRECTORY"
 
 
@@ -64,9 +68,9 @@ class DeviceLock:
         has_told = False
         try:
             while not _try_lock(descriptor):
-                reason = f"{self._key} is in use by another profiler{self._owner()}"
+                reason = f"{self._key} is in use by another profiler{self._holder()}"
                 if not has_told and on_wait is not None:
-                    on_wait(f"Waiting for the device: {reason}")
+                    on_wait(reason)
                 has_told = True
                 if cancelled():
                     return False
@@ -99,9 +103,18 @@ class DeviceLock:
             os.fchmod(descriptor, 0o666)  # other users' workers must be able to lock it, whatever this one's umask
         return descriptor
 
-    def _owner(self) -> str:
+    def _holder(self) -> str:
+        """Return the process that holds the lock, as far as it can be known: ` (process 7 of user ann since ...)`."""
         pid = self._path.read_text(errors="replace").strip()
-        return f" (process {pid})" if pid.isdecimal() else ""
+        if not pid.isdecimal():
+            return ""
+        try:
+            holder = psutil.Process(int(pid))
+            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._path.stat().st_mtime))
+            command = " ".join(holder.cmdline())[:MOST_SHOWN]
+            return f" (process {pid} of user {holder.username()} since {since}: {command})"
+        except (psutil.Error, OSError, KeyError):  # it has just ended, or may not be looked at
+            return f" (process {pid})"
 
 
 class DeviceLocks:

@@ -15,12 +15,12 @@ from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeVar
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Measure, Trial, TrialPlan
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.trial_executor import TrialExecutor
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.components import keep_components
 from bexp.storage.database import DATABASE_TROUBLE

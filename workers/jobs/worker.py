@@ -12,10 +12,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.storage.database import DATABASE_TROUBLE, Database
+from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
-from bexp.storage.worker_ids import worker_prefix
 from bexp.storage.workers import WorkerInfo
 from bexp.target_registry import installed_targets
 from bexp.workers.jobs.registration import Registration
@@ -44,7 +44,8 @@ class Worker:
     jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
     target by name, and `software` that of each package that the speed of a component depends on; the default is what is
     installed here. An idle worker polls at intervals that grow to
-    `max_poll_seconds`.
+    `max_poll_seconds`. `hardware` is None until the device is ready, and `device_held` says who
+    else has it until then.
     """
 
     def __init__(
@@ -73,6 +74,8 @@ class Worker:
         self._max_poll_seconds = max_poll_seconds
         self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._listener: Listener | None = None
+        self.hardware: HardwareSpec | None = None
+        self.device_held: str | None = None
         self._stopping = threading.Event()
         self._noticed = threading.Event()
 
@@ -83,7 +86,7 @@ class Worker:
             ProfilerError: the device cannot be used, not even by a new process after several minutes.
         """
         try:
-            hardware = self._find_hardware()
+            hardware = self.hardware = self._find_hardware()
             info = WorkerInfo(
                 id=self.id,
                 host=self._host,
@@ -99,7 +102,7 @@ class Worker:
             )
             _log.info("worker %s is ready: %s", self.id, hardware.describe())
             with Registration(self._queue.database, info):
-                self._serve(hardware, max_jobs)
+                self._serve(info, hardware.describe(), max_jobs)
         except ProfilerInterruptedError:
             if not self._stopping.is_set():
                 raise
@@ -159,12 +162,12 @@ class Worker:
         if self._stopping.wait(seconds):
             raise ProfilerInterruptedError("the worker ends")
 
-    def _serve(self, hardware: HardwareSpec, max_jobs: int | None) -> None:
+    def _serve(self, info: WorkerInfo, description: str, max_jobs: int | None) -> None:
         num_jobs = 0
         pause = MIN_POLL_SECONDS
         while not self._stopping.is_set() and num_jobs != max_jobs:
             self._noticed.clear()  # before the claim, which then sees what was queued earlier
-            claim = self._claim(hardware)
+            claim = self._claim(info, description)
             if claim is None:
                 if self._stopping.is_set():  # since before the event was cleared
                     break
@@ -178,19 +181,10 @@ class Worker:
             if not self._stopping.is_set() and num_jobs != max_jobs:
                 self._make_ready()
 
-    def _claim(self, hardware: HardwareSpec) -> Claim | None:
+    def _claim(self, info: WorkerInfo, description: str) -> Claim | None:
+        among = None if self._job_ids is None else tuple(self._job_ids)
         try:
-            return self._queue.claim(
-                self.id,
-                device_kind=hardware.device_kind,
-                num_devices=hardware.num_devices,
-                fingerprint=hardware.fingerprint,
-                targets=self._targets,
-                software=self._software,
-                description=hardware.describe(),
-                memory_limit_bytes=hardware.memory_limit_bytes,
-                among=None if self._job_ids is None else tuple(self._job_ids),
-            )
+            return self._queue.claim(info, description=description, among=among)
         except DATABASE_TROUBLE as error:
             _log.warning("no job could be claimed: %s", str(error).splitlines()[0])
             return None

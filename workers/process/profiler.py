@@ -13,9 +13,10 @@ from types import TracebackType
 from typing import Self, TypeVar
 
 from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceLocks, lock_folder
@@ -156,7 +157,7 @@ class Profiler:
             reply = self._process.ask(process, Begin(request=request, hardware=hardware), ReportReply)
             ceiling = MemoryCeiling(process.private_bytes(), memory_limit(request, hardware))
             self._job, self._prepared = _Job(request, ceiling, reply.others_bytes, reply.report), process
-            self._is_clean, self._allocator = not request.compiles, request.allocator
+            self._is_clean, self._allocator = not request.space.compiles, request.allocator
             return reply.report
 
         report = self._with_process(announce)
@@ -275,7 +276,7 @@ class Profiler:
                     known_report=job.report,
                 )
                 self._process.ask(process, command, ReportReply)
-                self._is_clean, self._allocator = not job.request.compiles, job.request.allocator
+                self._is_clean, self._allocator = not job.request.space.compiles, job.request.allocator
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))
             self._prepared = process
         return process

@@ -7,10 +7,11 @@ from typing import Annotated, Literal
 from pydantic import Field, TypeAdapter
 
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
 from bexp.explorer.records.trial import TrialPlan
 from bexp.explorer.spec.base import Frozen
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 
 

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
 from bexp.kernels.attention import attention_support, default_attention_backend
 from bexp.kernels.context_parallel.attention import context_parallel_reason

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.shards import shard_of
 from bexp.explorer.cost_model.step import memory_limit
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.protocol import (

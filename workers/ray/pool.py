@@ -7,10 +7,11 @@ import time
 from collections import deque
 from collections.abc import Sequence
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import DevicePool, ProfilerError, ProfilerInterruptedError
 from bexp.workers.ray.actor import OpenProfiler, open_profiler

@@ -6,10 +6,11 @@ import threading
 from pathlib import Path
 
 from bexp.explorer.cost_model.collectives import is_exchange_timed
-from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.search.legal_space import EmptySpaceError
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -101,19 +102,19 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
     header = recording.header
     recorded = header.request
     table = f"the recorded table '{header.name}'"
-    known = [_nameless(model) for model in recorded.variants()]
-    for model in map(_nameless, request.variants()):
+    known = [_nameless(model) for model in recorded.space.variants()]
+    for model in map(_nameless, request.space.variants()):
         if model not in known:
             return f"{table} is of another model, with {_differences(known[0], model)}"
     for field in SAME:
         if getattr(request, field) != getattr(recorded, field):
             return f"{table} was recorded with {field} {_short(recorded, field)}, not {_short(request, field)}"
-    if not set(request.sharding_choices) <= set(recorded.sharding_choices):
+    if not set(request.space.sharding_choices) <= set(recorded.space.sharding_choices):
         return f"{table} was recorded with {_levels(recorded)}, not {_levels(request)}"
-    counts = request.highest_sharding is not Sharding.NONE or is_exchange_timed(request, header.report.hardware)
+    counts = request.space.highest_sharding is not Sharding.NONE or is_exchange_timed(request, header.report.hardware)
     if counts and request.num_devices != recorded.num_devices:
         return f"{table} was recorded for training on {recorded.num_devices} devices, not {request.num_devices}"
-    for model in request.variants():
+    for model in request.space.variants():
         try:
             missing = recording.missing_sizes(request, model)
         except EmptySpaceError:  # the search has a better message for this
@@ -137,7 +138,7 @@ def _differences(recorded: ModelSpec, asked: ModelSpec) -> str:
 
 def _levels(request: ExplorationRequest) -> str:
     """The sharding that may be chosen, in words."""
-    levels = [level for level in request.sharding_choices if level is not None]
+    levels = [level for level in request.space.sharding_choices if level is not None]
     return f"a choice of sharding among {', '.join(levels)}" if levels else "one level of sharding"
 
 

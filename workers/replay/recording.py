@@ -12,10 +12,10 @@ from pydantic import ValidationError
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.spec.base import rule_of
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.rules import rule_of
 from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
 
@@ -91,15 +91,15 @@ class Recording:
             RecordingError: no size was recorded completely.
         """
         request = self.header.request.model_copy(update={"num_query_groups": None, "capacity_factors": None})
-        missing = set(self.missing_sizes(request, request.model))
+        missing = set(self.missing_sizes(request, request.shapes))
         if not missing:
             return request
-        covered = tuple(m for m in request.micro_batch_sizes if m not in missing)
+        covered = tuple(m for m in request.space.micro_batch_sizes if m not in missing)
         base = request.base_micro_batch_size
         cut = request.model_copy(
             update={"micro_batch_size": covered, "base_micro_batch_size": None if base in missing else base}
         )
-        if not covered or self.prune(cut, cut.model).table is None:
+        if not covered or self.prune(cut, cut.shapes).table is None:
             raise RecordingError(f"the table '{self.header.name}' has no micro-batch size that was recorded in full")
         return cut
 

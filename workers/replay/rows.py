@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, TypeAdapter, field_validator
 
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentFigures,
     ComponentMeasurement,
@@ -32,7 +33,6 @@ from bexp.explorer.records.measurement import (
 )
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 
 FORMAT = "bexp-recording"

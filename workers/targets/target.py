@@ -10,9 +10,10 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.passes import MeteredPasses, Passes

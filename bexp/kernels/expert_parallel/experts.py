@@ -17,8 +17,8 @@ from bexp.kernels.expert_parallel.exchange import RowExchange
 from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.expert_parallel.placement import Placement, routes_of, rows_of
 from bexp.kernels.expert_parallel.shadows import ShadowExchange
-from bexp.kernels.experts.backend import ExpertFFN
 from bexp.kernels.experts.capacity import within_capacity
+from bexp.kernels.experts.expert_backend import ExpertFFN
 
 
 class ExpertParallel:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.rows import Rows, padded_rows
 from bexp.kernels.shapes import ExpertsShape

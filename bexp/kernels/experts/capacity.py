@@ -18,7 +18,7 @@ from torch.autograd import Function
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.autograd import applied, differentiable_once
-from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.expert_backend import ExpertFFN
 from bexp.kernels.selective_recompute import announce
 
 

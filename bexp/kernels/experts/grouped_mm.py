@@ -8,7 +8,7 @@ from torch import Tensor
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.dtypes import dtype_name
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.rows import Rows, sorted_rows
 from bexp.kernels.probe import failure_of

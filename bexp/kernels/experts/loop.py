@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import grouped_ffn
 from bexp.kernels.experts.rows import Rows, sorted_rows
 from bexp.kernels.shapes import ExpertsShape

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 import torch
 
-from bexp.kernels.experts.auto.backend import auto_backend
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.auto.auto_experts import auto_backend
 from bexp.kernels.experts.bmm import BMM
-from bexp.kernels.experts.comparisons.block_sparse import BLOCK_SPARSE
-from bexp.kernels.experts.comparisons.cublas_grouped import CUBLAS_GROUPED
-from bexp.kernels.experts.fused.backend import FUSED
+from bexp.kernels.experts.expert_backend import ExpertBackend
+from bexp.kernels.experts.fused.fused_experts import FUSED
 from bexp.kernels.experts.grouped_mm import GROUPED_MM
-from bexp.kernels.experts.hopper.backend import HOPPER_GROUPED
+from bexp.kernels.experts.hopper_grouped.hopper_experts import HOPPER_GROUPED
 from bexp.kernels.experts.loop import LOOP
-from bexp.kernels.experts.quack.backend import QUACK
 from bexp.kernels.experts.triton_gemm import TRITON_GROUPED
 from bexp.kernels.shapes import ExpertsShape, Support
 
-_SINGLE = (GROUPED_MM, LOOP, BMM, CUBLAS_GROUPED, TRITON_GROUPED, HOPPER_GROUPED, BLOCK_SPARSE, FUSED, QUACK)
+_SINGLE = (GROUPED_MM, LOOP, BMM, TRITON_GROUPED, HOPPER_GROUPED, FUSED)
 AUTO, AUTO_EXPERTS = auto_backend(_SINGLE)
 _ALL = (*_SINGLE, AUTO)
 _BACKENDS = {backend.name: backend for backend in _ALL}

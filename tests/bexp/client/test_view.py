@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from bexp.client.events import FIRST_END_CODE
-from bexp.client.exploration import Event
-from bexp.client.view import INFEASIBLE, RECOMMENDATION, TRIAL, VARIANT, ExplorationView
-from bexp.explorer.records.event import EventCode
+from bexp.client.view import ExplorationView
+from bexp.explorer.records.event import Event, EventCode
 from tests.cli.samples import EVENTS, event
 
 
-def view_of(*events: object) -> ExplorationView:
+def view_of(*events: Event) -> ExplorationView:
     view = ExplorationView("job1", "<tiny>")
     for one in events:
-        view.show(Event.read(one.model_dump(mode="json")))  # type: ignore[attr-defined]  # the service's events
+        view.show(one)
     return view
-
-
-def test_its_codes_are_those_of_the_service() -> None:
-    assert (TRIAL, RECOMMENDATION, VARIANT, INFEASIBLE) == (
-        EventCode.TRIAL,
-        EventCode.RECOMMENDATION,
-        EventCode.VARIANT,
-        EventCode.INFEASIBLE,
-    )
-    assert [code for code in EventCode if code >= FIRST_END_CODE] == [code for code in EventCode if code.ends_job]
 
 
 def test_the_table_has_every_size_and_marks_the_recommended_one() -> None:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.activations import Activation
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from tests.bexp.kernels import references
 
 

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from bexp.kernels.experts import loop
 from bexp.kernels.experts.auto import __main__ as command
-from bexp.kernels.experts.auto import backend as auto_module
+from bexp.kernels.experts.auto import auto_experts as auto_module
 from bexp.kernels.experts.auto import plans, products
-from bexp.kernels.experts.auto.backend import PLANNED, AutoExperts, auto_backend
+from bexp.kernels.experts.auto.auto_experts import PLANNED, AutoExperts, auto_backend
 from bexp.kernels.experts.auto.choice import ByLoad, Times, choose
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_ffn, measure_gemm
 from bexp.kernels.experts.auto.products import EVEN, STOCK, Products, gemm_of
 from bexp.kernels.experts.auto.table import KernelTable, row_class
-from bexp.kernels.experts.backend import ExpertBackend, ExpertFFN
+from bexp.kernels.experts.expert_backend import ExpertBackend, ExpertFFN
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.shapes import ExpertsShape

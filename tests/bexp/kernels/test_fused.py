@@ -16,9 +16,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.kernels.experts.backend import ExpertBackend
-from bexp.kernels.experts.fused.backend import FUSED
-from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows, HopperSum, HopperTile
+from bexp.kernels.experts.expert_backend import ExpertBackend
+from bexp.kernels.experts.fused.fused_experts import FUSED
+from bexp.kernels.experts.fused.hopper_tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows, HopperSum, HopperTile
 from bexp.kernels.experts.fused.tiles import (
     HOPPER_EXPERTS,
     HOPPER_PRODUCT_ROWS,

@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from bexp.kernels.experts.hopper import tiles as hopper
-from bexp.kernels.experts.hopper.backend import HOPPER_GROUPED
-from bexp.kernels.experts.hopper.tiles import HopperTiles, rows_tiles, weights_tiles
+from bexp.kernels.experts.hopper_grouped import tiles as hopper
+from bexp.kernels.experts.hopper_grouped.hopper_experts import HOPPER_GROUPED
+from bexp.kernels.experts.hopper_grouped.tiles import HopperTiles, rows_tiles, weights_tiles
 from bexp.kernels.experts.registry import expert_backend
 from tests.bexp.kernels.test_experts import experts_shape
 

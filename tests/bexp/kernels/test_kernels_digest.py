@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
 
 from bexp.kernels.experts.auto import digest
-from bexp.kernels.experts.auto.digest import OTHER_KERNELS, code_digest
+from bexp.kernels.experts.auto.digest import OTHER_KERNELS, statements
 
 SOURCE = '''
 """A module."""
@@ -41,7 +42,7 @@ def _(x):
 )
 def test_what_does_not_run_leaves_the_hash_as_it_is(old: str, new: str) -> None:
     assert old in SOURCE
-    assert code_digest(SOURCE.replace(old, new)) == code_digest(SOURCE)
+    assert statements(SOURCE.replace(old, new)) == statements(SOURCE)
 
 
 @pytest.mark.parametrize(
@@ -59,12 +60,29 @@ def test_what_does_not_run_leaves_the_hash_as_it_is(old: str, new: str) -> None:
 )
 def test_what_runs_changes_the_hash(old: str, new: str) -> None:
     assert old in SOURCE
-    assert code_digest(SOURCE.replace(old, new)) != code_digest(SOURCE)
+    assert statements(SOURCE.replace(old, new)) != statements(SOURCE)
 
 
 def test_all_versions_of_python_find_one_hash() -> None:
     """The tables of one machine serve all its environments; the hash is of Python 3.11, 3.12 and 3.13."""
-    assert code_digest(SOURCE)[:16] == "6f45ee966dc7970e"
+    written = "\n".join(statements(SOURCE))
+    assert sha256(written.encode()).hexdigest()[:16] == "326baa82c408390d"
+
+
+def test_it_does_not_matter_where_a_statement_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def digest_of(**files: str) -> str:
+        folder = tmp_path / "kernels" / "experts"
+        folder.mkdir(parents=True, exist_ok=True)
+        for old in folder.glob("*.py"):
+            old.unlink()
+        for name, text in files.items():
+            (folder / f"{name}.py").write_text(text)
+        monkeypatch.setattr(digest, "_EXPERTS", folder)
+        return digest.kernels_digest.__wrapped__()
+
+    one = digest_of(all="import torch\nTILE = 64\nROWS = 2\n")
+    assert digest_of(tiles="TILE = 64\n", rows="from tiles import TILE\nROWS = 2\n") == one
+    assert digest_of(all="TILE = 64\nROWS = 3\n") != one
 
 
 def test_it_is_of_all_that_experts_import() -> None:

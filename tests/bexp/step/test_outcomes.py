@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from bexp.step.outcomes import Outcome, attempt
+from bexp.explorer.records.measurement import Outcome
+from bexp.step.outcomes import attempt
 
 
 @pytest.fixture

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model.test_candidate_table import MODEL

@@ -41,12 +41,12 @@ def walk(
 ) -> int:
     """The highest level of allocated bytes over the training state."""
     parts = table.decompositions[0]
-    output = 4 * 32 * 64 * req.model.dtype.itemsize
+    output = 4 * 32 * 64 * req.shapes.dtype.itemsize
     blocks = {}
     for group in parts.layers:
         kind = LayerKind.MOE if group.blocks[1].kind.value == "moe_ffn" else LayerKind.DENSE
         blocks[kind, group.layers.recomputed] = tuple(sizes[block] for block in group.blocks)
-    layers = list(zip(req.model.layer_kinds, recomputed_layers(req.model, chosen.recompute), strict=True))
+    layers = list(zip(req.shapes.layer_kinds, recomputed_layers(req.shapes, chosen.recompute), strict=True))
     assert parts.embedding is not None
     level = sizes[parts.embedding][0]
     highest, held = level, []
@@ -74,7 +74,7 @@ def walk(
 @pytest.mark.parametrize("seed", range(5))
 def test_peak_is_that_of_the_timeline(recompute: Recompute, seed: int) -> None:
     req, chosen = request(), candidate(recompute)
-    table = SpaceTable([chosen], req.model, req)
+    table = SpaceTable([chosen], req.shapes, req)
     rng = np.random.default_rng(seed)
     sizes: dict[Component, tuple[int, int, int]] = {}
     for component in table.components:
@@ -94,7 +94,7 @@ def test_peak_is_that_of_the_timeline(recompute: Recompute, seed: int) -> None:
 
 def test_optimizer_transient_counts_where_it_is_the_peak() -> None:
     req, chosen = request(), candidate()
-    table = SpaceTable([chosen], req.model, req)
+    table = SpaceTable([chosen], req.shapes, req)
     array = np.ones((3, len(table.components)))
     array[:, table.column[table.components[-1]]] = 1e9
     saved_C, transient_C = table.activation_bytes(*array)
@@ -104,7 +104,7 @@ def test_optimizer_transient_counts_where_it_is_the_peak() -> None:
 
 def test_a_step_is_its_micro_steps_by_a_real_ratio_and_one_optimizer_step() -> None:
     req, chosen = request(), candidate()
-    table = SpaceTable([chosen], req.model, req)
+    table = SpaceTable([chosen], req.shapes, req)
     device = np.full((1, len(table.components)), 0.001)
     host = np.zeros(len(table.components))
     micro_step = (2 + 2 * 7) * 0.001  # embedding, head, and two blocks a layer
@@ -114,7 +114,7 @@ def test_a_step_is_its_micro_steps_by_a_real_ratio_and_one_optimizer_step() -> N
 
 def test_a_host_that_falls_behind_over_the_whole_pass_decides_its_time() -> None:
     req, chosen = request(), candidate()
-    table = SpaceTable([chosen], req.model, req)
+    table = SpaceTable([chosen], req.shapes, req)
     device = np.full((1, len(table.components)), 0.001)
     host = np.full(len(table.components), 0.002)
     assert table.micro_step_seconds(device, host)[0, 0] == pytest.approx(16 * 0.002)
@@ -127,9 +127,9 @@ def test_a_host_that_falls_behind_over_the_whole_pass_decides_its_time() -> None
 def test_what_is_gathered_counts_where_it_is_gathered(sharding: str, tied: bool) -> None:
     model = {**MODEL, "vocab_size": 5000, "tie_embeddings": tied}
     req = request(num_devices=5, training={"sharding": sharding}, model=model)
-    gathered = gathered_bytes(req.model, req)
-    table, plain = (SpaceTable([candidate()], req.model, r) for r in (req, request(model=model)))
-    head = (count_head(req.model) + (count_embedding(req.model) if tied else 0)) * 2
+    gathered = gathered_bytes(req.shapes, req)
+    table, plain = (SpaceTable([candidate()], req.shapes, r) for r in (req, request(model=model)))
+    head = (count_head(req.shapes) + (count_embedding(req.shapes) if tied else 0)) * 2
     assert gathered.at_head == {"zero1": head if tied else 0, "zero2": head, "zero3": 2 * head}[sharding]
     running = gathered.at_layer - gathered.after_layer
     for kind, found in ((ComponentKind.HEAD, gathered.at_head), (ComponentKind.MOE_FFN, running)):
@@ -143,7 +143,7 @@ def test_what_is_gathered_counts_where_it_is_gathered(sharding: str, tied: bool)
 def test_a_layer_frees_what_it_saves_before_its_gradients_have_their_buffer(sharding: str) -> None:
     """The highest moment is either inside the layer, without the buffer, or behind it, with the buffer alone."""
     req, plain = request(num_devices=5, training={"sharding": sharding}), request()
-    gathered = gathered_bytes(req.model, req)
+    gathered = gathered_bytes(req.shapes, req)
     assert gathered.after_layer > 0
     peaks = {}
     for inside in (10 * gathered.after_layer, 1):
@@ -165,8 +165,8 @@ def all_of(req: Any) -> SpaceTable:
 def test_sharded_gradients_still_exist_whole_for_a_layer() -> None:
     plain = request(num_devices=5)
     sharded = request(num_devices=5, training={"sharding": "zero2"})
-    ones = [np.ones(len(SpaceTable([candidate()], r.model, r).components)) for r in (plain, sharded)]
-    tables = [SpaceTable([candidate()], r.model, r) for r in (plain, sharded)]
+    ones = [np.ones(len(SpaceTable([candidate()], r.shapes, r).components)) for r in (plain, sharded)]
+    tables = [SpaceTable([candidate()], r.shapes, r) for r in (plain, sharded)]
     peaks = [np.add(*t.activation_bytes(o, o, o))[0] for t, o in zip(tables, ones, strict=True)]
     assert peaks[1] - peaks[0] > 2 * 64 * 64 * 4 * 3  # more than the experts of one layer in bf16
     assert tables[1].static_parts(0).gradients * 5 == pytest.approx(tables[0].static_parts(0).gradients, rel=0.01)

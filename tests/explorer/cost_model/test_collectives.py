@@ -48,19 +48,19 @@ def test_traffic_that_outlasts_the_computation_takes_its_own_time() -> None:
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_first_unit_is_exposed_and_the_last_not_gathered_again(tied: bool) -> None:
     req = request("zero3", model={**MODEL, "tie_embeddings": tied})
-    number, first, head = count_parameters(req.model), count_embedding(req.model), count_head(req.model)
-    found = Exchange.of(req.model, req)
+    number, first, head = count_parameters(req.shapes), count_embedding(req.shapes), count_head(req.shapes)
+    found = Exchange.of(req.shapes, req)
     assert found.exposed_share == pytest.approx((first + (head if tied else 0)) / number)
     assert found.again_share == pytest.approx(1 - (first + head if tied else head) / number)
     small = request(model={**MODEL, "vocab_size": 64})
-    bucket = BUCKET_BYTES / 2 / count_parameters(small.model)
-    assert Exchange.of(small.model, small).exposed_share == pytest.approx(bucket)
+    bucket = BUCKET_BYTES / 2 / count_parameters(small.shapes)
+    assert Exchange.of(small.shapes, small).exposed_share == pytest.approx(bucket)
 
 
 @pytest.mark.parametrize("sharding", Sharding)
 def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -> None:
     req = request(sharding.value)
-    table = SpaceTable([candidate(2), candidate(8)], req.model, req, exchanges=True)
+    table = SpaceTable([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
     (communication,) = table.communications
     device = np.full((1, len(table.components)), 0.001)
     device[0, table.column[communication]] = 0.004
@@ -69,7 +69,7 @@ def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -
     host = np.zeros(len(table.components))
     micro = 0.001 * (2 + 2 * 4)
     pieces = [np.array([x]) for x in (0.002, 0.002, 0.25 * micro, 0.75 * micro)]
-    shown = Exchange.of(req.model, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
+    shown = Exchange.of(req.shapes, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
     always, once = (float(x[0]) for x in shown)
     assert (always > 0, once > 0) == (sharding.level >= 2, sharding.level <= 2)
     found = table.tokens_per_second(
@@ -78,14 +78,14 @@ def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -
     for tokens, micro_steps in zip(found, (64 / 4 / 2, 64 / 4 / 8), strict=True):
         step = micro_steps * (micro + always) + once + 0.001
         assert tokens == pytest.approx(16 * 1024 / step)
-    plain = SpaceTable([candidate(2)], req.model, req)
+    plain = SpaceTable([candidate(2)], req.shapes, req)
     assert not plain.communications
     assert plain.communication_seconds(device, host, np.ones((1, 1)), None)[0, 0] == 0.0
 
 
 def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_computes() -> None:
     req = request("zero3")
-    table = SpaceTable([candidate(2), candidate(8)], req.model, req, exchanges=True)
+    table = SpaceTable([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
     (communication,) = table.communications
     number = len(table.components)
     device_1K, host_K = np.full((1, number), 1e-3), np.full(number, 0.8e-3)
@@ -136,11 +136,11 @@ def test_what_is_exchanged_before_it_is_measured() -> None:
     seconds = {}
     for sharding in Sharding:
         req = request(sharding.value)
-        seconds[sharding] = roofline_seconds(component, req.model, req, rep.hardware).device
+        seconds[sharding] = roofline_seconds(component, req.shapes, req, rep.hardware).device
     assert seconds[Sharding.NONE] == pytest.approx(seconds[Sharding.ZERO1])
     assert seconds[Sharding.ZERO3] == pytest.approx(1.5 * seconds[Sharding.ZERO2])
     wide = request("zero2", training={"sharding": "zero2", "optimizer": {"grad_dtype": "float32"}})
-    found = roofline_seconds(component, wide.model, wide, rep.hardware).device
+    found = roofline_seconds(component, wide.shapes, wide, rep.hardware).device
     assert found == pytest.approx(1.5 * seconds[Sharding.ZERO2])
 
 
@@ -155,6 +155,6 @@ def test_only_a_worker_with_all_devices_times_the_exchange() -> None:
 
 
 def test_an_exploration_that_began_with_all_devices_needs_them_all() -> None:
-    assert request().devices_needed() == 1, "a worker with one device leaves the exchange out"
-    assert [request().devices_needed(n) for n in (1, 3, 4, 8)] == [1, 1, 4, 4]
-    assert request(mode="eval").devices_needed(4) == 1
+    assert request().devices.needed() == 1, "a worker with one device leaves the exchange out"
+    assert [request().devices.needed(n) for n in (1, 3, 4, 8)] == [1, 1, 4, 4]
+    assert request(mode="eval").devices.needed(4) == 1

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition, LayerGroup
 from bexp.explorer.cost_model.layer_groups import group_layers
@@ -127,7 +129,7 @@ def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:
 
 def test_experts_have_their_back_end_and_dense_layers_have_none() -> None:
     found = split(candidate(expert_backend="loop"), {"moe": {**MOE, "first_k_dense": 1}})
-    ffns = {group.blocks[1].kind: group.blocks[1].backend for group in found.layers}
+    ffns = {group.blocks[1].kind: group.blocks[1].experts for group in found.layers}
     assert ffns == {ComponentKind.DENSE_FFN: None, ComponentKind.MOE_FFN: "loop"}
 
 
@@ -160,3 +162,28 @@ def test_components_are_listed_once_in_the_order_of_a_step() -> None:
     block, head = component("dense_ffn"), component("head")
     groups = tuple(LayerGroup(layers, (block,)) for layers in group_layers(["a", "a"], [False, True]))
     assert Decomposition(None, groups, head, None).components == (block, head)
+
+
+@pytest.mark.parametrize(
+    ("kind", "text", "back_end"),
+    [
+        ("attention", "flash", BackEnd(attention="flash")),
+        ("moe_ffn", "quack", BackEnd(experts="quack")),
+        ("shell", "compile=true", BackEnd(setting="compile=true")),
+        ("layer", "sdpa", BackEnd("sdpa")),
+        ("layer", "sdpa+grouped_mm+liger+compiled", BackEnd("sdpa", "grouped_mm", liger=True, compiled=True)),
+        ("layer", "sdpa+compiled", BackEnd("sdpa", compiled=True)),
+        ("head", None, None),
+    ],
+)
+def test_a_recorded_back_end_is_read_and_written(kind: str, text: str | None, back_end: BackEnd | None) -> None:
+    document = {"kind": kind, "micro_batch_size": 1, "backend": text}
+    component = Component.model_validate(document)
+    assert component.backend == back_end
+    assert component.model_dump(mode="json")["backend"] == text
+    assert Component.model_validate_json(component.model_dump_json()) == component
+
+
+def test_a_back_end_is_text() -> None:
+    with pytest.raises(ValidationError, match="must be text"):
+        Component.model_validate({"kind": "layer", "micro_batch_size": 1, "backend": 5})

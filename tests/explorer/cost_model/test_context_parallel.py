@@ -13,12 +13,13 @@ from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.roofline import roofline_seconds
-from bexp.explorer.cost_model.search_space import EmptySpaceError, base_candidates, enumerate_candidates
 from bexp.explorer.cost_model.step import combine_seconds
-from bexp.explorer.search.batch_division import accumulate
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.search.choices import accumulate
+from bexp.explorer.search.legal_space import EmptySpaceError, base_candidates, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request
@@ -26,7 +27,7 @@ from tests.explorer.simulator import report
 
 
 def sharings(req: ExplorationRequest, rep: DeviceReport) -> set[tuple[int, str | None]]:
-    space = enumerate_candidates(req, rep, req.model)
+    space = enumerate_candidates(req, rep, req.shapes)
     return {(c.context_parallel_size, c.context_parallel_layout) for c in space.candidates}
 
 
@@ -70,25 +71,25 @@ def test_sizes_that_cannot_be_are_refused_with_the_reason(changes: dict[str, Any
 
 def test_without_being_asked_for_a_sequence_has_a_device_to_itself() -> None:
     plain = ExplorationRequest.model_validate({"model": MODEL, **SMALL})
-    assert plain.context_parallel_sizes == (1,)
-    assert plain.devices_needed() == 1, "num_devices is planned for, from one device's profile"
+    assert plain.devices.context_parallel_sizes == (1,)
+    assert plain.devices.needed() == 1, "num_devices is planned for, from one device's profile"
     assert sharings(plain, report(experts=False, num_devices=4)) == {(1, None)}
     stored = plain.model_dump(mode="json", exclude={"context_parallel"})
     assert ExplorationRequest.model_validate(stored) == plain
 
 
 def test_explore_takes_every_divisor_that_lengths_and_batch_admit() -> None:
-    assert request("explore", num_devices=12).context_parallel_sizes == (1, 2, 4)
-    assert request("explore", num_devices=8, batch_size=2).context_parallel_sizes == (4, 8)
+    assert request("explore", num_devices=12).devices.context_parallel_sizes == (1, 2, 4)
+    assert request("explore", num_devices=8, batch_size=2).devices.context_parallel_sizes == (4, 8)
     short = request("explore", model={**MODEL, "seq_length": 4098})
-    assert [(s.size, s.layout) for s in short.sharings] == [(1, None), (2, "ring"), (2, "striped")]
+    assert [(s.size, s.layout) for s in short.space.sharings] == [(1, None), (2, "ring"), (2, "striped")]
 
 
 def test_a_worker_needs_devices_for_the_largest_listed_size() -> None:
-    assert request((1, 2)).devices_needed() == 2
-    assert request((4, 2)).devices_needed(1) == 4
-    assert request("explore").devices_needed() == 2
-    assert [request("explore").devices_needed(n) for n in (2, 3, 4, 8)] == [2, 2, 4, 4]
+    assert request((1, 2)).devices.needed() == 2
+    assert request((4, 2)).devices.needed(1) == 4
+    assert request("explore").devices.needed() == 2
+    assert [request("explore").devices.needed(n) for n in (2, 3, 4, 8)] == [2, 2, 4, 4]
 
 
 # -- the space -----------------------------------------------------------------------------------------------------
@@ -96,8 +97,8 @@ def test_a_worker_needs_devices_for_the_largest_listed_size() -> None:
 
 def test_sizes_and_layouts_multiply_the_space_and_compose_with_the_rest() -> None:
     rep = report(experts=False, num_devices=4)
-    alone = enumerate_candidates(request((1,)), rep, request().model).candidates
-    found = enumerate_candidates(request(), rep, request().model).candidates
+    alone = enumerate_candidates(request((1,)), rep, request().shapes).candidates
+    found = enumerate_candidates(request(), rep, request().shapes).candidates
     assert len(found) == 7 * len(alone)
     assert len(set(found)) == len(found)
     assert sharings(request(), rep) == {(1, None), *product((2, 4), LAYOUTS)}
@@ -121,19 +122,19 @@ def test_no_more_devices_share_than_the_profiler_has() -> None:
 def test_attention_that_does_not_serve_shared_sequences_is_left_out_of_them() -> None:
     rep = report(experts=False, num_devices=4)
     both = request(attention_backends=["efficient", "flash"])
-    space = enumerate_candidates(both, rep, both.model).candidates
+    space = enumerate_candidates(both, rep, both.shapes).candidates
     assert {c.attention_backend for c in space if c.context_parallel_size == 1} == {"efficient", "flash"}
     assert {c.attention_backend for c in space if c.context_parallel_size > 1} == {"flash"}
     old = rep.model_copy(update={"attention_backends": (BackendSupport(name="flash", usable=True),)})
     assert sharings(request(attention_backends=["flash"]), old) == {(1, None)}, "a stored report says nothing of it"
     only = request((2,), attention_backends=["efficient"])
     with pytest.raises(EmptySpaceError, match="no attention back end serves context parallelism"):
-        enumerate_candidates(only, rep, only.model)
+        enumerate_candidates(only, rep, only.shapes)
 
 
 def test_the_base_shares_no_more_than_it_must() -> None:
     rep = report(experts=False, num_devices=4)
-    bases = base_candidates(request(), rep, request().model)
+    bases = base_candidates(request(), rep, request().shapes)
     assert [(b.context_parallel_size, b.context_parallel_layout) for b in bases[::3]] == [
         (1, None),
         (2, "ring"),
@@ -141,14 +142,14 @@ def test_the_base_shares_no_more_than_it_must() -> None:
     ]
     only = request((2,), context_parallel={"layouts": ["zigzag", "striped"]})
     rep = rep.model_copy(update={"default_attention": "efficient"})
-    first = base_candidates(only, rep, only.model)[0]
+    first = base_candidates(only, rep, only.shapes)[0]
     assert (first.context_parallel_layout, first.attention_backend) == ("striped", "cudnn")
 
 
 def test_auto_follows_the_groups() -> None:
     req = request((1, 4), micro_batch_size="auto", batch_size=8, num_devices=4)
-    assert (req.micro_batch_sizes_over(1), req.micro_batch_sizes_over(4)) == ((1, 2), (1, 2, 4, 8))
-    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.model).candidates
+    assert (req.space.micro_batch_sizes_over(1), req.space.micro_batch_sizes_over(4)) == ((1, 2), (1, 2, 4, 8))
+    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes).candidates
     assert {c.micro_batch_size for c in space if c.context_parallel_size == 1} == {1, 2}
     assert {c.micro_batch_size for c in space if c.context_parallel_size == 4} == {1, 2, 4, 8}
 
@@ -167,16 +168,16 @@ def test_the_batch_is_micro_batch_times_accumulation_times_groups() -> None:
 def test_tokens_a_device_compare_across_sizes() -> None:
     """Devices that share a micro-batch and take as long for their part as one alone for all of it lose the factor."""
     req = request(batch_size=64, num_devices=4)
-    alone = combine_seconds(0.4, 0.1, 2, req.model, req)
+    alone = combine_seconds(0.4, 0.1, 2, req.shapes, req)
     assert alone.step == pytest.approx(64 / 4 / 2 * 0.4 + 0.1)
     assert alone.tokens_per_second == pytest.approx(64 * 16384 / 4 / alone.step)
-    ideal = combine_seconds(0.2, 0.1, 2, req.model, req, context_parallel_size=2)
+    ideal = combine_seconds(0.2, 0.1, 2, req.shapes, req, context_parallel_size=2)
     assert ideal.step == pytest.approx(alone.step)
     assert ideal.tokens_per_second == pytest.approx(alone.tokens_per_second)
-    slow = combine_seconds(0.4, 0.1, 2, req.model, req, context_parallel_size=2)
+    slow = combine_seconds(0.4, 0.1, 2, req.shapes, req, context_parallel_size=2)
     assert slow.step == pytest.approx(2 * (alone.step - 0.1) + 0.1)
     evaluated = request(mode="eval", recompute=["none"])
-    shared = combine_seconds(0.2, 0.0, 2, req.model, evaluated, context_parallel_size=4)
+    shared = combine_seconds(0.2, 0.0, 2, req.shapes, evaluated, context_parallel_size=4)
     assert shared.tokens_per_second == pytest.approx(2 * 16384 / 4 / 0.2)
 
 
@@ -184,14 +185,14 @@ def test_tokens_a_device_compare_across_sizes() -> None:
 def test_the_table_composes_as_one_step_is_combined(mode: str) -> None:
     req = request(mode=mode, recompute=["none"])
     chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(4, 4, "striped")]
-    table = SpaceTable(chosen, req.model, req)
+    table = SpaceTable(chosen, req.shapes, req)
     device = np.linspace(0.1, 0.9, len(table.components))[None, :]
     host = np.zeros(len(table.components))
     micro, optimizer = table.micro_step_seconds(device, host)[0], table.optimizer_seconds(device, host)[0]
     found = table.tokens_per_second(device, host)[0]
     for i, one in enumerate(chosen):
-        size = one.context_parallel_size
-        step = combine_seconds(micro[i], optimizer[i], one.micro_batch_size, req.model, req, context_parallel_size=size)
+        m, size = one.micro_batch_size, one.context_parallel_size
+        step = combine_seconds(micro[i], optimizer[i], m, req.shapes, req, context_parallel_size=size)
         assert found[i] == pytest.approx(step.tokens_per_second)
 
 
@@ -217,7 +218,7 @@ def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) 
         req = request(mode=mode, recompute=["none"], training={"loss": {"kind": loss}}, attention_backends=[backend])
         chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(2, 4, "zigzag")]
         chosen = [c.model_copy(update={"attention_backend": backend}) for c in chosen]
-        table = SpaceTable(chosen, req.model, req)
+        table = SpaceTable(chosen, req.shapes, req)
         saved, transient = table.activation_bytes(*predict_component_table(table))
         total = saved + transient
         assert total[0] > total[1] > total[2]
@@ -227,9 +228,9 @@ def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) 
 
 def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
     req = request(training={"sharding": "zero3"})
-    parts = {SpaceTable([candidate(2, s, ly)], req.model, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
+    parts = {SpaceTable([candidate(2, s, ly)], req.shapes, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
     assert len(parts) == 1
-    assert req.optimizer_shards == 4
+    assert req.devices.optimizer_shards == 4
 
 
 def test_the_prior_of_a_ring_is_bound_by_its_busiest_rank() -> None:
@@ -244,7 +245,7 @@ def test_the_prior_of_a_ring_is_bound_by_its_busiest_rank() -> None:
             context_parallel_size=size,
             context_parallel_layout=layout,
         )
-        return roofline_seconds(component, req.model, req, hardware).device
+        return roofline_seconds(component, req.shapes, req, hardware).device
 
     assert seconds("zigzag", 4) == pytest.approx(seconds("striped", 4), rel=0.01)
     assert seconds("zigzag", 4) == pytest.approx(seconds(None, 1) / 4, rel=0.15)
@@ -264,6 +265,6 @@ def test_predicted_bytes_of_shared_attention_follow_the_device() -> None:
     )
     plain = Component(kind=ComponentKind.ATTENTION, micro_batch_size=2, backend="flash", num_query_groups=4)
     assert (
-        4 * predict_component_bytes(shared, req.model, req).saved
-        == predict_component_bytes(plain, req.model, req).saved
+        4 * predict_component_bytes(shared, req.shapes, req).saved
+        == predict_component_bytes(plain, req.shapes, req).saved
     )

@@ -154,7 +154,7 @@ def spread(**changes: Any) -> Component:
 def test_formulas_take_the_rows_of_the_slowest_device(shadowed: int, rows: float) -> None:
     space = plan("plain")
     component = spread(micro_batch_size=8, shadowed_experts=shadowed)
-    model, request = space.request.model, space.request
+    model, request = space.request.shapes, space.request
     found = expert_rows(component, model, request)
     assert found.computed == pytest.approx(8 * 1024 * rows, rel=0.05)
     assert found.moved_out + found.home == pytest.approx(8 * 1024, abs=1)  # with one expert a token, each pair travels
@@ -207,7 +207,7 @@ def test_routing_decides_how_many_experts_are_shadowed() -> None:
 
 def test_copies_are_kept_until_backward_which_has_their_gradients_too() -> None:
     space = plan("shadowed", parallelism={"shadowed_experts": 4})
-    model, request = space.request.model, space.request
+    model, request = space.request.shapes, space.request
     mesh = Mesh(expert=4, data=4, shadowed_experts=4)
     component = Component(kind=ComponentKind.MOE_FFN, micro_batch_size=8, backend="grouped_mm")
     assert request.fabric is not None
@@ -230,7 +230,7 @@ def test_every_chunk_is_kept_until_backward() -> None:
     space = plan("plain")
     one, four = (
         predict_shard_bytes(
-            spread(micro_batch_size=8, backend="grouped_mm", overlap_degree=n), space.request.model, space.request
+            spread(micro_batch_size=8, backend="grouped_mm", overlap_degree=n), space.request.shapes, space.request
         )
         for n in (1, 4)
     )

@@ -10,7 +10,6 @@ import pytest
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.fabric_exchange import Fabric, Group, Link
-from bexp.explorer.cost_model.measured_exchange import ASSUMED_BYTES_PER_SECOND
 from bexp.explorer.cost_model.mesh_costs import DeviceShare
 from bexp.explorer.cost_model.mesh_layers import Block, MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
@@ -32,6 +31,7 @@ from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routes import draw_batch_routes
 from bexp.explorer.spec.routing import RoutingSpec
+from bexp.explorer.surrogate.measured_exchange import ASSUMED_BYTES_PER_SECOND
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {
@@ -85,14 +85,14 @@ def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
     found = space({}, num_devices=1, recompute=["full"])
     one = only(found)
     step, request = found.step(one), found.request
-    table = SpaceTable([one.candidate], request.model, request)
+    table = SpaceTable([one.candidate], request.shapes, request)
     costs = [found.predicted(component) for component in table.components]
     device = np.array([[cost.device_seconds for cost in costs]])
     host = np.array([cost.host_seconds for cost in costs])
     assert step.tokens_per_second == pytest.approx(float(table.tokens_per_second(device, host)[0, 0]), rel=0.02)
     assert step.exchange_share == 0.0
     assert step.bubble_share == pytest.approx(0.0)
-    state = static_parts(request.model, request)
+    state = static_parts(request.shapes, request)
     memory = step.memory
     assert memory.parameters == state.parameters
     assert memory.optimizer_states == state.optimizer_states
@@ -106,7 +106,7 @@ def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(le
     asked: dict[str, Any] = {"sharding_levels": [level], "recompute": [recompute], "model": {**MODEL, "seq_length": 16}}
     found = space({"tensor": 1, "pipeline": 1}, num_devices=2, **asked)
     one = only(found)
-    table = SpaceTable([one.told], found.request.model, found.request)
+    table = SpaceTable([one.told], found.request.shapes, found.request)
     is_block = [c.kind not in (ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION) for c in table.components]
     costs = [found.predicted(c) for c, counts in zip(table.components, is_block, strict=True) if counts]
     sizes = []
@@ -121,7 +121,7 @@ def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(le
 @pytest.mark.parametrize("size", [2, 4])
 def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
     found = space({"tensor": size}, num_devices=4, experts=True)
-    model, shard = found.request.model, tensor_shard(found.request.model, size)
+    model, shard = found.request.shapes, tensor_shard(found.request.shapes, size)
     norms = model.hidden_size * (2 * model.num_layers + 1)
     router = model.num_layers * model.hidden_size * 8
     whole = norms + router
@@ -134,7 +134,7 @@ def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
 def test_sequence_parallelism_spares_a_device_a_part_of_norm_and_sum() -> None:
     found = space({"tensor": 2}, num_devices=2)
     attention = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.ATTENTION)
-    share = DeviceShare(hidden_bytes=1000, shard=tensor_shard(found.request.model, 2), bandwidth=1e3)
+    share = DeviceShare(hidden_bytes=1000, shard=tensor_shard(found.request.shapes, 2), bandwidth=1e3)
     assert share.spared_seconds(Block(attention), 2) == (2.5, 3.0)
     again = attention.model_copy(update={"recompute": BlockRecompute.FULL})
     assert share.spared_seconds(Block(again), 2) == (2.5, 5.5)
@@ -147,7 +147,7 @@ def test_sequence_parallelism_spares_a_device_a_part_of_norm_and_sum() -> None:
 
 def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
     found = space({"expert": 4}, num_devices=4, experts=True, routing={"kind": "zipf"})
-    request, model = found.request, found.request.model
+    request, model = found.request, found.request.shapes
     assert model.moe is not None
     busiest = busiest_device(model.moe, request.routing, 4, request.seed)
     assert 0.3 < busiest.share < 0.6
@@ -234,10 +234,10 @@ def test_a_device_that_shares_experts_places_its_own_tokens() -> None:
     moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
     found = space({"tensor": 2, "expert": 4}, num_devices=4, experts=True, model={**MOE, "moe": moe})
     experts = next(c for c in found.composer.components(only(found)) if c.part == SPREAD_EXPERTS)
-    model, request = shard_of(experts, found.request.model, found.request)
+    model, request = shard_of(experts, found.request.shapes, found.request)
     assert model.moe is not None
     assert (model.moe.num_experts, model.moe.top_k, model.moe.shared_expert_ffn_hidden_size) == (8, 2, 0)
-    assert model.seq_length == found.request.model.seq_length // 2, (
+    assert model.seq_length == found.request.shapes.seq_length // 2, (
         "sequence parallelism leaves it half of each sequence"
     )
     assert request.routing == found.request.routing
@@ -247,10 +247,10 @@ def test_shared_experts_stay_where_they_are() -> None:
     moe = {**MOE["moe"], "shared_expert_ffn_hidden_size": 256}
     found = space({"expert": 2}, num_devices=2, experts=True, model={**MOE, "moe": moe})
     shared = next(c for c in found.composer.components(only(found)) if c.part == SHARED_EXPERTS)
-    model, _ = shard_of(shared, found.request.model, found.request)
+    model, _ = shard_of(shared, found.request.shapes, found.request)
     assert (shared.kind, model.ffn_hidden_size) == (ComponentKind.DENSE_FFN, 256)
-    experts = found.request.model.num_layers * 8 * 3 * 512 * 512
-    whole = count_parameters(found.request.model)
+    experts = found.request.shapes.num_layers * 8 * 3 * 512 * 512
+    whole = count_parameters(found.request.shapes)
     assert found.step(only(found)).memory.parameters == 2 * (whole - experts // 2)
 
 
@@ -327,12 +327,12 @@ def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> No
     dropping = space({"expert": 4, **mode}, experts=True, **asked, model={**MOE, "moe": moe})
     found = space({"expert": 4, **mode}, experts=True, **asked)
     rows, all_rows = (
-        expert_rows(component, one.request.model, one.request)
+        expert_rows(component, one.request.shapes, one.request)
         for one in (dropping, found)
         for component in one.composer.components(only(one))
         if component.part == SPREAD_EXPERTS
     )
-    experts = dropping.request.model.moe
+    experts = dropping.request.shapes.moe
     assert experts is not None
     tokens, capacity = 2 * 512, experts.capacity(2 * 512)
     assert capacity == 192
@@ -352,7 +352,7 @@ def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> No
 
 def test_whole_gradients_of_devices_that_share_experts_are_summed_and_divided_after_backward() -> None:
     found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, fabric=None)
-    one, model = only(found), found.request.model
+    one, model = only(found), found.request.shapes
     experts = model.num_layers * 8 * 3 * 512 * 512
     dense, own = count_parameters(model) - experts, experts // 2
     reduced = 2 * 2 * dense / ASSUMED_BYTES_PER_SECOND["cuda"]
@@ -379,7 +379,7 @@ def test_sharded_gradients_of_a_pipeline_are_reduced_after_backward_too() -> Non
 def test_copies_of_experts_on_tensor_parallel_devices_are_summed_after_backward() -> None:
     asked = {"tensor": 4, "expert": 2, "sharding": "none"}
     found = space(asked, num_devices=4, experts=True, fabric=None)
-    own = found.request.model.num_layers * 8 * 3 * 512 * 512 // 2
+    own = found.request.shapes.num_layers * 8 * 3 * 512 * 512 // 2
     repeated = (2 * 8 + 1) * 512 + 8 * 8 * 512  # norms and routers
     summed = 2 * 2 * (own + repeated) / ASSUMED_BYTES_PER_SECOND["cuda"]
     assert found.step(only(found)).communication_seconds == pytest.approx(summed), "nothing is divided"

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.part_costs import (
@@ -18,11 +19,11 @@ from bexp.explorer.cost_model.part_costs import (
     predict_part_bytes,
 )
 from bexp.explorer.cost_model.roofline import roofline_seconds
-from bexp.explorer.cost_model.search_space import (
-    enumerate_candidates,
-)
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.cost_model.work import ComponentBytes, Work
+from bexp.explorer.search.legal_space import (
+    enumerate_candidates,
+)
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
@@ -33,10 +34,10 @@ from tests.explorer.simulator import report
 def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
     found = PartsDecomposer(parts(), training=True)(candidate())
     assert found.embedding is None
-    assert (found.head.kind, found.head.backend) == (ComponentKind.SHELL, "library")
+    assert (found.head.kind, found.head.setting) == (ComponentKind.SHELL, "library")
     counts = {group.blocks[0].part: group.layers.count for group in found.layers}
     assert counts == {"dense": 1, "sliding": 2, "experts": 3}
-    backends = {group.blocks[0].part: group.blocks[0].backend for group in found.layers}
+    backends = {group.blocks[0].part: str(group.blocks[0].backend) for group in found.layers}
     assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
     assert len(found.components) == 5
     assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
@@ -120,7 +121,7 @@ def test_expected_bytes_follow_tokens_and_policy() -> None:
     tiled = predict_component_bytes(layer(bta_tile=2), parts(), request())
     assert tiled.saved < plain.saved
     shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="library")
-    chunked = shell.model_copy(update={"backend": "chunked"})
+    chunked = shell.model_copy(update={"backend": BackEnd(setting="chunked")})
     library = predict_component_bytes(shell, parts(), request())
     assert library.forward_peak == 4 * 32 * (640 + 400)
     assert predict_component_bytes(chunked, parts(), request()).forward_peak < library.forward_peak
@@ -215,7 +216,7 @@ def test_compiled_layers_are_components_of_their_own_and_share_the_rest() -> Non
     )
     assert (eager.head, eager.optimizer) == (compiled.head, compiled.optimizer)
     (plain,), (other,) = eager.layers[0].blocks, compiled.layers[0].blocks
-    assert (plain.backend, other.backend) == ("sdpa", "sdpa+compiled")
+    assert (str(plain.backend), str(other.backend)) == ("sdpa", "sdpa+compiled")
     saved = [predict_part_bytes(component, parts(), request()).saved for component in (plain, other)]
     assert saved[1] == pytest.approx(COMPILED_SHARE * saved[0])
 
@@ -236,6 +237,6 @@ def test_layers_with_other_kernels_are_components_of_their_own_and_are_not_compi
     found = enumerate_candidates(asked, report().model_copy(update={"kernels": both}), parts()).candidates
     decompose = PartsDecomposer(parts(), training=True)
     first = found[0].attention_backend
-    backends = {decompose(each).layers[0].blocks[0].backend for each in found if each.attention_backend == first}
+    backends = {str(decompose(each).layers[0].blocks[0].backend) for each in found if each.attention_backend == first}
     assert backends == {first, f"{first}+liger", f"{first}+compiled"}
     assert len({decompose(candidate).head for candidate in found}) == 1

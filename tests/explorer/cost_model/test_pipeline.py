@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model import pipeline_picture
 from bexp.explorer.cost_model.pipeline import StageCosts, pipeline_seconds, simulate_pipeline
 from bexp.explorer.cost_model.pipeline_balance import balance_layers
 from bexp.explorer.cost_model.pipeline_order import Pass, rank_order
@@ -142,27 +141,3 @@ def test_layers_are_balanced_with_embedding_and_head() -> None:
         assert longest == pytest.approx(best, rel=1e-6)
     with pytest.raises(ValueError, match="fewer than 3 stages"):
         balance_layers([1.0, 1.0], 3)
-
-
-@pytest.mark.parametrize(
-    ("schedule", "lines"),
-    [
-        (Schedule.ONE_F_ONE_B, ("FFff....BBBBFFbbbb", "..FFBBBBffbbbbFFBB")),
-        (Schedule.ZB_H1, ("FFff..BBWWFFbb", "..FFBBffbbWWFF")),
-    ],
-)
-def test_a_picture_shows_the_passes_and_the_waiting_of_each_rank(
-    schedule: Schedule, lines: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(pipeline_picture, "WIDTH", len(lines[0]))
-    run = simulate_pipeline([StageCosts(2.0, 4.0, 2.0)] * 2, schedule, 2, 8)
-    drawn = pipeline_picture.draw_pipeline(run)
-    assert drawn.seconds == len(lines[0]), "a character is a second"
-    assert tuple(drawn.lines.values()) == lines
-
-
-def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
-    run = simulate_pipeline([StageCosts(1.0, 2.0)] * 40, Schedule.ONE_F_ONE_B, 40, 40)
-    drawn = pipeline_picture.draw_pipeline(run)
-    assert tuple(drawn.lines) == tuple(range(0, 40, 3))
-    assert {len(line) for line in drawn.lines.values()} == {pipeline_picture.WIDTH}

@@ -8,10 +8,11 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind, block_recompute
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.cost_model.roofline import roofline_seconds
-from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.space_rules import MAX_COMBINATIONS
@@ -37,7 +38,7 @@ def request(model: dict[str, Any] = MOE, **changes: Any) -> ExplorationRequest:
 
 
 def candidates(req: ExplorationRequest) -> tuple[Candidate, ...]:
-    return enumerate_candidates(req, report(experts=req.model.moe is not None), req.model).candidates
+    return enumerate_candidates(req, report(experts=req.shapes.moe is not None), req.shapes).candidates
 
 
 def test_every_policy_is_explored_untiled() -> None:
@@ -57,7 +58,7 @@ def test_a_tile_takes_no_policy_that_keeps_a_part_of_attention() -> None:
 def test_no_two_candidates_are_the_same_step() -> None:
     for model in (DENSE, MOE):
         req = request(model, micro_batch_size=[4], attention_backends=["cudnn"])
-        decompose = Decomposer(req.model, training=True)
+        decompose = Decomposer(req.shapes, training=True)
         steps = [decompose(candidate) for candidate in candidates(req)]
         assert len(set(steps)) == len(steps)
 
@@ -85,10 +86,10 @@ def test_eval_mode_recomputes_nothing() -> None:
 def test_a_policy_with_a_number_is_explored_only_if_it_is_named() -> None:
     assert not any(c.recompute.is_numbered for c in candidates(request()))
     named = request(recompute=["groups_4", "layers_3", "none", "layers_9", "full"])
-    assert [policy.value for policy in named.recompute_policies] == ["none", "full", "layers_3", "groups_4"], (
+    assert [policy.value for policy in named.space.recompute_policies] == ["none", "full", "layers_3", "groups_4"], (
         "all nine layers are the policy full"
     )
-    assert {c.recompute for c in candidates(named)} == set(named.recompute_policies)
+    assert {c.recompute for c in candidates(named)} == set(named.space.recompute_policies)
     again = ExplorationRequest.model_validate_json(named.model_dump_json())
     assert again == named
     assert again.recompute is not None
@@ -113,14 +114,14 @@ def test_a_number_that_a_model_cannot_have_is_refused_with_the_nearest(fields: d
 
 
 def test_a_list_may_name_every_policy() -> None:
-    assert request(recompute=list(Recompute)).recompute_policies == tuple(Recompute)
+    assert request(recompute=list(Recompute)).space.recompute_policies == tuple(Recompute)
 
 
 def test_what_the_six_first_policies_admitted_is_still_admitted() -> None:
     """2048 combinations of six policies, tiles with all of them counted: as many tilings as 64 micro-batches have."""
     sizes = [m for m in range(1, 257) if m % 12 == 0 or m in (1, 2)]
     req = request(micro_batch_size=sizes, bta={"max_tile": 32}, batch_size=512)
-    tilings = sum(len(req.tiles_for(m)) for m in sizes)
+    tilings = sum(len(req.space.tiles_for(m)) for m in sizes)
     assert 0.5 * 2048 < 6 * tilings <= 2048
     assert len(candidates(req)) > 0
     most = 341 * 7 + 64 * 3  # 341 tilings of 64 micro-batches: seven policies each, and three more untiled
@@ -156,7 +157,7 @@ def test_what_a_policy_asks_of_a_block(policy: Recompute, attention: str, dense:
 def test_policies_share_components() -> None:
     """Ten policies need few more components than six did: five of an attention block, four of each FFN."""
     req = request(micro_batch_size=[4], bta={"enable": False}, attention_backends=["cudnn"], expert_backends=["loop"])
-    decompose = Decomposer(req.model, training=True)
+    decompose = Decomposer(req.shapes, training=True)
     found = {c for candidate in candidates(req) for c in decompose(candidate).components}
     kinds = [c.kind for c in found]
     assert kinds.count(ComponentKind.ATTENTION) == 5
@@ -170,18 +171,18 @@ def test_more_recomputed_is_predicted_slower_and_smaller(kind: ComponentKind, ba
     hardware = report().hardware
     chosen = {ComponentKind.ATTENTION: "cudnn", ComponentKind.MOE_FFN: backend}.get(kind)
     plain = next(
-        component.model_copy(update={"backend": chosen})
+        component.model_copy(update={"backend": BackEnd(experts=chosen)})
         for candidate in candidates(request(micro_batch_size=[4], bta={"enable": False}))
-        for component in Decomposer(req.model, training=True)(candidate).components
+        for component in Decomposer(req.shapes, training=True)(candidate).components
         if component.kind is kind and component.recompute is BlockRecompute.NONE
     )
     ladder = [BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS]
     components = [plain.model_copy(update={"recompute": recompute}) for recompute in ladder]
-    seconds = [roofline_seconds(c, req.model, req, hardware) for c in components]
-    saved = [predict_component_bytes(c, req.model, req).saved for c in components]
+    seconds = [roofline_seconds(c, req.shapes, req, hardware) for c in components]
+    saved = [predict_component_bytes(c, req.shapes, req).saved for c in components]
     assert seconds[0].device < seconds[1].device < seconds[2].device
     assert seconds[0].host < seconds[1].host
     assert saved[0] > saved[1] > saved[2]
-    full = roofline_seconds(plain.model_copy(update={"recompute": BlockRecompute.FULL}), req.model, req, hardware)
+    full = roofline_seconds(plain.model_copy(update={"recompute": BlockRecompute.FULL}), req.shapes, req, hardware)
     assert seconds[2].device < full.device
     assert seconds[1].device < 1.15 * seconds[0].device

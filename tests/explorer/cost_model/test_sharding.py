@@ -10,11 +10,11 @@ import pytest
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.collectives import Overlap
 from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.search_space import base_candidates, enumerate_candidates
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialPlan
 from bexp.explorer.search.explore import explore
+from bexp.explorer.search.legal_space import base_candidates, enumerate_candidates
 from bexp.explorer.search.relaxations import smallest_requirement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
@@ -30,17 +30,17 @@ def choosing(levels: Any = "explore", **changes: Any) -> ExplorationRequest:
 
 
 def test_a_list_in_training_is_a_choice() -> None:
-    assert choosing().sharding_choices == LEVELS
+    assert choosing().space.sharding_choices == LEVELS
     assert choosing() == request(training={}, sharding_levels="explore")
-    assert choosing(["zero3", "none"]).sharding_choices == (Sharding.NONE, Sharding.ZERO3)
-    assert request("zero2").sharding_choices == (None,)
-    assert choosing(num_devices=1, batch_size=8).sharding_choices == (Sharding.NONE,)
-    assert choosing(mode="eval").sharding_choices == (None,)
-    assert parse_request({"model": MODEL, "num_devices": 2, "training": {"sharding": ["zero1"]}}).sharding_choices == (
-        Sharding.ZERO1,
-    )
+    assert choosing(["zero3", "none"]).space.sharding_choices == (Sharding.NONE, Sharding.ZERO3)
+    assert request("zero2").space.sharding_choices == (None,)
+    assert choosing(num_devices=1, batch_size=8).space.sharding_choices == (Sharding.NONE,)
+    assert choosing(mode="eval").space.sharding_choices == (None,)
+    assert parse_request(
+        {"model": MODEL, "num_devices": 2, "training": {"sharding": ["zero1"]}}
+    ).space.sharding_choices == (Sharding.ZERO1,)
     again = ExplorationRequest.model_validate(choosing(["zero1", "zero3"]).model_dump(mode="json"))
-    assert again.highest_sharding is Sharding.ZERO3
+    assert again.space.highest_sharding is Sharding.ZERO3
 
 
 @pytest.mark.parametrize(
@@ -72,9 +72,9 @@ def test_what_is_refused(changes: dict[str, Any], reason: str) -> None:
 def test_a_table_of_all_levels_is_the_tables_of_each() -> None:
     req = choosing()
     rep = report(experts=False, num_devices=4)
-    space = enumerate_candidates(req, rep, req.model)
+    space = enumerate_candidates(req, rep, req.shapes)
     assert {c.sharding for c in space.candidates} == set(LEVELS)
-    everything = SpaceTable(space.candidates, req.model, req, exchanges=True)
+    everything = SpaceTable(space.candidates, req.shapes, req, exchanges=True)
     kinds = [c.kind for c in everything.components]
     assert kinds.count(ComponentKind.COMMUNICATION) == 4
     assert kinds.count(ComponentKind.OPTIMIZER) == 2, "a share of the state is the same share with every ZeRO level"
@@ -84,7 +84,7 @@ def test_a_table_of_all_levels_is_the_tables_of_each() -> None:
         fixed = request(level.value)
         rows = [i for i, c in enumerate(space.candidates) if c.sharding is level]
         plain = [space.candidates[i].model_copy(update={"sharding": None}) for i in rows]
-        table = SpaceTable(plain, fixed.model, fixed, exchanges=True)
+        table = SpaceTable(plain, fixed.shapes, fixed, exchanges=True)
         np.testing.assert_allclose(found[rows], device_of(fixed).true_tokens_per_second(table))
         np.testing.assert_allclose(needs[rows], predict_memory(table, rep.hardware))
         assert everything.static_parts(rows[0]) == table.static_parts(0)
@@ -102,7 +102,7 @@ def test_traffic_slows_each_level_down_as_it_was_measured() -> None:
         Candidate(micro_batch_size=2, attention_backend="flash", num_query_groups=8, sharding=level)
         for level in (Sharding.NONE, Sharding.ZERO3)
     ]
-    table = SpaceTable(candidates, req.model, req, exchanges=True)
+    table = SpaceTable(candidates, req.shapes, req, exchanges=True)
     device_1K, shares = np.full((1, len(table.components)), 1e-3), np.full(len(table.components), 0.3)
     micro, nothing = np.full((1, 2), 1.0), np.zeros((2, len(shares)))
     added = []
@@ -125,8 +125,8 @@ def test_an_exploration_chooses_the_level(factor: float) -> None:
     assert [exchanges_in(plan) for plan in device.plans] == [True] * 4 + [False] * (len(device.plans) - 4)
     assert [plan.candidate.sharding for plan in first] == list(LEVELS)
     assert all(plan.components[0].sharding is plan.candidate.sharding for plan in first)
-    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.model)
-    table = SpaceTable(space.candidates, req.model, req, exchanges=True)
+    space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes)
+    table = SpaceTable(space.candidates, req.shapes, req, exchanges=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
     assert found.base.sharding is Sharding.NONE
@@ -138,8 +138,8 @@ def test_an_exploration_chooses_the_level(factor: float) -> None:
 def test_memory_decides_what_may_be_chosen() -> None:
     free = choosing()
     rep = report(experts=False, num_devices=4)
-    space = enumerate_candidates(free, rep, free.model)
-    needs = predict_memory(SpaceTable(space.candidates, free.model, free, exchanges=True), rep.hardware)
+    space = enumerate_candidates(free, rep, free.shapes)
+    needs = predict_memory(SpaceTable(space.candidates, free.shapes, free, exchanges=True), rep.hardware)
     least = {
         level: min(n for n, c in zip(needs, space.candidates, strict=True) if c.sharding is level) for level in LEVELS
     }
@@ -155,15 +155,15 @@ def test_memory_decides_what_may_be_chosen() -> None:
 
 
 def test_a_choice_needs_all_devices_that_exchange() -> None:
-    assert [choosing().devices_needed(n) for n in (None, 1, 4, 8)] == [4, 4, 4, 4]
-    assert choosing(["zero2"]).devices_needed() == request("zero2").devices_needed() == 1
-    assert choosing(mode="eval").devices_needed() == 1
-    assert choosing(num_devices=1, batch_size=8).devices_needed() == 1
+    assert [choosing().devices.needed(n) for n in (None, 1, 4, 8)] == [4, 4, 4, 4]
+    assert choosing(["zero2"]).devices.needed() == request("zero2").devices.needed() == 1
+    assert choosing(mode="eval").devices.needed() == 1
+    assert choosing(num_devices=1, batch_size=8).devices.needed() == 1
 
 
 def test_the_base_is_the_lowest_level_that_fits() -> None:
     req = choosing(["zero3", "zero1"])
-    bases = base_candidates(req, report(experts=False, num_devices=4), req.model)
+    bases = base_candidates(req, report(experts=False, num_devices=4), req.shapes)
     assert bases[0].sharding is Sharding.ZERO1
     assert bases[-1].sharding is Sharding.ZERO3
 
@@ -200,8 +200,8 @@ def test_a_resumed_exploration_goes_the_same_way() -> None:
 
 def test_when_nothing_fits_the_next_level_or_more_devices_help() -> None:
     rep = report(experts=False, num_devices=4)
-    high = smallest_requirement(choosing(["zero1"]), rep, choosing().model)
-    low = smallest_requirement(choosing(["zero2"]), rep, choosing().model)
+    high = smallest_requirement(choosing(["zero1"]), rep, choosing().shapes)
+    low = smallest_requirement(choosing(["zero2"]), rep, choosing().shapes)
     req = choosing(["none", "zero1"], memory_limit_gib=(high + low) / 2 / 2**30)
     answer = list(explore(req, rep, SimulatedDevice(req)))[-1].answer
     assert answer is not None
@@ -211,6 +211,6 @@ def test_when_nothing_fits_the_next_level_or_more_devices_help() -> None:
     assert found["num_devices 8"].settings == {"num_devices": 8, "batch_size": 128}
     for change in ("sharding zero2", "num_devices 8"):
         changed = ExplorationRequest.model_validate({**req.model_dump(mode="json"), **found[change].settings})
-        assert changed.highest_sharding is (Sharding.ZERO2 if change == "sharding zero2" else Sharding.ZERO1)
-        predicted = smallest_requirement(changed, rep, req.model)  # too low by what the measured blocks show
+        assert changed.space.highest_sharding is (Sharding.ZERO2 if change == "sharding zero2" else Sharding.ZERO1)
+        predicted = smallest_requirement(changed, rep, req.shapes)  # too low by what the measured blocks show
         assert predicted < found[change].required_bytes < 1.05 * predicted

@@ -49,14 +49,14 @@ def test_all_pairs_but_the_capacity_of_one_expert_are_dropped() -> None:
 )
 def test_rows_of_a_pair(backend: str, factor: float | None, rows: float) -> None:
     request = request_with(factor)
-    assert rows_of_pair(component(backend, factor), request.model, request) == pytest.approx(rows, rel=0.1)
+    assert rows_of_pair(component(backend, factor), request.shapes, request) == pytest.approx(rows, rel=0.1)
 
 
 def test_experts_that_drop_tokens_are_predicted_to_take_less_time() -> None:
     seconds = []
     for factor in (None, 0.5):
         request = request_with(factor)
-        found = predict_component_seconds(component("loop", factor), request.model, request, make_report().hardware)
+        found = predict_component_seconds(component("loop", factor), request.shapes, request, make_report().hardware)
         seconds.append(found.device)
     assert seconds[1] < 0.9 * seconds[0]
 

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Any
 
 from bexp.explorer.exports.exploration import Exploration
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Alternative, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest

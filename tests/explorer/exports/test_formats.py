@@ -104,7 +104,7 @@ def test_torchtitans_main_line_counts_the_tokens_of_a_targets_own_sequences() ->
 def test_the_python_module_leaves_the_loss_and_attention_of_a_targets_own_code() -> None:
     scope: dict[str, Any] = {}
     exec(export("python", own_exploration(seq_length=64)).text, scope)
-    read = scope["bexp"].Recommendation.read(scope["RECOMMENDATION"])
+    read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
     assert (read.settings, read.grad_accum_steps(1)) == (scope["bexp"].Settings(), 4)
 
 
@@ -309,7 +309,7 @@ def test_the_python_module_hands_the_candidate_to_apply(tmp_path: Path) -> None:
     setting, rest = code.split("import json", 1)
     assert setting.endswith('os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"\n\n')
     exec(f"import json{rest}", scope)  # without the setting, which is this process's as well
-    read = bexp.Recommendation.read(scope["RECOMMENDATION"])
+    read = bexp.RecommendedSetup.read(scope["RECOMMENDATION"])
     assert read.settings == bexp.Settings(
         attention="sdpa:flash",
         experts="bexp_fused",

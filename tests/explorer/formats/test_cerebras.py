@@ -99,7 +99,7 @@ def test_the_documented_run_configuration() -> None:
         120,
         2,
     )
-    assert request.model.seq_length == 2048
+    assert request.shapes.seq_length == 2048
 
 
 @pytest.mark.parametrize("choice", ["explore", "auto", {"explore": {"min": 2, "max": 8}}, 4])
@@ -156,7 +156,7 @@ def test_a_trainer_with_bta() -> None:
     request = parse_request(trainer(bta()))
     assert (request.bta.enable, request.bta.max_tile) == (True, 4)
     assert (request.batch_size, request.num_devices, request.mode) == (120, 4, "train")
-    assert count_parameters(request.model) == 111_050_496
+    assert count_parameters(request.shapes) == 111_050_496
 
 
 def test_flags_may_be_dotted() -> None:
@@ -223,7 +223,7 @@ def test_refusals_name_the_field(document: dict[str, Any], location: tuple[str, 
 
 
 def test_a_gated_grouped_query_model() -> None:
-    model = parse_request(run(model=LLAMA_1B)).model
+    model = parse_request(run(model=LLAMA_1B)).shapes
     assert (model.query_groups, model.gated_mlp, model.activation, model.norm) == (8, True, "silu", "rmsnorm")
     assert (model.seq_length, model.dtype, model.position, model.rotary_fraction) == (8192, "bfloat16", "rope", 1.0)
     assert count_parameters(model) == 1_235_814_400
@@ -231,17 +231,17 @@ def test_a_gated_grouped_query_model() -> None:
 
 def test_a_mixture_of_experts_with_a_shared_one() -> None:
     moe = {"num_experts": 8, "top_k": 2, "num_shared_experts": 1, "load_balancing_loss_coef": 0.01, "router_fp32": True}
-    spec = parse_request(run(model={**LLAMA_1B, "moe": moe})).model.moe
+    spec = parse_request(run(model={**LLAMA_1B, "moe": moe})).shapes.moe
     assert spec is not None
     assert (spec.num_experts, spec.top_k, spec.norm_topk_prob) == (8, 2, True)
     assert spec.expert_ffn_hidden_size == spec.shared_expert_ffn_hidden_size == 8192
-    assert parse_request(run(model={**LLAMA_1B, "moe_params": moe})).model.moe == spec
-    assert parse_request(run(model={**LLAMA_1B, "moe": {"num_experts": 1}})).model.moe is None
+    assert parse_request(run(model={**LLAMA_1B, "moe_params": moe})).shapes.moe == spec
+    assert parse_request(run(model={**LLAMA_1B, "moe": {"num_experts": 1}})).shapes.moe is None
 
 
 def test_any_model_shape_in_a_cerebras_run() -> None:
-    assert parse_request(run(model={"model_type": "gpt2"})).model_name == "gpt2"
-    assert parse_request(run(model=NATIVE["model"])).model.num_layers == 1
+    assert parse_request(run(model={"model_type": "gpt2"})).explored.name == "gpt2"
+    assert parse_request(run(model=NATIVE["model"])).shapes.num_layers == 1
 
 
 def test_our_own_fields_beside_a_run() -> None:
@@ -253,14 +253,14 @@ def test_a_trainers_precision_goes_before_the_models() -> None:
     document = trainer()
     for precision, dtype in (({"fp16_type": "float16"}, "float16"), ({"enabled": False}, "float32"), ({}, "bfloat16")):
         document["trainer"]["init"]["precision"] = precision
-        assert parse_request(document).model.dtype == dtype
+        assert parse_request(document).shapes.dtype == dtype
     document["trainer"]["init"]["precision"] = {"fp16_type": "int8"}
     assert "int8" in refusal(document)["trainer", "init", "precision", "fp16_type"]
 
 
 def test_precision_and_the_optimizer() -> None:
-    assert parse_request(run(model={**GPT_111M, "mixed_precision": False})).model.dtype == "float32"
-    assert parse_request(run(model={**GPT_111M, "fp16_type": "float16"})).model.dtype == "float16"
+    assert parse_request(run(model={**GPT_111M, "mixed_precision": False})).shapes.dtype == "float32"
+    assert parse_request(run(model={**GPT_111M, "fp16_type": "float16"})).shapes.dtype == "float16"
     assert parse_request(run(optimizer={"optimizer_type": "SGD"})).training.optimizer.name == "sgd"
 
 
@@ -272,11 +272,11 @@ def test_a_network_that_cannot_be_explored_has_one_error(name: str) -> None:
 
 def test_parallel_layers_with_a_norm_each() -> None:
     parallel = {**GPT_111M, "name": "falcon", "use_untied_layer_norm": True, "position_embedding_type": "rotary"}
-    assert parse_request(run(model=parallel)).model.parallel_residual
+    assert parse_request(run(model=parallel)).shapes.parallel_residual
     del parallel["position_embedding_type"]
-    model = parse_request(run(model=parallel)).model
+    model = parse_request(run(model=parallel)).shapes
     assert (model.position, model.mlp_bias) == ("rope", False)  # defaults of Model Zoo's GPT-J class
-    assert not parse_request(run()).model.parallel_residual
+    assert not parse_request(run()).shapes.parallel_residual
 
 
 def test_a_cap_of_the_tile_counts_only_where_tiling_is_on() -> None:

@@ -44,18 +44,18 @@ def test_every_example_is_accepted(path: Path) -> None:
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_parameter_counts_are_the_published_ones(name: str) -> None:
-    assert count_parameters(read(name).model) == PUBLISHED[name]
+    assert count_parameters(read(name).shapes) == PUBLISHED[name]
 
 
 @pytest.mark.parametrize("name", SEQ_LENGTHS)
 def test_sequence_lengths(name: str) -> None:
-    assert read(name).model.seq_length == SEQ_LENGTHS[name]
+    assert read(name).shapes.seq_length == SEQ_LENGTHS[name]
 
 
 def test_cerebras_gpt_agrees_with_gpt2_of_the_same_shape() -> None:
     shape = {"model_type": "gpt2", "n_embd": 2048, "n_layer": 24, "n_head": 16, "n_positions": 2048}
-    imported = parse_request(shape, overrides={"target": "bexp"}).model
-    ours = read("cerebras-gpt-1.3b").model
+    imported = parse_request(shape, overrides={"target": "bexp"}).shapes
+    ours = read("cerebras-gpt-1.3b").shapes
     assert ours.model_copy(update={"name": imported.name}) == imported
 
 
@@ -65,14 +65,14 @@ def test_the_bta_example_tiles_attention() -> None:
 
 
 def test_the_switch_like_example_sends_each_token_to_one_of_128_experts() -> None:
-    moe = read("switch-like-e128").model.moe
+    moe = read("switch-like-e128").shapes.moe
     assert moe is not None
     assert (moe.num_experts, moe.top_k) == (128, 1)
 
 
 def test_the_demo_is_small_enough_for_a_laptop() -> None:
     request = read("tiny-moe")
-    assert request.model.moe is not None
+    assert request.shapes.moe is not None
     assert request.device_kind == "cpu"
-    assert count_parameters(request.model) < 10_000_000
+    assert count_parameters(request.shapes) < 10_000_000
     assert request.budget.max_seconds <= 60

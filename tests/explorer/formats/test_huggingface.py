@@ -71,7 +71,7 @@ def resolve(model: ModelSpec) -> ModelSpec:
 
 
 def import_model(config: dict[str, Any]) -> ModelSpec:
-    return parse(config).model
+    return parse(config).shapes
 
 
 def refusal(config: dict[str, Any]) -> dict[tuple[str | int, ...], str]:
@@ -134,7 +134,7 @@ def test_a_sequence_is_as_long_as_the_model_reaches_up_to_4096() -> None:
     assert import_model({"model_type": "llama", "max_position_embeddings": 512}).seq_length == 512
     assert import_model({"model_type": "llama", "seq_length": 8192}).seq_length == 8192
     longer = parse({"model_type": "llama", "seq_length": 64}, **{"model.seq_length": 96})
-    assert longer.model.seq_length == 96
+    assert longer.shapes.seq_length == 96
 
 
 def test_names() -> None:

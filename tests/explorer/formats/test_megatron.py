@@ -49,7 +49,7 @@ def nemo(**changes: Any) -> dict[str, Any]:
 
 def test_flags_with_megatrons_defaults() -> None:
     request = parse_request(load_document(FLAGS))
-    model = request.model
+    model = request.shapes
     assert (model.num_layers, model.hidden_size, model.ffn_hidden_size, model.seq_length) == (4, 64, 256, 128)
     assert (model.position, model.position_rows, model.norm, model.activation) == ("learned", 256, "layernorm", "gelu")
     assert (model.qkv_bias, model.mlp_bias, model.tie_embeddings, model.gated_mlp) == (True, True, True, False)
@@ -60,7 +60,7 @@ def test_flags_with_megatrons_defaults() -> None:
 
 def test_a_gated_grouped_query_model() -> None:
     text = f"{LLAMA} --group-query-attention --num-query-groups 2 --untie-embeddings-and-output-weights"
-    model = parse_request(load_document(text)).model
+    model = parse_request(load_document(text)).shapes
     assert (model.query_groups, model.activation, model.gated_mlp, model.norm) == (2, "silu", True, "rmsnorm")
     assert model.ffn_hidden_size == 128  # 4 * 64 * 2 / 3, rounded down to a multiple of 64
     attention, ffn, norms = 64 * (64 + 2 * 32 + 64), 3 * 64 * 128, 2 * 64
@@ -85,7 +85,7 @@ def test_flags_may_be_a_command_a_text_words_or_a_mapping(given: Any) -> None:
 @pytest.mark.parametrize(("frequency", "expected"), [("1", (0, 1)), ("'[0, 1, 1, 1]'", (1, 1)), ("[0,1,0,1]", (0, 2))])
 def test_layers_with_experts(frequency: str, expected: tuple[int, int]) -> None:
     text = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 32 --moe-layer-freq {frequency} --moe-grouped-gemm"
-    moe = parse_request(load_document(text)).model.moe
+    moe = parse_request(load_document(text)).shapes.moe
     assert moe is not None
     assert (moe.num_experts, moe.top_k, moe.expert_ffn_hidden_size, moe.norm_topk_prob) == (8, 2, 32, True)
     assert (moe.first_k_dense, moe.moe_layer_frequency) == expected
@@ -95,7 +95,7 @@ def test_layers_with_experts(frequency: str, expected: tuple[int, int]) -> None:
 def test_a_capacity_factor_is_read_with_the_policy_that_is_supported() -> None:
     text = f"{LLAMA} --num-experts 8 --moe-ffn-hidden-size 32 --moe-token-drop-policy"
     for more, factor in (("position", None), ("probs --moe-expert-capacity-factor 1.25", 1.25)):
-        moe = parse_request(load_document(f"{text} {more}")).model.moe
+        moe = parse_request(load_document(f"{text} {more}")).shapes.moe
         assert moe is not None
         assert moe.capacity_factor == factor
 
@@ -110,7 +110,7 @@ def test_sharding_and_context_parallelism() -> None:
     assert sharding("--use-megatron-fsdp --data-parallel-sharding-strategy optim_grads") is Sharding.ZERO2
     assert sharding("--use-torch-fsdp2") is Sharding.ZERO3
     document = {**load_document(FLAGS + "--context-parallel-size 2"), "num_devices": 4}
-    assert parse_request(document).context_parallel_sizes == (2,)
+    assert parse_request(document).devices.context_parallel_sizes == (2,)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +131,7 @@ def test_a_number_of_recomputed_layers_is_explored_beside_every_policy(
         assert request.recompute is None
         return
     assert request.recompute is not None
-    assert request.recompute_policies == (*parse_request(load_document(FLAGS)).recompute_policies, named)
+    assert request.space.recompute_policies == (*parse_request(load_document(FLAGS)).space.recompute_policies, named)
     assert f"'{named}'" in request.notices[0]
 
 
@@ -181,12 +181,12 @@ def test_what_is_no_flag(given: Any) -> None:
 def test_a_missing_vocabulary_may_be_an_override() -> None:
     document = load_document(FLAGS.replace("--vocab-size 500", ""))
     assert "tokenizer" in refusal(document)["megatron", "vocab_size"]
-    assert parse_request(document, overrides={"model.vocab_size": 500}).model.vocab_size == 500
+    assert parse_request(document, overrides={"model.vocab_size": 500}).shapes.vocab_size == 500
 
 
 def test_a_nemo_file() -> None:
     request = parse_request(nemo())
-    model = request.model
+    model = request.shapes
     assert (model.num_layers, model.ffn_hidden_size, model.vocab_size, model.position_rows) == (4, 256, 512, 128)
     assert (model.dtype, model.position, model.mlp_bias, model.tie_embeddings) == ("bfloat16", "learned", True, True)
     assert (request.num_devices, request.batch_size, request.base_micro_batch_size) == (16, 32, 2)
@@ -205,7 +205,7 @@ def test_a_nemo_file() -> None:
             model__tokenizer={"library": "megatron"},
         )
     )
-    model = changed.model
+    model = changed.shapes
     assert (model.query_groups, model.activation, model.norm, model.mlp_bias) == (2, "silu", "rmsnorm", False)
     assert (changed.flash_attention, changed.training.sharding) == (False, Sharding.ZERO1)
     assert "full uniform with 2 layers" in " ".join(changed.notices)
@@ -213,7 +213,7 @@ def test_a_nemo_file() -> None:
 
 def test_a_nemo_file_with_parallel_sizes_is_a_mesh_whose_base_is_open() -> None:
     request = parse_request(nemo(model__tensor_model_parallel_size=4))
-    assert (request.parallelism.tensor, request.base_micro_batch_size, request.is_mesh) == (4, None, True)
+    assert (request.parallelism.tensor, request.base_micro_batch_size, request.devices.is_mesh) == (4, None, True)
     assert "micro_batch_size is open: the arguments have 2" in " ".join(request.notices)
 
 

@@ -34,7 +34,7 @@ def test_overrides_are_merged_last_nested_or_dotted() -> None:
     document = {"model": MODEL, "budget": {"max_trials": 5, "max_seconds": 9}, "num_csx": 2}
     changes = {"model.seq_length": 48, "budget": {"max_trials": 7}, "num_devices": 4, "bta.enable": True}
     request = parse_request(document, overrides=changes)
-    assert (request.model.seq_length, request.budget.max_trials, request.budget.max_seconds) == (48, 7, 9)
+    assert (request.shapes.seq_length, request.budget.max_trials, request.budget.max_seconds) == (48, 7, 9)
     assert (request.num_devices, request.bta.enable) == (4, True)
     assert document["num_csx"] == 2  # the caller's document is left as it was
     assert MODEL["seq_length"] == 32
@@ -56,7 +56,7 @@ def test_variants_of_an_imported_model() -> None:
     request = parse_request(
         {"model_type": "llama", "target": "bexp"}, overrides={"model.num_query_groups": [1, 8, None]}
     )
-    assert [model.query_groups for model in request.variants()] == [1, 8, 32]
+    assert [model.query_groups for model in request.space.variants()] == [1, 8, 32]
 
 
 @pytest.mark.parametrize(
@@ -85,7 +85,7 @@ def test_variants_of_an_imported_model() -> None:
         ({"model": {**MODEL, "moe": {**MOE, "num_experts": 10**9}}}, ("model", "moe", "num_experts"), "1023"),
         ({"model": "gpt2"}, ("model",), "mapping"),
         ({"model": None}, ("model",), "mapping"),
-        ({"parallelism": {"tensor_parallel_size": 2}}, ("parallelism", "tensor"), "does not divide num_devices (1)"),
+        ({"parallelism": {"tensor": 2}}, ("parallelism", "tensor"), "does not divide num_devices (1)"),
         ({"recompute": []}, ("recompute",), "at least 1"),
         ({"expert_backends": ["loop"]}, ("expert_backends",), "without experts"),
         ({"what": 1}, ("what",), "is not a field"),

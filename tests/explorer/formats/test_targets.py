@@ -37,7 +37,7 @@ def test_a_config_is_kept_as_it_came() -> None:
 def test_a_nested_config_and_an_overridden_target() -> None:
     document = {"model": {**GEMMA, "seq_length": 1024, "name": "mine"}}
     request = parse_request(document, overrides={"target": TRANSFORMERS})
-    assert (request.seq_length, request.model_name) == (1024, "mine")
+    assert (request.seq_length, request.explored.name) == (1024, "mine")
     longer = parse_request(document, overrides={"target": TRANSFORMERS, "model.seq_length": 2048})
     assert longer.seq_length == 2048
     assert longer.hf_config == {**GEMMA, "_name_or_path": "mine"}
@@ -54,7 +54,7 @@ def test_the_longest_sequence_of_a_short_model_is_not_exceeded() -> None:
 def test_a_config_is_translated_for_the_reference_layers() -> None:
     request = parse_request({"model_type": "llama", "target": "bexp"})
     assert request.hf_config is None
-    assert request.model.num_layers == 32
+    assert request.shapes.num_layers == 32
 
 
 def test_a_parsed_request_is_parsed_again_as_it_is() -> None:
@@ -162,7 +162,7 @@ def test_unset_and_default_keys_are_ignored_and_said_once() -> None:
         "qk_layernorm": {},
     }
     request = parse_request({"target": "bexp", "model_type": "llama", **unset})
-    assert request.model == parse_request({"target": "bexp", "model_type": "llama"}).model
+    assert request.shapes == parse_request({"target": "bexp", "model_type": "llama"}).model
     (notice,) = request.notices
     assert all(key in notice for key in unset)
 

@@ -60,7 +60,7 @@ def test_formats_of_deepspeed() -> None:
     assert request.hf_config is not None
     assert (request.hf_config["dtype"], request.training.precision, request.batch_size) == ("bfloat16", "pure", 16)
     half = {"enabled": True, "loss_scale": 0}
-    assert parse_request({**NATIVE, "deepspeed": {"fp16": half}}).model.dtype == "float16"
+    assert parse_request({**NATIVE, "deepspeed": {"fp16": half}}).shapes.dtype == "float16"
 
 
 def test_both_files_agree() -> None:

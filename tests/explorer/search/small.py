@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.step import MemoryParts
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Measure, Trial, TrialKind
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
-from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -47,8 +47,7 @@ def small_request(**changes: Any) -> ExplorationRequest:
 @cache
 def _space(document: str) -> PrunedSpace:
     request = ExplorationRequest.model_validate_json(document)
-    assert request.model is not None
-    return prune_space(request.model, request, REPORT)
+    return prune_space(request.shapes, request, REPORT)
 
 
 def small_space(request: ExplorationRequest) -> PrunedSpace:
@@ -56,12 +55,12 @@ def small_space(request: ExplorationRequest) -> PrunedSpace:
     return _space(request.model_dump_json())
 
 
-def small_state(**changes: Any) -> SearchState:
+def small_state(**changes: Any) -> Posterior:
     """A state that knows nothing yet."""
     request = small_request(**changes)
     space = small_space(request)
     assert space.table is not None
-    return SearchState(space.table, space.legal.candidates, request, REPORT.hardware)
+    return Posterior.of(space.table, space.legal.candidates, request, REPORT.hardware)
 
 
 def candidate(size: int = 1, **changes: Any) -> Candidate:
@@ -72,7 +71,7 @@ def candidate(size: int = 1, **changes: Any) -> Candidate:
 
 
 def measure(
-    state: SearchState, components: tuple[Component, ...], of: Candidate, *, noise: float = 0.0, scale: float = 1.0
+    state: Posterior, components: tuple[Component, ...], of: Candidate, *, noise: float = 0.0, scale: float = 1.0
 ) -> Measurement:
     """What the simulated device measures; `scale` multiplies its seconds."""
     device = SimulatedDevice(state.request, noise=noise)
@@ -96,11 +95,11 @@ def measure(
     return Measurement(candidate=of, outcome=Outcome.OK, components=tuple(found))
 
 
-def know(state: SearchState, *candidates: Candidate, scale: float = 1.0) -> None:
+def know(state: Posterior, *candidates: Candidate, scale: float = 1.0) -> None:
     """Measure candidates in full, a trial each, whose number is the candidate's row."""
     for each in candidates:
         row = state.table.row[each]
-        state.learn_trials([(row, measure(state, state.missing(row), each, scale=scale))])
+        state.knowledge.learn(row, measure(state, state.missing(row), each, scale=scale))
 
 
 def trial(
@@ -137,14 +136,13 @@ def context(
     *,
     index: int = 0,
     measure: Measure | None = None,
-    copy_study: Callable[[str, Any], None] = lambda name, study: None,
     report: DeviceReport = REPORT,
 ) -> VariantContext:
     """One variant of a job whose clock stands still."""
-    models = request.variants()
+    models = request.space.variants()
     history = TrialHistory(trials, request.budget, len(models))
     executor = executor_of(measure or SimulatedDevice(request, noise=0.0))
-    return VariantContext(index, models[index], request, report, executor, history, lambda: 0.0, copy_study)
+    return VariantContext(index, models[index], request, report, executor, history, lambda: 0.0)
 
 
 def recommendation(of: Candidate | None = None, **changes: Any) -> Recommendation:

@@ -9,12 +9,12 @@ import pytest
 
 from bexp.explorer.search import acquisition
 from bexp.explorer.search.acquisition import MOST_RUNS, NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
 from tests.explorer.search.small import candidate, know, measure, small_state
 
 
-def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = True) -> SearchState:
+def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = True) -> Posterior:
     """Two candidates that are measured; in a share `better` of the samples the second beats the first by 2%."""
     state = small_state(verify=verify)
     know(state, candidate(1), candidate(2))
@@ -22,8 +22,8 @@ def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = Tru
     number = 1000
     samples = np.full((number, 2), tokens[0])
     samples[:, 1] = np.where(np.arange(number) < better * number, 1.02 * tokens[0], 0.9 * tokens[0])
-    state.posterior = replace(
-        state.posterior,
+    state._contenders = replace(
+        state.contenders,
         rows=rows,
         mean_A=np.array(tokens),
         composed_NA=samples,
@@ -37,13 +37,13 @@ def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = Tru
     return state
 
 
-def with_an_unknown_rival(composed: float, whole: float) -> SearchState:
+def with_an_unknown_rival(composed: float, whole: float) -> Posterior:
     """A measured candidate of 100 tokens/s, and one that is not measured, in every sample as fast as given."""
     state = rival_pair((100.0, 90.0), better=0.0)
-    wanted = np.zeros_like(state.posterior.wanted_AP)
+    wanted = np.zeros_like(state.contenders.wanted_AP)
     wanted[1, 0] = True
-    state.posterior = replace(
-        state.posterior,
+    state._contenders = replace(
+        state.contenders,
         wanted_AP=wanted,
         composed_NA=np.tile([100.0, composed], (4, 1)),
         tokens_NA=np.tile([100.0, whole], (4, 1)),
@@ -54,13 +54,13 @@ def with_an_unknown_rival(composed: float, whole: float) -> SearchState:
 
 def test_nothing_is_suggested_without_contenders() -> None:
     state = small_state()
-    state.posterior = replace(state.posterior, rows=np.zeros(0, dtype=np.int64))
+    state._contenders = replace(state.contenders, rows=np.zeros(0, dtype=np.int64))
     assert suggest_measurement(state) is None
 
 
 def test_before_anything_is_known_it_is_the_most_throughput_a_second() -> None:
     state = small_state()
-    posterior, found = state.posterior, suggest_measurement(state)
+    posterior, found = state.contenders, suggest_measurement(state)
     assert found is not None
     costs = measuring_seconds(state.surrogate.device_mean_K)
     mean = posterior.tokens_NA.mean(axis=0)
@@ -76,7 +76,7 @@ def test_before_anything_is_known_it_is_the_most_throughput_a_second() -> None:
 def test_a_new_candidate_is_the_one_with_the_highest_expected_improvement_a_second() -> None:
     state = small_state()
     know(state, candidate(1))
-    posterior, found = state.posterior, suggest_measurement(state)
+    posterior, found = state.contenders, suggest_measurement(state)
     assert found is not None
     assert posterior.incumbent is not None
     own = posterior.composed_NA[:, posterior.incumbent]
@@ -119,27 +119,27 @@ def test_nothing_is_run_again_if_the_error_of_composition_hides_more(
     verify: bool, error: float, suggested: bool
 ) -> None:
     state = rival_pair((100.0, 99.0), 0.3, verify=verify)
-    logs = np.log(state.posterior.composed_NA)
+    logs = np.log(state.contenders.composed_NA)
     spread = np.diff(logs).std()
     logs[:, 1] += error * spread * np.resize([1.0, -1.0], len(logs))
-    state.posterior = replace(state.posterior, tokens_NA=np.exp(logs))
+    state._contenders = replace(state.contenders, tokens_NA=np.exp(logs))
     assert (suggest_measurement(state) is not None) is suggested
 
 
 def test_another_run_measures_what_most_blurs_the_difference() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
-    noisy = next(c for c in state.table.decompositions[state.posterior.rows[1]].components if c.kind.value == "head")
+    noisy = next(c for c in state.table.decompositions[state.contenders.rows[1]].components if c.kind.value == "head")
     state.surrogate.log_std_K[:] = 1e-5
     state.surrogate.log_std_K[state.table.column[noisy]] = 0.1
     found = suggest_measurement(state)
     assert found is not None
     assert found.components == (noisy,)
-    assert found.row == state.posterior.rows[1]
+    assert found.row == state.contenders.rows[1]
 
 
 def test_what_both_candidates_have_in_common_is_never_run_again() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
-    components = [set(state.table.decompositions[row].components) for row in state.posterior.rows]
+    components = [set(state.table.decompositions[row].components) for row in state.contenders.rows]
     found = suggest_measurement(state)
     assert found is not None
     assert not set(found.components) & components[0] & components[1]
@@ -148,7 +148,7 @@ def test_what_both_candidates_have_in_common_is_never_run_again() -> None:
 def test_components_that_tell_half_as_much_are_run_with_the_one_that_tells_most() -> None:
     assert TELLING_SHARE == 0.5
     state = rival_pair((100.0, 99.0), 0.3)
-    row = int(state.posterior.rows[1])
+    row = int(state.contenders.rows[1])
     shares = state.table.step_shares(state.surrogate.device_mean_K, np.array([row]))[0]
     used = [p for p in np.flatnonzero(state.table.used_CP[row]) if shares[p] > 0][:3]
     columns = state.table.columns_CP[row]
@@ -188,11 +188,11 @@ def test_a_trial_in_flight_is_not_suggested_again() -> None:
     know(state, candidate(1))
     first = suggest_measurement(state)
     assert first is not None
-    state.expect(99, first)
+    state.knowledge.expect(99, first)
     second = suggest_measurement(state)
     assert second is None or not set(second.components) & set(first.components)
     of = state.table.candidates[first.row]
-    state.learn_trials([(99, measure(state, first.components, of))])
+    state.knowledge.learn(99, measure(state, first.components, of))
     assert state.expecting_pending() is state
 
 

@@ -13,13 +13,13 @@ from bexp.explorer.search.candidate_memory import (
     CandidateMemory,
     MemoryErrors,
 )
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior
 from tests.explorer.search.small import candidate, know, small_state
 
 ROWS = np.arange(12)
 
 
-def memory_of(state: SearchState, limit: int = 2**40, peaks: dict[int, int] | None = None) -> CandidateMemory:
+def memory_of(state: Posterior, limit: int = 2**40, peaks: dict[int, int] | None = None) -> CandidateMemory:
     return CandidateMemory(state.table, state.surrogate, state.hardware, limit, peaks)
 
 
@@ -56,7 +56,7 @@ def test_a_candidate_fits_up_to_the_limit_and_not_a_byte_beyond() -> None:
     assert exact.fits_C[row]
 
 
-def worst_need(state: SearchState, row: int, deviations: float) -> float:
+def worst_need(state: Posterior, row: int, deviations: float) -> float:
     """What a candidate needs if its least certain component's relative error is that many standard deviations."""
     memory, table = memory_of(state), state.table
     std = max(float(state.surrogate.bytes_std_K[table.column[c]]) for c in table.decompositions[row].components)

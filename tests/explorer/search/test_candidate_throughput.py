@@ -8,22 +8,22 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search.candidate_throughput import FEWEST_SAMPLES, MOST_DRAWS, NUM_SAMPLES, CandidateThroughput
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors
-from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
+from bexp.explorer.surrogate.whole_model_runs import WholeModelRun
 from tests.explorer.search.small import candidate, know, small_state
 
 
-def errors_of(state: SearchState) -> CompositionErrors:
+def errors_of(state: Posterior) -> CompositionErrors:
     return CompositionErrors(state.table.candidates, "cuda", 0, NUM_SAMPLES, np.random.default_rng(0))
 
 
-def throughput(state: SearchState, **whole: WholeModelRun) -> CandidateThroughput:
+def throughput(state: Posterior, **whole: WholeModelRun) -> CandidateThroughput:
     runs = {int(name.removeprefix("row")): run for name, run in whole.items()}
     return CandidateThroughput(state.table, state.surrogate, errors_of(state), runs)
 
 
-def known_state(**changes: object) -> SearchState:
+def known_state(**changes: object) -> Posterior:
     state = small_state(batch_size=12, **changes)
     know(state, *(candidate(size) for size in (1, 2, 4)))
     return state

@@ -9,24 +9,30 @@ import pytest
 
 from bexp.explorer.records.recommendation import DividingCandidate
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.batch_division import dividing_rows, recommend_dividing
-from bexp.explorer.search.candidate_posterior import confidence_score
-from bexp.explorer.search.choices import dividing_batch_sizes, find_dividing, memory_choices, promising_row
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.choices import (
+    dividing_batch_sizes,
+    dividing_rows,
+    find_dividing,
+    memory_choices,
+    promising_row,
+    recommend_dividing,
+)
+from bexp.explorer.search.confidence import confidence_score
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.verification import next_comparison
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 
 
-def state_of(*known: int, **changes: Any) -> SearchState:
+def state_of(*known: int, **changes: Any) -> Posterior:
     """A state that knows all candidates of some sizes; the larger, the faster."""
     state = small_state(**changes)
     know(state, *(c for c in state.table.candidates if c.micro_batch_size in known))
     return state
 
 
-def find(state: SearchState, whole_models: dict[Candidate, Trial] | None = None) -> DividingCandidate | None:
+def find(state: Posterior, whole_models: dict[Candidate, Trial] | None = None) -> DividingCandidate | None:
     best = state.recommend()
     assert best is not None
     return find_dividing(state, best.row, (whole_models or {}).get)
@@ -64,7 +70,7 @@ def test_its_confidence_is_among_those_that_divide() -> None:
     chosen = recommend_dividing(state)
     assert chosen is not None
     rows = np.flatnonzero(dividing_rows(state.table))
-    posterior = state.posterior_of(rows)
+    posterior = state.contenders_among(rows)
     position = int(np.flatnonzero(posterior.rows == chosen.row)[0])
     assert chosen.confidence == posterior.confidences(state.request.tolerance).max()
     assert chosen.confidence == posterior.confidence(position, state.request.tolerance) > 0
@@ -97,11 +103,11 @@ def test_a_whole_model_sets_the_figures_of_the_others() -> None:
     state = state_of(1, 2, 4)
     four, two = (state.table.row[candidate(size)] for size in (4, 2))
     composed = state.seconds(four).tokens_per_second
-    state.learn_whole_model(candidate(4), 0.7 * composed, 0.001)
+    state.knowledge.learn_whole_model(candidate(4), 0.7 * composed, 0.001)
     assert expected_tokens_per_second(state, four, four) == pytest.approx(0.7 * composed)
     ratio = state.corrected_seconds(two).tokens_per_second / state.corrected_seconds(four).tokens_per_second
     assert expected_tokens_per_second(state, two, four) == pytest.approx(0.7 * composed * ratio)
-    state.learn_whole_model(candidate(2), 0.6 * composed, 0.001)
+    state.knowledge.learn_whole_model(candidate(2), 0.6 * composed, 0.001)
     assert expected_tokens_per_second(state, two, four) == pytest.approx(0.6 * composed)
 
 
@@ -122,8 +128,8 @@ def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeyp
     four = state.table.row[candidate(4)]
     assert memory_choices(state, four)[-1].candidate.micro_batch_size == 2
     reached = state.seconds(four).tokens_per_second
-    state.learn_whole_model(candidate(4), reached, 0.001)
-    state.learn_whole_model(candidate(2), 0.75 * reached, 0.5)  # so uncertain that the search expects more
+    state.knowledge.learn_whole_model(candidate(4), reached, 0.001)
+    state.knowledge.learn_whole_model(candidate(2), 0.75 * reached, 0.5)  # so uncertain that the search expects more
     fastest, near = memory_choices(state, four)
     assert (fastest.candidate.micro_batch_size, near.loss <= 0.2) == (4, True)
 
@@ -132,7 +138,7 @@ def test_figures_of_what_was_not_run_whole_are_the_same_throughout_an_answer() -
     """The whole model of the recommended candidate sets them, and not that of the fastest."""
     state = state_of(1, 2, 4)
     two, four = (state.table.row[candidate(size)] for size in (2, 4))
-    state.learn_whole_model(candidate(2), 0.7 * state.seconds(two).tokens_per_second, 0.001)
+    state.knowledge.learn_whole_model(candidate(2), 0.7 * state.seconds(two).tokens_per_second, 0.001)
     fastest = memory_choices(state, two)[0]
     assert fastest.candidate == candidate(4)
     assert fastest.tokens_per_second == expected_tokens_per_second(state, four, two)

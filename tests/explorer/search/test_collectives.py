@@ -9,8 +9,8 @@ import pytest
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
 from tests.explorer.exchanges import candidate, exchanges_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
@@ -45,7 +45,7 @@ def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share
     assert found.whole_model is not None
     assert found.whole_model.measurement.communication_seconds is not None
     assert abs(found.whole_model.step_error) < 0.01
-    table = SpaceTable([candidate(m) for m in (1, 2, 4, 8)], req.model, req, exchanges=True)
+    table = SpaceTable([candidate(m) for m in (1, 2, 4, 8)], req.shapes, req, exchanges=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
 
@@ -141,9 +141,9 @@ def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
 
 def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() -> None:
     req, rep = request(), report(experts=False, num_devices=4)
-    table = prune_space(req.model, req, rep).table
+    table = prune_space(req.shapes, req, rep).table
     assert table is not None
-    state = SearchState(table, table.candidates, req, rep.hardware)
+    state = Posterior.of(table, table.candidates, req, rep.hardware)
     chosen = table.candidates[0]
     composed = state.seconds(0)
     assert composed.communication > 0

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.component_subjects import IRRELEVANT, component_subjects, subject_of
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest

@@ -120,10 +120,10 @@ def test_only_the_disturbed_part_of_a_trial_is_measured_again() -> None:
 
 def test_what_stays_disturbed_is_given_up_and_never_recommended() -> None:
     device = DisturbedDevice()
-    device.conditions = lambda plan, part: HOT if part is not None and part.backend == "grouped_mm" else CALM
+    device.conditions = lambda plan, part: HOT if part is not None and part.experts == "grouped_mm" else CALM
     found = recommended(device)
     assert found.candidate.expert_backend != "grouped_mm"
-    tried = [c for plan in device.plans for c in plan.components if c.backend == "grouped_mm"]
+    tried = [c for plan in device.plans for c in plan.components if c.experts == "grouped_mm"]
     assert tried
     assert all(tried.count(component) == CONTAMINATED_ATTEMPTS for component in tried)
     assert not any(c.candidate.expert_backend == "grouped_mm" for c in (found.stock, found.largest_micro_batch) if c)

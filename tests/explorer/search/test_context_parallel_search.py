@@ -5,17 +5,14 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.feasibility import at_least
-from bexp.explorer.search.optuna_trials import DIMENSIONS, distributions, to_candidate, to_params
 from bexp.explorer.spec.context_parallel import LAYOUTS
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.variant import Variant
 from tests.explorer.explorations import pruned
-from tests.explorer.long_sequences import MODEL, SMALL, request
+from tests.explorer.long_sequences import MODEL, request
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -94,13 +91,3 @@ def test_a_failed_block_says_nothing_of_other_layouts() -> None:
     ffn = Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1, context_parallel_size=2)
     assert not at_least(ffn, Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1))
     assert at_least(Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=1), ffn)
-
-
-def test_a_trial_from_before_context_parallelism_is_still_read() -> None:
-    rep = report(experts=False)
-    plain = ExplorationRequest.model_validate({"model": MODEL, **SMALL})
-    candidates = enumerate_candidates(plain, rep, plain.model).candidates
-    space = distributions(candidates)
-    assert set(space) == set(DIMENSIONS)
-    old = {name: to_params(candidates[0])[name] for name in DIMENSIONS[:5]}
-    assert to_candidate(old, Variant(4)) == candidates[0]

@@ -9,13 +9,13 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialPlan
 from bexp.explorer.search.earlier_check import MOST_CHECKED, MOST_DIFFERENCE, CheckedComponent
-from bexp.explorer.spec.hardware import DeviceReport
 from bexp.explorer.surrogate.observations import ObservationLog
 from tests.explorer.explorations import trials_of
 from tests.explorer.search.small import REPORT, small_request

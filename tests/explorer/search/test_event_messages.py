@@ -54,7 +54,7 @@ SUGGESTION = Suggestion(0, (component("head"), component("embedding")))
 
 
 def test_a_variant_is_named_by_its_query_groups() -> None:
-    (_, second) = small_request(num_query_groups=[4, 2]).variants()
+    (_, second) = small_request(num_query_groups=[4, 2]).space.variants()
     event = variant_event(second)
     assert event.code is EventCode.VARIANT
     assert event.message == "Exploring the variant with num_query_groups=2, a model of its own"

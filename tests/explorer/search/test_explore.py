@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import numpy as np
-import optuna
 import pytest
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.search.explore import explore
-from bexp.explorer.search.optuna_sampler import ComponentSampler
-from bexp.explorer.search.optuna_trials import MEASUREMENT, TRIAL_NUMBER, to_candidate, to_params
+from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.variant import Variant
-from tests.explorer.explorations import MODEL, answer_of, explored, lines, pruned, request, run, trials_of
+from tests.explorer.explorations import MODEL, answer_of, explored, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -29,8 +23,8 @@ def test_finds_a_candidate_within_tolerance_in_few_trials() -> None:
     steps = run(req, device)
     found = answer_of(steps).recommendation
     assert found is not None
-    space = enumerate_candidates(req, report(memory_gib=40), req.model)
-    table = SpaceTable(space.candidates, req.model, req)
+    space = enumerate_candidates(req, report(memory_gib=40), req.shapes)
+    table = SpaceTable(space.candidates, req.shapes, req)
     truth = device.true_tokens_per_second(table)
     sizes = np.array([device.weigh(c, table.model) for c in table.components], dtype=float).T
     saved, transient = table.activation_bytes(*sizes)
@@ -144,41 +138,6 @@ def test_a_small_effective_batch_lets_the_optimizer_decide() -> None:
     found = answer_of(steps).recommendation
     assert found is not None
     assert found.grad_accum_steps == 8 // found.candidate.micro_batch_size or found.nearest_batch_sizes
-
-
-def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it() -> None:
-    req = request()
-    studies: dict[str, optuna.Study] = {}
-    steps = list(
-        explore(
-            req,
-            report(memory_gib=40),
-            SimulatedDevice(req),
-            copy_study=lambda name, study: studies.update({name: study}),
-            prune=pruned,
-        )
-    )
-    found = answer_of(steps).recommendation
-    trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
-    told = [t for t in studies[""].trials if MEASUREMENT in t.user_attrs]
-    assert [t.user_attrs[TRIAL_NUMBER] for t in told] == [t.number for t in trials]
-    assert [to_candidate(t.params, Variant(4)) for t in told] == [t.candidate for t in trials]
-    assert found is not None
-    assert studies[""].best_trial.values[0] == pytest.approx(found.tokens_per_second, rel=0.02)
-
-
-def test_what_the_study_is_asked_for_is_what_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sampler says, the candidate of the asked trial is the one that is measured."""
-    fixed = Candidate(micro_batch_size=12, attention_backend="flash", expert_backend="loop", num_query_groups=4)
-    sample = ComponentSampler.sample_relative
-
-    def to_fixed(self: ComponentSampler, study: optuna.Study, trial: Any, space: Any) -> dict[str, Any]:
-        return sample(self, study, trial, space) and to_params(fixed)
-
-    monkeypatch.setattr(ComponentSampler, "sample_relative", to_fixed)
-    req = request(verify=False, budget={"max_trials": 3})
-    asked = [t.candidate for t in trials_of(run(req, SimulatedDevice(req)))[1:3]]
-    assert asked == [fixed, fixed]
 
 
 def test_restrictions_leave_an_explanation() -> None:

@@ -56,7 +56,7 @@ class FailingDevice(SimulatedDevice):
     """One back end crashes."""
 
     def __call__(self, plan: TrialPlan) -> Measurement:
-        broken = [c for c in plan.components if c.backend == "grouped_mm"]
+        broken = [c for c in plan.components if c.experts == "grouped_mm"]
         if not broken:
             return super().__call__(plan)
         self.plans.append(plan)

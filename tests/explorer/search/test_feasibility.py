@@ -85,7 +85,7 @@ def test_a_failed_component_rules_out_the_candidates_that_use_it_or_a_larger_one
     component = next(
         c
         for c in state.table.components
-        if c.kind is ComponentKind.ATTENTION and c.micro_batch_size == 2 and c.backend == "cudnn"
+        if c.kind is ComponentKind.ATTENTION and c.micro_batch_size == 2 and c.attention == "cudnn"
     )
     failures.learn(failed(component))
     assert len(failures) == 1

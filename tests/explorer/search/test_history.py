@@ -7,8 +7,8 @@ import pytest
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, HOPELESS_FAILURES, TrialHistory
+from bexp.explorer.spec.model import Variant
 from bexp.explorer.spec.options import Budget
-from bexp.explorer.spec.variant import Variant
 from tests.explorer.search.small import candidate, trial
 
 

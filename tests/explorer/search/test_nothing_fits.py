@@ -11,13 +11,13 @@ from bexp.explorer.cost_model.step import GIB, required_bytes
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.feasibility import MOST_TOO_LARGE
 from bexp.explorer.search.history import HOPELESS_FAILURES
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
-from bexp.explorer.search.search_state import SearchState
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
 from tests.explorer.search.small import measure
@@ -38,16 +38,16 @@ def asked(**changes: object) -> ExplorationRequest:
 
 
 @cache
-def measured() -> tuple[SearchState, tuple[Candidate, ...]]:
+def measured() -> tuple[Posterior, tuple[Candidate, ...]]:
     """The state that has measured every candidate, and these."""
     req = asked()
     assert req.model is not None
     space = pruned(req.model, req, DEVICE)
     assert space.table is not None
-    state = SearchState(space.table, space.legal.candidates, req, DEVICE.hardware)
+    state = Posterior.of(space.table, space.legal.candidates, req, DEVICE.hardware)
     for number, each in enumerate(space.legal.candidates):
         missing = state.missing(state.table.row[each])
-        state.learn_trials([(number, measure(state, missing, each))])
+        state.knowledge.learn(number, measure(state, missing, each))
     return state, space.legal.candidates
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
-from bexp.explorer.cost_model.search_space import EmptySpaceError
+from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import REPORT, candidate, small_request

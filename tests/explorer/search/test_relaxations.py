@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
-from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.cost_model.step import GIB, memory_limit
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.search.explore import explore
+from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.relaxations import (
     _over,
     _shardings,
@@ -44,15 +44,15 @@ def cramped(**changes: Any) -> ExplorationRequest:
 
 
 def remedies(req: ExplorationRequest) -> tuple[Relaxation, ...]:
-    return find_relaxations(req, DEVICE, req.model)
+    return find_relaxations(req, DEVICE, req.shapes)
 
 
 def test_every_kind_is_named_in_the_order_of_preference() -> None:
     wide = cramped(training={"sharding": "zero1", "loss": {"kind": "full"}}, micro_batch_size=16)
-    limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.01
+    limit = smallest_requirement(wide, DEVICE, wide.shapes) / GIB - 0.01
     req = wide.model_copy(update={"memory_limit_gib": limit})
     several = report(memory_gib=40, num_devices=8)
-    found = find_relaxations(req, several, req.model)
+    found = find_relaxations(req, several, req.shapes)
     single = [kind for kind in RelaxationKind if kind not in {RelaxationKind.PARALLELISM, RelaxationKind.SEVERAL}]
     assert list(dict.fromkeys(relaxation.kind for relaxation in found)) == single
     shared = [relaxation for relaxation in found if relaxation.kind is RelaxationKind.CONTEXT_PARALLEL]
@@ -61,19 +61,20 @@ def test_every_kind_is_named_in_the_order_of_preference() -> None:
         "with one device"
     )
     assert (
-        explain_nothing_fits(req, DEVICE, req.model, remedies(req)).count("It would fit with micro_batch_size 8 (") == 1
+        explain_nothing_fits(req, DEVICE, req.shapes, remedies(req)).count("It would fit with micro_batch_size 8 (")
+        == 1
     )
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero1"])
 def test_each_is_predicted_to_fit_when_it_is_asked_for(sharding: str) -> None:
     req = cramped(training={"sharding": sharding})
-    assert smallest_requirement(req, DEVICE, req.model) > memory_limit(req, DEVICE.hardware)
+    assert smallest_requirement(req, DEVICE, req.shapes) > memory_limit(req, DEVICE.hardware)
     found = remedies(req)
     assert found
     for relaxation in found:
         changed = ExplorationRequest.model_validate({**req.model_dump(), **relaxation.settings})
-        table = SpaceTable(enumerate_candidates(changed, DEVICE, changed.model).candidates, changed.model, changed)
+        table = SpaceTable(enumerate_candidates(changed, DEVICE, changed.shapes).candidates, changed.shapes, changed)
         needed = float(predict_memory(table, DEVICE.hardware).min())
         assert relaxation.required_bytes == pytest.approx(needed, abs=2)
         assert needed <= memory_limit(changed, DEVICE.hardware)
@@ -86,13 +87,13 @@ def test_the_nearest_micro_batch_that_fits_is_named() -> None:
     assert first.kind is RelaxationKind.MICRO_BATCH_SIZE
     size = first.settings["micro_batch_size"]
     above = ExplorationRequest.model_validate({**req.model_dump(), "micro_batch_size": 2 * size})
-    assert smallest_requirement(above, DEVICE, req.model) > memory_limit(req, DEVICE.hardware)
+    assert smallest_requirement(above, DEVICE, req.shapes) > memory_limit(req, DEVICE.hardware)
     assert first.change == f"micro_batch_size {size}"
 
 
 def test_more_devices_before_a_higher_level_where_the_state_is_sharded() -> None:
     wide = cramped(micro_batch_size=1, recompute=["full"], num_devices=2, batch_size=8, training={"sharding": "zero1"})
-    limit = smallest_requirement(wide, DEVICE, wide.model) / GIB - 0.3
+    limit = smallest_requirement(wide, DEVICE, wide.shapes) / GIB - 0.3
     found = remedies(wide.model_copy(update={"memory_limit_gib": limit}))
     assert found[0].kind is RelaxationKind.NUM_DEVICES
     assert [r.change for r in found if r.kind is RelaxationKind.SHARDING] == ["sharding zero2", "sharding zero3"]
@@ -115,7 +116,7 @@ def test_full_recomputation_leaves_no_policy_to_offer() -> None:
 def test_a_sequence_too_long_for_any_change_has_none() -> None:
     req = cramped(memory_limit_gib=0.6)
     assert remedies(req) == ()
-    assert "No micro-batch, recomputation or sharding" in explain_nothing_fits(req, DEVICE, req.model, ())
+    assert "No micro-batch, recomputation or sharding" in explain_nothing_fits(req, DEVICE, req.shapes, ())
 
 
 def test_the_answer_holds_them_and_names_the_first() -> None:

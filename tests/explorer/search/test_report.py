@@ -8,10 +8,12 @@ import pytest
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.step import combine_seconds
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Recommendation, RunnerUpCheck
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.batch_division import accumulate
+from bexp.explorer.search.choices import accumulate
+from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.report import (
     References,
     best_stock,
@@ -20,23 +22,22 @@ from bexp.explorer.search.report import (
     largest_without_recompute,
 )
 from bexp.explorer.search.runner_up import RunnerUp
-from bexp.explorer.search.search_state import BestCandidate, SearchState
 from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport
+from bexp.explorer.spec.hardware import BackendSupport
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
 
 FULL = {"recompute": "full"}
 ALL = range(12)
 
 
-def known_state(**changes: Any) -> SearchState:
+def known_state(**changes: Any) -> Posterior:
     state = small_state(**changes)
     know(state, *(c for c in state.table.candidates if c.recompute in ("none", "full")))
     return state
 
 
-def recommend(state: SearchState, *, report: DeviceReport = REPORT, **changes: Any) -> Recommendation:
+def recommend(state: Posterior, *, report: DeviceReport = REPORT, **changes: Any) -> Recommendation:
     table = state.table
     references = References(
         base=table.row[candidate(1)], largest=table.row[candidate(4)], stock=table.row[candidate(2)]
@@ -226,14 +227,14 @@ def test_communication_that_is_not_timed_is_said_to_be_left_out() -> None:
     assert not any("between devices" in note for note in recommend(known_state()).notes)
 
 
-def exchanging_state(sharding: str = "none") -> SearchState:
+def exchanging_state(sharding: str = "none") -> Posterior:
     """Two devices, both the worker's own, that exchange gradients."""
     req = small_request(num_devices=2, batch_size=24, training={"sharding": sharding})
     assert req.model is not None
     candidates = small_state().table.candidates
     table = SpaceTable(candidates, req.model, req, exchanges=True)
     hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
-    return SearchState(table, candidates, req, hardware)
+    return Posterior.of(table, candidates, req, hardware)
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,8 @@ from typing import Any
 import pytest
 
 from bexp.explorer.records.recommendation import DividingCandidate, WholeModelCheck
-from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.search.reported_runs import is_same_training, peak_factor, summarize_reports
-from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request, whole
 

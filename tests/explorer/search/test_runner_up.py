@@ -8,12 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.runner_up import MATTERS, MOST_WHOLE_RUNS, find_above_limit, find_runner_up
-from bexp.explorer.search.search_state import SearchState
 from tests.explorer.search.small import candidate, know, small_state
 
 
-def found_by(state: SearchState) -> tuple[Any, ...] | None:
+def found_by(state: Posterior) -> tuple[Any, ...] | None:
     found = find_runner_up(state)
     return None if found is None else (found.row, found.probability, found.gain)
 
@@ -25,8 +25,8 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
     rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
     tokens = np.tile([100.0, 100.2, 99.0], (10, 1))
     tokens[:3, 2] = 100.3
-    state.posterior = replace(
-        state.posterior,
+    state._contenders = replace(
+        state.contenders,
         rows=rows,
         mean_A=np.array([101.0, 100.2, 99.4]),
         tokens_NA=tokens,
@@ -37,18 +37,18 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
         runs_A=np.ones(3),
     )
     assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002))
-    state.whole_models._by_trial = {int(rows[1]): {1: (1.0, 0.0)}}
+    state.knowledge.whole_models._by_trial = {int(rows[1]): {1: (1.0, 0.0)}}
     assert found_by(state) == (rows[0], 0.0, pytest.approx(0.002)), "of two, what ran less often is run next"
-    state.whole_models._by_trial = {int(row): {1: (1.0, 0.0)} for row in rows}
+    state.knowledge.whole_models._by_trial = {int(row): {1: (1.0, 0.0)} for row in rows}
     assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "their difference may be noise"
-    state.whole_models._by_trial = {int(rows[1]): dict.fromkeys(range(MOST_WHOLE_RUNS), (1.0, 0.0))}
+    state.knowledge.whole_models._by_trial = {int(rows[1]): dict.fromkeys(range(MOST_WHOLE_RUNS), (1.0, 0.0))}
     assert found_by(state) == (rows[2], 0.3, pytest.approx(0.0009)), "what was run whole so often is not run again"
-    state.whole_models._by_trial = {}
-    state.posterior = replace(state.posterior, clear_A=np.array([True, False, False]))
+    state.knowledge.whole_models._by_trial = {}
+    state._contenders = replace(state.contenders, clear_A=np.array([True, False, False]))
     assert found_by(state) == (rows[1], 0.0, pytest.approx(0.002)), "a whole model tells what is not measured"
-    state.posterior = replace(state.posterior, clear_A=np.array([False, False, False]))
+    state._contenders = replace(state.contenders, clear_A=np.array([False, False, False]))
     assert found_by(state) == (rows[1], 1.0, 1.0), "nothing else can be recommended"
-    state.whole_models._by_trial = {int(row): {1: (1.0, 0.0)} for row in rows}
+    state.knowledge.whole_models._by_trial = {int(row): {1: (1.0, 0.0)} for row in rows}
     assert find_runner_up(state) is None
 
 
@@ -56,8 +56,8 @@ def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> N
     state = small_state()
     know(state, candidate(1), candidate(2), candidate(4))
     rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
-    state.posterior = replace(
-        state.posterior,
+    state._contenders = replace(
+        state.contenders,
         rows=rows,
         mean_A=np.array([100.0, 150.0, 110.0]),
         tokens_NA=np.tile([100.0, 0.0, 0.0], (10, 1)),
@@ -74,7 +74,7 @@ def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> N
     assert found is not None
     assert [found.row, found.probability, found.gain] == pytest.approx([rows[1], 0.001, 0.0005])
     none = np.zeros(3, dtype=np.bool_)
-    state.posterior = replace(state.posterior, clear_A=none)
+    state._contenders = replace(state.contenders, clear_A=none)
     assert find_above_limit(state) is None, "nothing can be recommended"
-    state.posterior = replace(state.posterior, clear_A=~none, undecided_A=none)
+    state._contenders = replace(state.contenders, clear_A=~none, undecided_A=none)
     assert find_above_limit(state) is None, "nothing is in doubt"

@@ -1,16 +1,15 @@
 from __future__ import annotations
 
-import io
-import json
 import random
-import sys
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from itertools import cycle
 from statistics import mean
 
 import pytest
 
-from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, StepResult, main, search_step
+from bexp.explorer.records.measurement import Outcome, SizeResult
+from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
 
 GIB = 1 << 30
 SIZES = (1, 2, 4, 8, 16, 32, 64)
@@ -25,12 +24,12 @@ class Device:
         self._fails = fails or {}
         self._random = random.Random(1)
 
-    def measure(self, size: int) -> StepResult:
+    def measure(self, size: int) -> SizeResult:
         self.asked.append(size)
         if size in self._fails:
-            return StepResult(micro_batch_size=size, outcome=self._fails[size], reason="told")
+            return SizeResult(size, Outcome(self._fails[size]), reason="told")
         seconds = tuple(self._seconds(size) * (1 + self._random.gauss(0, 0.005)) for _ in range(5))
-        return StepResult(micro_batch_size=size, outcome="ok", seconds=seconds, peak_bytes=(9 + 2 * size) * GIB)
+        return SizeResult(size, Outcome.OK, seconds=seconds, peak_bytes=(9 + 2 * size) * GIB)
 
     def describe(self, *, counts_memory: bool = True) -> StepDescription:
         return StepDescription(
@@ -86,7 +85,7 @@ def test_an_end_of_the_measurements_gives_the_answer_so_far() -> None:
     found = search_step(description, lambda _: None)
     assert found.micro_batch_size == 1
     assert found.confidence is not None and found.confidence < 50
-    failed = description.model_copy(update={"first": StepResult(micro_batch_size=1, outcome="crashed")})
+    failed = replace(description, first=SizeResult(1, Outcome.CRASHED))
     assert search_step(failed, lambda _: None).reason == "no size was measured"
 
 
@@ -103,18 +102,18 @@ class SharedDevice(Device):
         self._slowdowns = cycle(slowdowns)
         self._most = most
 
-    def measure(self, size: int) -> StepResult:
+    def measure(self, size: int) -> SizeResult:
         found, slowdown = super().measure(size), next(self._slowdowns)
         seconds = tuple(slowdown * each for each in found.seconds)
         self.rates.setdefault(size, []).append(size / mean(seconds))
-        return found.model_copy(update={"seconds": seconds})
+        return replace(found, seconds=seconds)
 
-    def ask(self, size: int) -> StepResult | None:
+    def ask(self, size: int) -> SizeResult | None:
         return self.measure(size) if len(self.asked) < self._most else None
 
     def explore(self) -> StepAnswer:
         description = self.describe(counts_memory=False)
-        return search_step(description.model_copy(update={"device_kind": "cpu", "sizes": tuple(SLOW_START)}), self.ask)
+        return search_step(replace(description, device_kind="cpu", sizes=tuple(SLOW_START)), self.ask)
 
 
 def test_a_size_that_was_measured_once_is_recommended_with_the_speed_that_was_measured() -> None:
@@ -138,13 +137,3 @@ def test_where_timings_scatter_the_answer_is_what_was_measured_and_not_sure(seed
     assert found.confidence < 90
     if most > 5:
         assert found.scatter > 0.15
-
-
-def test_the_process_speaks_json_lines(monkeypatch: pytest.MonkeyPatch) -> None:
-    output = io.StringIO()
-    monkeypatch.setattr(sys, "stdin", io.StringIO(Device(flat).describe().model_dump_json() + "\nnull\n"))
-    monkeypatch.setattr(sys, "stdout", output)
-    assert main() == 0
-    asked, answer = map(json.loads, output.getvalue().splitlines())
-    assert asked["measure"] in SIZES
-    assert answer["answer"]["micro_batch_size"] == 1

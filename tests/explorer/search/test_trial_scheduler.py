@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable
-from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.legal_space import enumerate_candidates
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
 from bexp.explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import answer_of, explored, pruned, request, run, trials_of
@@ -67,7 +67,7 @@ def test_nothing_is_ordered_twice_and_the_answer_is_within_tolerance(order: int 
     measured = [c.key for plan in device.plans for c in plan.components if not plan.again]
     assert len(measured) == len(set(measured))
     assert max(map(len, several.together)) == 4
-    table = SpaceTable(enumerate_candidates(req, report(memory_gib=40), req.model).candidates, req.model, req)
+    table = SpaceTable(enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates, req.shapes, req)
     truth = device.true_tokens_per_second(table)
     alone = answer_of(explored()[1]).recommendation
     assert alone is not None
@@ -129,7 +129,7 @@ def test_the_budget_counts_what_is_in_flight(most: int, monkeypatch: pytest.Monk
     assert answer_of(steps).recommendation is not None
 
 
-def test_what_was_tainted_is_measured_again() -> None:
+def test_what_was_contaminated_is_measured_again() -> None:
     req = request(verify=False)
     device = SimulatedDevice(req)
     shared = Conditions(foreign_processes=1)
@@ -156,18 +156,18 @@ def test_what_is_too_large_is_judged_once_all_of_it_is_known() -> None:
     assert any(re.fullmatch(NEEDS, reason or "") for reason in reasons)
 
 
-def state_after_base() -> tuple[SearchState, SimulatedDevice]:
+def state_after_base() -> tuple[Posterior, SimulatedDevice]:
     req = request()
     rep = report(memory_gib=40)
-    candidates = enumerate_candidates(req, rep, req.model).candidates
-    state = SearchState(SpaceTable(candidates, req.model, req), candidates, req, rep.hardware)
+    candidates = enumerate_candidates(req, rep, req.shapes).candidates
+    state = Posterior.of(SpaceTable(candidates, req.shapes, req), candidates, req, rep.hardware)
     device = SimulatedDevice(req)
     plan = plan_of(state, 0, Suggestion(0, state.table.missing(0, state.surrogate.known_K)))
-    state.learn_trials([(0, device(plan))])
+    state.knowledge.learn(0, device(plan))
     return state, device
 
 
-def plan_of(state: SearchState, number: int, suggestion: Suggestion) -> TrialPlan:
+def plan_of(state: Posterior, number: int, suggestion: Suggestion) -> TrialPlan:
     return TrialPlan(
         number=number,
         kind=TrialKind.COMPONENTS,
@@ -183,7 +183,7 @@ def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
     verdict, means = state.recommend(), state.mean_tokens_per_second().copy()
     first = suggest_measurement(state)
     assert first is not None
-    state.expect(1, first)
+    state.knowledge.expect(1, first)
     second = suggest_measurement(state)
     assert second is not None
     assert not set(second.components) & set(first.components)
@@ -192,7 +192,7 @@ def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
     untouched, _ = state_after_base()
     found = device(plan_of(state, 1, first))
     for each in (state, untouched):
-        each.learn_trials([(1, found)])
+        each.knowledge.learn(1, found)
     assert suggest_measurement(state) == suggest_measurement(untouched)
 
 

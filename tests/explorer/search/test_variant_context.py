@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from bexp.explorer.spec.variant import Variant
+from bexp.explorer.spec.model import Variant
 from tests.explorer.search.small import candidate, context, small_request, trial
 
 
-def test_the_first_variant_is_the_main_one_and_its_study_has_no_suffix() -> None:
+def test_the_first_variant_is_the_main_one() -> None:
     first = context(small_request())
     assert first.is_main
-    assert first.study_name == ""
     assert first.variant == Variant(4)
 
 
-def test_other_variants_name_their_study_by_their_query_groups() -> None:
+def test_other_variants_are_told_apart_by_their_query_groups() -> None:
     second = context(small_request(num_query_groups=[4, 2]), index=1)
     assert not second.is_main
     assert second.variant == Variant(2)
-    assert second.study_name == "num_query_groups=2"
 
 
 def test_a_variant_sees_its_own_trials_in_order() -> None:

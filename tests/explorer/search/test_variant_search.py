@@ -12,11 +12,11 @@ from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.variant_search import VariantSearch
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.reported_run import ReportedRun
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned, trials_of
 from tests.explorer.search.small import REPORT, candidate, context, small_request, small_space
@@ -208,17 +208,6 @@ def test_what_is_stored_is_neither_measured_nor_told_again() -> None:
     assert not {EventCode.SPACE, EventCode.BASE} & set(codes(after))
     assert resumed == found
     assert search(req, SimulatedDevice(req, noise=0.0), trials) == ([], found)
-
-
-def test_the_study_is_copied_when_it_is_opened_and_after_each_trial_of_components() -> None:
-    copied: list[tuple[str, int]] = []
-    steps, _ = search(
-        small_request(), copy_study=lambda name, study: copied.append((name, len(study.get_trials(deepcopy=False))))
-    )
-    number = sum(t.kind is TrialKind.COMPONENTS for t in trials_of(steps))
-    assert copied[0] == ("", 0)
-    assert len(copied) == number + 1
-    assert [count for _, count in copied] == sorted(count for _, count in copied)
 
 
 def test_a_device_on_which_everything_fails_alike_is_given_up_without_an_answer() -> None:

@@ -14,9 +14,9 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.report import References, build_recommendation
 from bexp.explorer.search.runner_up import RunnerUp
-from bexp.explorer.search.search_state import BestCandidate, SearchState
 from bexp.explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
@@ -208,7 +208,7 @@ def test_a_restart_at_any_point_of_the_checks_changes_nothing(
         assert [e.message for s in steps for e in s.events if e.code >= EventCode.TRIAL] == said
 
 
-def small_whole_models(*trials: Trial, **changes: Any) -> tuple[SearchState, WholeModels]:
+def small_whole_models(*trials: Trial, **changes: Any) -> tuple[Posterior, WholeModels]:
     """A state that knows the sizes 1, 2 and 4, and the whole models that ran."""
     state = small_state(**changes)
     know(state, candidate(1), candidate(2), candidate(4))
@@ -277,9 +277,9 @@ def test_two_runs_of_one_whole_model_count_together() -> None:
     state, _ = small_whole_models()
     row, composed = state.table.row[candidate(4)], state.mean_tokens_per_second().copy()
     for number, tokens in ((7, 110.0), (8, 100.0), (8, 100.0)):
-        state.learn_whole_model(candidate(4), tokens, 0.001, number=number)
-    assert state.whole_models.count(row) == 2
-    assert state.whole_models.tokens_per_second(row) == pytest.approx(11000**0.5)
+        state.knowledge.learn_whole_model(candidate(4), tokens, 0.001, number=number)
+    assert state.knowledge.whole_models.count(row) == 2
+    assert state.knowledge.whole_models.tokens_per_second(row) == pytest.approx(11000**0.5)
     assert state.mean_tokens_per_second()[row] != composed[row]
 
 
@@ -291,7 +291,7 @@ def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> N
     best = state.table.candidates[calm.row]
     composed = state.seconds(calm.row).tokens_per_second
     for number, share in enumerate((1.0, 0.4), 7):
-        state.learn_whole_model(best, share * composed, 0.001, number=number)
+        state.knowledge.learn_whole_model(best, share * composed, 0.001, number=number)
     disturbed = state.recommend()
     assert disturbed is not None
     assert disturbed.confidence < 0.7 * calm.confidence
@@ -307,7 +307,7 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     assert best is not None
     size = state.table.candidates[best.row].micro_batch_size
     history = TrialHistory([whole_trial(7, size, tokens=100.0)], state.request.budget, 1)
-    monkeypatch.setattr(state.whole_models, "was_run", lambda row: row == best.row)
+    monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: row == best.row)
     monkeypatch.setattr(state, "recommend", lambda: best)
     rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain, 0.4)
     for each in ("find_runner_up", "find_above_limit"):

@@ -28,10 +28,10 @@ def build(**fields: Any) -> ExplorationRequest:
 
 def test_a_list_or_explore_is_a_choice() -> None:
     both = (Execution.EAGER, Execution.COMPILE)
-    assert build(execution=["compile", "eager"]).execution_choices == both
-    assert build(execution="explore").execution_choices == tuple(Execution)
-    assert build(execution="compile").execution_choices == (None,)
-    assert [build(execution=asked).compiles for asked in ("eager", "compile", "explore", ["eager"])] == [
+    assert build(execution=["compile", "eager"]).space.execution_choices == both
+    assert build(execution="explore").space.execution_choices == tuple(Execution)
+    assert build(execution="compile").space.execution_choices == (None,)
+    assert [build(execution=asked).space.compiles for asked in ("eager", "compile", "explore", ["eager"])] == [
         *(False, True, True, False)
     ]
 
@@ -39,15 +39,17 @@ def test_a_list_or_explore_is_a_choice() -> None:
 def test_explore_leaves_out_what_the_request_cannot_have() -> None:
     both = (Execution.EAGER, Execution.COMPILE)
     for fields in ({"device_kind": "cpu"}, {"num_devices": 2}, {"num_csx": 2}, {"mode": "eval"}):
-        assert build(execution="explore", **fields).admitted_executions == both
+        assert build(execution="explore", **fields).space.executions == both
     reference = build(execution="explore", **REFERENCE)
-    assert reference.admitted_executions == (Execution.EAGER, Execution.GRAPH)
-    assert not reference.compiles
-    assert build(execution=["compile", "compile+graph"], **REFERENCE).always_compiles
+    assert reference.space.executions == (Execution.EAGER, Execution.GRAPH)
+    assert not reference.space.compiles
+    assert build(execution=["compile", "compile+graph"], **REFERENCE).space.always_compiles
 
 
 def test_compiled_layers_alone_have_no_policies_by_operation() -> None:
-    asked = {fields: build(execution=fields).recompute_policies for fields in ("compile", ("compile",), "explore")}
+    asked = {
+        fields: build(execution=fields).space.recompute_policies for fields in ("compile", ("compile",), "explore")
+    }
     assert asked["compile"] == asked[("compile",)]
     assert not any(policy.by_operation for policy in asked["compile"])
     assert any(policy.by_operation for policy in asked["explore"])
@@ -96,9 +98,9 @@ def test_wrong_kernels_name_the_field(fields: dict[str, Any]) -> None:
 
 
 def test_the_models_own_kernels_alone_are_no_choice() -> None:
-    assert build().kernel_choices == build(kernels=["library"]).kernel_choices == (None,)
-    assert build(kernels=["liger"]).kernel_choices == (Kernels.LIGER,)
-    assert build(kernels=["liger", "library"]).kernel_choices == (Kernels.LIBRARY, Kernels.LIGER)
+    assert build().space.kernel_choices == build(kernels=["library"]).space.kernel_choices == (None,)
+    assert build(kernels=["liger"]).space.kernel_choices == (Kernels.LIGER,)
+    assert build(kernels=["liger", "library"]).space.kernel_choices == (Kernels.LIBRARY, Kernels.LIGER)
 
 
 @pytest.mark.parametrize("name", ["sdpa:flash", "sdpa:cudnn", "sdpa:efficient", "sdpa:math", "flash_attention_2"])

@@ -54,7 +54,7 @@ def test_named_sizes_are_kept_to() -> None:
 
 
 def test_the_shards_of_a_plan_can_be_compiled() -> None:
-    assert plan({"tensor": 2}, execution="compile").admitted_executions == (Execution.COMPILE,)
+    assert plan({"tensor": 2}, execution="compile").space.executions == (Execution.COMPILE,)
 
 
 def test_experts_of_a_mesh_have_replicas_of_their_own() -> None:
@@ -129,8 +129,8 @@ def test_a_bad_mesh_is_told_the_dimension_and_the_smallest_change(
 
 def test_devices_that_are_there_have_the_meshes_of_a_plan_but_for_what_no_rank_runs() -> None:
     here, described = plan(fabric=None, num_devices=4), plan(num_devices=4)
-    assert here.devices_needed() == 4
-    assert described.devices_needed() == 1
+    assert here.devices.needed() == 4
+    assert described.devices.needed() == 1
     late = {Sharding.ZERO2, Sharding.ZERO3}
     meshes = [mesh for mesh in legal_meshes(described) if mesh.schedule is not Schedule.ZB_H1]
     expected = {mesh for mesh in meshes if mesh.pipeline == 1 or mesh.sharding not in late}
@@ -138,7 +138,7 @@ def test_devices_that_are_there_have_the_meshes_of_a_plan_but_for_what_no_rank_r
 
 
 def test_a_request_for_one_device_explores_no_mesh() -> None:
-    assert not plan(fabric=None, num_devices=1).has_mesh
+    assert not plan(fabric=None, num_devices=1).devices.has_mesh
 
 
 def test_modes_are_plain_unless_named_or_explored() -> None:
@@ -166,16 +166,9 @@ def test_context_and_sharding_go_where_they_are_kept() -> None:
     assert plan("explore", training={"sharding": "zero1"}).sharding_levels is None
 
 
-def test_sizes_of_an_earlier_version_are_read() -> None:
-    sizes = {f"{name}_parallel_size": 1 for name in ("tensor", "pipeline", "expert", "context")}
-    assert ExplorationRequest.model_validate({"model": MODEL, "parallelism": sizes}).parallelism.tensor == 1
-    assert plan({"tensor_parallel_size": 2}).parallelism.tensor == 2
-
-
 @pytest.mark.parametrize(
     ("parallelism", "changes"),
     [
-        ({"tensor": 1, "tensor_parallel_size": 1}, {}),
         ({"context": 1}, {"context_parallel": {"sizes": [1]}}),
         ({"sharding": "none"}, {"training": {"sharding": "zero1"}}),
         ({"sharding": "none"}, {"sharding_levels": ["zero1"]}),
@@ -187,4 +180,4 @@ def test_the_same_in_two_places_is_refused(parallelism: dict[str, Any], changes:
 
 
 def test_a_plan_needs_one_device() -> None:
-    assert plan(num_devices=64).devices_needed() == plan().devices_needed(8) == 1
+    assert plan(num_devices=64).devices.needed() == plan().devices.needed(8) == 1

@@ -70,7 +70,7 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"training": {"optimizer": {"name": "lion"}}}, "'adamw' or 'sgd'; a target of your own"),
         ({"execution": "fast"}, "execution"),
         ({"mode": "test"}, "mode"),
-        ({"parallelism": {"pipeline_parallel_size": 4}}, "pipeline (4) does not divide num_devices (1)"),
+        ({"parallelism": {"pipeline": 4}}, "pipeline (4) does not divide num_devices (1)"),
         ({"num_query_groups": [3]}, "num_query_groups (3) must divide num_attention_heads (4)"),
         ({"num_query_groups": []}, "num_query_groups"),
         ({"num_query_groups": [1] * 9}, "num_query_groups"),
@@ -116,7 +116,7 @@ def test_choices_of_a_micro_batch() -> None:
 
 def test_a_range_need_not_divide_the_batch() -> None:
     request = build(batch_size=23, num_devices=2, micro_batch_size={"explore": {"min": 5, "max": 11}})
-    assert (request.device_batch_size, request.micro_batch_sizes) == (11.5, (5, 6, 8, 11))
+    assert (request.devices.batch_share, request.space.micro_batch_sizes) == (11.5, (5, 6, 8, 11))
 
 
 @pytest.mark.parametrize(
@@ -133,37 +133,37 @@ def test_a_range_need_not_divide_the_batch() -> None:
 def test_no_micro_batch_is_larger_than_what_a_device_gets_of_the_batch(
     changes: dict[str, Any], sizes: tuple[int, ...]
 ) -> None:
-    assert build(**changes).micro_batch_sizes == sizes
+    assert build(**changes).space.micro_batch_sizes == sizes
 
 
 def test_devices_that_share_sequences_get_more_of_the_batch() -> None:
     request = build(batch_size=8, num_devices=4, micro_batch_size=[4, 8], context_parallel={"sizes": [1, 2, 4]})
-    assert [request.micro_batch_sizes_over(size) for size in (1, 2, 4)] == [(), (4,), (4, 8)]
+    assert [request.space.micro_batch_sizes_over(size) for size in (1, 2, 4)] == [(), (4,), (4, 8)]
 
 
 def test_variants_are_distinct_models() -> None:
     request = build(num_query_groups=[None, 4, 1])
-    assert [model.query_groups for model in request.variants()] == [4, 1]
-    assert build().variants() == (build().model,)
+    assert [model.query_groups for model in request.space.variants()] == [4, 1]
+    assert build().space.variants() == (build().model,)
 
 
 def test_a_list_in_the_model_names_variants() -> None:
     request = build(model={**MODEL, "num_query_groups": [2, 1]})
-    assert request.model.num_query_groups == 2
-    assert [model.query_groups for model in request.variants()] == [2, 1]
+    assert request.shapes.num_query_groups == 2
+    assert [model.query_groups for model in request.space.variants()] == [2, 1]
 
 
 def test_a_list_of_capacity_factors_names_variants_of_each_attention() -> None:
     request = build(model={**moe_with([None, 1.25]), "num_query_groups": [4, 2]})
-    assert request.model.moe == build(model=MOE).model.moe
-    assert [model.variant for model in request.variants()] == [(4, None), (4, 1.25), (2, None), (2, 1.25)]
-    assert request.drops_tokens
-    assert not build(model=MOE).drops_tokens
-    assert not build(model=moe_with(1.25), capacity_factors=[None]).drops_tokens
+    assert request.shapes.moe == build(model=MOE).shapes.moe
+    assert [model.variant for model in request.space.variants()] == [(4, None), (4, 1.25), (2, None), (2, 1.25)]
+    assert request.space.drops_tokens
+    assert not build(model=MOE).space.drops_tokens
+    assert not build(model=moe_with(1.25), capacity_factors=[None]).space.drops_tokens
 
 
 def test_variants_and_their_blocks_have_names_of_their_own() -> None:
-    close = build(model=moe_with([1.2345678, 1.2345679, 1.0])).variants()
+    close = build(model=moe_with([1.2345678, 1.2345679, 1.0])).space.variants()
     names = [model.variant.describe() for model in close]
     assert len(set(names)) == 3
     assert names[2].endswith("capacity_factor=1")
@@ -176,7 +176,7 @@ def test_variants_and_their_blocks_have_names_of_their_own() -> None:
 
 @pytest.mark.parametrize(("factor", "capacity"), [(None, 10), (1.0, 5), (1.1, 6), (0.01, 1)])
 def test_a_capacity_is_rounded_up(factor: float | None, capacity: int) -> None:
-    moe = build(model=moe_with(factor)).model.moe
+    moe = build(model=moe_with(factor)).shapes.moe
     assert moe is not None
     assert moe.capacity(10) == capacity
 

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, default_target, name_local_target
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS, name_local_target
 from tests.explorer.spec.test_request import MODEL
 
 CONFIG: dict[str, Any] = {"model_type": "gemma2", "_name_or_path": "org/Gemma-2-2b", "num_hidden_layers": 2}
@@ -35,28 +35,27 @@ def test_the_target_follows_from_what_describes_the_model() -> None:
     assert build(**HUGGING_FACE).target_name == TRANSFORMERS
     assert build(model=MODEL, target="mine").target_name == "mine"
     assert build(target="mine").target_name == "mine"
-    assert default_target(is_hugging_face=False) == BEXP
 
 
 def test_a_request_without_a_model_spec_has_what_the_search_needs() -> None:
     request = build(**HUGGING_FACE, num_devices=4, context_parallel={"sizes": [1, 2]}, batch_size=64)
-    assert request.variants() == ()
-    assert (request.model_name, request.seq_length) == ("Gemma-2-2b", 64)
-    assert request.recompute_policies == tuple(Recompute)
-    assert {sharing.size for sharing in request.sharings} == {1, 2}
-    assert request.devices_needed() == 2
+    assert request.space.variants() == ()
+    assert (request.explored.name, request.seq_length) == ("Gemma-2-2b", 64)
+    assert request.space.recompute_policies == tuple(Recompute)
+    assert {sharing.size for sharing in request.space.sharings} == {1, 2}
+    assert request.devices.needed() == 2
     assert ExplorationRequest.model_validate_json(request.model_dump_json()) == request
 
 
 def test_a_registered_target_may_have_no_sequences() -> None:
     request = build(target="mine")
-    assert (request.model_name, request.seq_length) == ("mine", 1)
+    assert (request.explored.name, request.seq_length) == ("mine", 1)
 
 
 @pytest.mark.parametrize(("file", "name"), [("My GPT.py", "my-gpt"), ("py.py", "py"), ("gpt.py.py", "gpt.py")])
 def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
     request = build(target=name_local_target(f"/home/me/{file}:Target"))
-    assert (request.target, request.model_name) == (f"local.{name}", name)
+    assert (request.target, request.explored.name) == (f"local.{name}", name)
 
 
 @pytest.mark.parametrize(

@@ -119,9 +119,12 @@ def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
 
 def test_a_trial_that_is_read_twice_counts_once() -> None:
     log = ObservationLog()
-    assert log.add(3, [measurement(1, 2e-3), measurement(2, 4e-3)])
-    assert not log.add(3, [measurement(1, 2e-3)])
-    assert log.add(1, [measurement(1, 1e-3)])
+    log.add(3, [measurement(1, 2e-3), measurement(2, 4e-3)])
+    before = log.version
+    log.add(3, [measurement(1, 2e-3)])
+    assert log.version == before
+    log.add(1, [measurement(1, 1e-3)])
+    assert log.version > before
     runs = log.runs[component(1)]
     assert [r.device_seconds for r in runs.runs] == [1e-3, 2e-3]  # by trial, in whatever order they were read
     assert np.exp(runs.log_seconds) == pytest.approx(np.sqrt(2e-6))

@@ -10,13 +10,12 @@ import pytest
 
 from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.search_space import enumerate_candidates
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.acquisition import suggest_measurement
-from bexp.explorer.search.candidate_posterior import CandidatePosterior
-from bexp.explorer.search.search_state import SearchState
+from bexp.explorer.search.legal_space import enumerate_candidates
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.surrogate.extrapolation import BYTES_STD_NEAR
@@ -78,8 +77,8 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
         device = NoisyDevice(req, noise=0.03)
         found = answer_of(run(req, device)).recommendation
         assert found is not None
-        candidates = enumerate_candidates(req, report(memory_gib=40), req.model).candidates
-        table = SpaceTable(candidates, req.model, req)
+        candidates = enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates
+        table = SpaceTable(candidates, req.shapes, req)
         truth = device.true_tokens_per_second(table)
         sizes = np.array([device.weigh(c, table.model) for c in table.components], dtype=float).T
         required = required_table(table, np.add(*table.activation_bytes(*sizes)), report(memory_gib=40).hardware)
@@ -148,7 +147,7 @@ def test_the_recommended_candidate_is_measured_in_full() -> None:
     for device, steps in explored:
         found = answer_of(steps).recommendation
         assert found is not None
-        table = SpaceTable([found.candidate], device.request.model, device.request)
+        table = SpaceTable([found.candidate], device.request.shapes, device.request)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
 
@@ -161,14 +160,14 @@ def test_no_incumbent_is_left_in_doubt_whether_it_fits(size: int, slack: float) 
     candidate = Candidate(
         micro_batch_size=size, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
     )
-    table = SpaceTable([candidate], req.model, req)
+    table = SpaceTable([candidate], req.shapes, req)
     sizes = np.array([SimulatedDevice(req).weigh(c, table.model) for c in table.components], dtype=float).T
     activations = np.add(*table.activation_bytes(*sizes)) * np.exp(slack * BYTES_STD_NEAR)
     limit = float(required_table(table, activations, report().hardware)[0]) / 2**30
     state = SearchedState(request(memory_limit_gib=limit))
     for _ in range(40):
-        posterior = state.posterior
-        assert (posterior.composed_NA[:, posterior.clear_A] > 0).all()
+        contenders = state.state.contenders
+        assert (contenders.composed_NA[:, contenders.clear_A] > 0).all()
         if not state.measure_next():
             return
     raise AssertionError("the search does not end")
@@ -183,12 +182,8 @@ class SearchedState:
         prune = pruned(req.model, req, rep)
         assert prune.table is not None
         self.device = SimulatedDevice(req, noise=0.001)
-        self.state = SearchState(prune.table, prune.legal.candidates, req, rep.hardware)
+        self.state = Posterior.of(prune.table, prune.legal.candidates, req, rep.hardware)
         self.number = 0
-
-    @property
-    def posterior(self) -> CandidatePosterior:
-        return self.state.posterior
 
     def measure_next(self) -> bool:
         found = suggest_measurement(self.state)
@@ -204,6 +199,6 @@ class SearchedState:
             components=found.components,
             timeout_seconds=60,
         )
-        self.state.learn_trials([(self.number, self.device(plan))])
+        self.state.knowledge.learn(self.number, self.device(plan))
         self.number += 1
         return True

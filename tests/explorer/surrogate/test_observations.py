@@ -73,10 +73,11 @@ def test_bytes_are_the_most_that_any_run_took() -> None:
 def test_contaminated_runs_are_counted_and_not_kept() -> None:
     log = ObservationLog()
     shared = run(conditions=Conditions(foreign_processes=1))
-    assert not log.add(0, [shared])
-    assert not log.add(0, [shared])
-    assert not log.add(1, [shared])
-    assert log.add(2, [run()])
+    for trial in (0, 0, 1):
+        log.add(trial, [shared])
+    assert log.version == 0
+    log.add(2, [run()])
+    assert log.version == 1
     assert (log.count(HEAD), log.count_contaminated(HEAD), log.count_attempts(HEAD)) == (1, 2, 3)
     assert log.num_contaminated == 2
     assert log.runs[HEAD].runs == (run(),)

@@ -21,7 +21,7 @@ from bexp.explorer.surrogate.whole_model_error import (
     CompositionErrors,
     ReportedError,
 )
-from bexp.explorer.surrogate.whole_model_noise import WholeModelRun
+from bexp.explorer.surrogate.whole_model_runs import WholeModelRun
 
 NUM_SAMPLES = 40_000
 CANDIDATES = [

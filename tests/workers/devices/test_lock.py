@@ -15,7 +15,8 @@ def test_two_locks_of_one_device_exclude_each_other(tmp_path: Path) -> None:
     assert first.acquire()
     assert first.acquire(), "held already"
     reasons: list[str] = []
-    with pytest.raises(DeviceBusyError, match=r"GPU-1 is in use by another profiler \(process \d+\)"):
+    told = rf"GPU-1 is in use by another profiler \(process {os.getpid()} of user \S+ since 20[\d: -]+: \S*python"
+    with pytest.raises(DeviceBusyError, match=told):
         second.acquire(timeout_seconds=0.15, on_wait=reasons.append)
     assert len(reasons) == 1
     first.release()

@@ -18,14 +18,14 @@ from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import jobs
 from bexp.workers.jobs import heartbeat
 from bexp.workers.jobs.heartbeat import Interruption, LeaseHeartbeat
-from tests.contracts.samples import make_request
+from tests.contracts.samples import make_request, make_worker
 
 POLL = timedelta(milliseconds=20)
 
 
 def claim(queue: Queue) -> Claim:
     queue.enqueue(make_request())
-    found = queue.claim("a", device_kind="cpu", num_devices=1, fingerprint="f")
+    found = queue.claim(make_worker())
     assert found is not None
     return found
 
@@ -64,7 +64,7 @@ def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
             now += length.total_seconds() / 3
             wait_until(lambda before=before: expiry(sqlite_database) > before)  # type: ignore[misc]  # no type of its default
         assert expiry(sqlite_database) - datetime.now(UTC) > length / 2
-        assert queue.claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is None
+        assert queue.claim(make_worker("b")) is None
         assert not interrupted.is_set()
     assert keeper.reason is None
     assert get_job(sqlite_database, held.job.id).state is JobState.RUNNING
@@ -112,7 +112,7 @@ def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterw
         with sqlite_database.begin() as connection:
             past = sqlite_database.clock(timedelta(seconds=-1))
             connection.execute(sa.update(jobs).values(lease_expires_at=past))
-        assert Queue(sqlite_database).claim("b", device_kind="cpu", num_devices=1, fingerprint="f") is not None
+        assert Queue(sqlite_database).claim(make_worker("b")) is not None
         away.clear()
         assert interrupted.wait(60)
     assert keeper.reason is Interruption.LEASE_LOST

@@ -24,7 +24,7 @@ from bexp.storage.trials import read_trials
 from bexp.workers.jobs import heartbeat, runner
 from bexp.workers.jobs.runner import JobEnd, run_job
 from bexp.workers.process.interface import ProfilerError
-from tests.contracts.samples import make_progress, make_report, make_request
+from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 FINGERPRINT = make_report().hardware.fingerprint
@@ -36,7 +36,7 @@ def queue(sqlite_database: Database) -> Queue:
 
 
 def claim_next(queue: Queue, owner: str = "a") -> Claim:
-    claim = queue.claim(owner, device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT)
+    claim = queue.claim(make_worker(owner, fingerprint=FINGERPRINT))
     assert claim is not None
     return claim
 
@@ -166,9 +166,7 @@ def test_what_other_versions_measured_is_not_kept_for_later_jobs(
     queue: Queue, monkeypatch: pytest.MonkeyPatch, version: str, is_kept: bool
 ) -> None:
     def claim_with(installed: str) -> Claim:
-        claim = queue.claim(
-            "a", device_kind="cpu", num_devices=1, fingerprint=FINGERPRINT, software={"library": installed}
-        )
+        claim = queue.claim(make_worker(fingerprint=FINGERPRINT, versions={"library": installed}))
         assert claim is not None
         return claim
 

@@ -14,8 +14,7 @@ import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.plan import MeshRun
-from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.training import Sharding, TrainingSpec
 from bexp.workers.devices.lock import DeviceBusyError

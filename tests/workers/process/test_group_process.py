@@ -21,6 +21,7 @@ from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from tests.bexp.test_child_process import write_hostile_packages
+from tests.contracts.samples import make_worker
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ REQUEST = ExplorationRequest(
 def run_worker(database: Database, folder: Path, *options: str) -> int:
     environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder), "OMP_NUM_THREADS": "1"}
     environment["PYTHONPATH"] = str(PACKAGES_FOLDER)
-    command = module_command("bexp.workers", *options, "--once")
+    command = module_command("bexp.workers", *options, "--max-jobs", "1")
     return subprocess.run(
         command, env=environment, cwd=folder, stdin=subprocess.DEVNULL, timeout=500, check=False
     ).returncode
@@ -65,7 +66,7 @@ def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database:
     imported = write_hostile_packages(tmp_path)
     queue = Queue(sqlite_database)
     job, _ = queue.enqueue(REQUEST)
-    alone = queue.claim("alone", device_kind="cpu", num_devices=1, fingerprint="f")
+    alone = queue.claim(make_worker("alone"))
     assert alone is None, "one device is too few"
     assert run_worker(sqlite_database, tmp_path, "--device", "cpu,cpu", "--group") == 0
 
@@ -88,7 +89,7 @@ def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database:
     assert whole, "the recommended candidate is run on both devices"
     assert whole[0].measurement.whole_model is not None, whole[0].measurement.reason
     best = done.recommendation
-    groups = REQUEST.data_parallel_size(best.candidate.context_parallel_size)
+    groups = REQUEST.devices.data_parallel_size(best.candidate.context_parallel_size)
     assert best.grad_accum_steps == REQUEST.batch_size // (best.candidate.micro_batch_size * groups)
     exchanged = [
         trial for trial in trials if any(m.component.kind == "communication" for m in trial.measurement.components)

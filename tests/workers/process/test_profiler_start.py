@@ -28,12 +28,12 @@ from tests.workers.profiler.samples import REQUEST, candidate, components_of, pl
 pytestmark = pytest.mark.slow
 
 
-def test_worker_and_api_start_without_what_they_seldom_need() -> None:
+def test_a_command_and_its_worker_start_without_what_they_seldom_need() -> None:
     """Torch takes seconds to import. Alembic changes tables, rich prints for people."""
     script = """
 import sys
-import bexp.api.embedded_api, bexp.workers.__main__
-sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers"}))
+import bexp.api.cli.explore, bexp.api.stored, bexp.workers.__main__
+sys.exit(bool(sys.modules.keys() & {"torch", "alembic", "rich", "transformers", "fastapi", "httpx"}))
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=500, cwd=Path(__file__).parents[3])
 

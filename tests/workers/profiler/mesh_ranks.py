@@ -20,10 +20,9 @@ from torch._C._distributed_c10d import FileStore
 
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import LossSpec, Sharding, TrainingSpec

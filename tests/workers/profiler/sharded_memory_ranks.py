@@ -69,7 +69,7 @@ def measure(members: dist.ProcessGroup, case: Case, rank: int, meter: LiveStorag
     On a busy host a reduction may still hold its gradients when those of the next layer are made.
     """
     request = request_of(case)
-    model, spec = request.model, request.training.optimizer
+    model, spec = request.shapes, request.training.optimizer
     formats = torch_dtype(model.dtype), torch_dtype(spec.gradient_dtype(model.dtype))
     parallel = data_parallel(members, CPU, request.training.sharding, *formats)
     candidate = Candidate(micro_batch_size=1, attention_backend="flash", num_query_groups=4)

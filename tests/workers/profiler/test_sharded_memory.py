@@ -24,5 +24,5 @@ def peaks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, int]:
 @pytest.mark.parametrize("case", CASES, ids=name_of)
 def test_state_is_counted_as_it_is_held(peaks: dict[str, int], case: Case) -> None:
     request = request_of(case)
-    predicted = static_parts(request.model, request).total + gathered_bytes(request.model, request).at_layer
+    predicted = static_parts(request.shapes, request).total + gathered_bytes(request.shapes, request).at_layer
     assert predicted == pytest.approx(peaks[name_of(case)], rel=0.05)

@@ -7,9 +7,10 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.contracts.samples import make_report
 

@@ -43,7 +43,7 @@ def request(**changes: Any) -> ExplorationRequest:
 
 def recording(seed: int = 0, whole_model_share: float = 0.0, **changes: Any) -> Recording:
     asked = request(**changes)
-    return simulate("small", asked, h200_report(asked.model), seed, whole_model_share=whole_model_share)
+    return simulate("small", asked, h200_report(asked.shapes), seed, whole_model_share=whole_model_share)
 
 
 def empty(**changes: Any) -> Recording:
@@ -51,7 +51,7 @@ def empty(**changes: Any) -> Recording:
     header = RecordingHeader(
         name="small",
         request=asked,
-        report=h200_report(asked.model),
+        report=h200_report(asked.shapes),
         recorded_at=datetime(2026, 1, 1, tzinfo=UTC),
         process_start_seconds=5.0,
         noise="none",
@@ -66,7 +66,7 @@ def table_of(recorded: Recording) -> SpaceTable:
 
 
 def pruned_space_of(recorded: Recording) -> PrunedSpace:
-    return recorded.prune(recorded.header.request, recorded.header.request.model)
+    return recorded.prune(recorded.header.request, recorded.header.request.shapes)
 
 
 def figures(seconds: float = 0.01, *, host: float = 0.001, error: float = 1e-5) -> ComponentFigures:

@@ -24,6 +24,7 @@ from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import ReplayProfiler, mismatch
 from bexp.workers.replay.recording import Recording
+from tests.contracts.samples import make_worker
 from tests.workers.replay.samples import MODEL, recording, request, table_of
 
 
@@ -117,7 +118,9 @@ def replay_job(queue: Queue, path: Path, *, stop_after: int | None = None, cance
     profiler = ReplayProfiler(path)
     hardware = profiler.hardware()
     claim = queue.claim(
-        "a", device_kind=hardware.device_kind, num_devices=hardware.num_devices, fingerprint=hardware.fingerprint
+        make_worker(
+            device_kind=hardware.device_kind, num_devices=hardware.num_devices, fingerprint=hardware.fingerprint
+        )
     )
     assert claim is not None
     stopping = threading.Event()

@@ -25,8 +25,8 @@ def test_the_space_of_a_recorded_request_stays(
 ) -> None:
     recording = Recording.read(TABLES / f"{name}.jsonl")
     request = recording.header.request
-    assert request.context_parallel_sizes == (1,)
-    found = recording.prune(request, request.model)
+    assert request.devices.context_parallel_sizes == (1,)
+    found = recording.prune(request, request.shapes)
     told = "\n".join(candidate.describe() for candidate in found.legal.candidates)
     assert hashlib.sha256(told.encode()).hexdigest()[:12] == digest, "other candidates, or another order"
     assert len(found.legal.candidates) == num_candidates

@@ -119,8 +119,8 @@ def test_sizes_that_are_not_recorded_in_full_are_left_out() -> None:
     gone = next(c for c in recorded.components if c.micro_batch_size == 8)
     del recorded.components[gone]
     covered = recorded.covered_request()
-    assert covered.micro_batch_sizes == (1, 2, 4, 16)
-    assert recorded.missing_sizes(covered, covered.model) == ()
+    assert covered.space.micro_batch_sizes == (1, 2, 4, 16)
+    assert recorded.missing_sizes(covered, covered.shapes) == ()
 
 
 def test_nothing_is_covered_without_the_optimizer() -> None:
@@ -182,7 +182,7 @@ def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
     assert read.measurement() == found
 
 
-def test_tainted_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:
+def test_contaminated_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:
     recorded = empty()
     component = table_of(recorded).components[0]
     contaminated = ComponentRow.of(component, 0, measured(recorded, HOT), replaced=False)

@@ -35,13 +35,13 @@ class _Products(TorchDispatchMode):
 
 
 def composed_peak(candidate: Candidate, request: ExplorationRequest) -> float:
-    table = SpaceTable([candidate], request.model, request)
+    table = SpaceTable([candidate], request.shapes, request)
     sizes = np.zeros((3, len(table.components)))
     for i, component in enumerate(table.components):
         if component.kind is ComponentKind.OPTIMIZER:
             continue
-        block = build_block(request.model, component, request, CPU)
-        inputs = example_inputs(request.model, component, CPU)
+        block = build_block(request.shapes, component, request, CPU)
+        inputs = example_inputs(request.shapes, component, CPU)
         found = measure_memory(BlockPasses(block, inputs, training=True, gradient_dtype=torch.float32), CPU)
         sizes[:, i] = found.saved, found.forward_peak, found.backward_peak
     saved_C, transient_C = table.activation_bytes(*sizes)
@@ -49,7 +49,7 @@ def composed_peak(candidate: Candidate, request: ExplorationRequest) -> float:
 
 
 def whole_peak(candidate: Candidate, request: ExplorationRequest) -> int:
-    model = request.model
+    model = request.shapes
     decoder = DecoderModel(model, candidate, request, CPU)
     tokens, targets = (random_tokens(model, (BATCH, model.seq_length), CPU, None) for _ in range(2))
     for parameter in decoder.parameters():
@@ -79,7 +79,7 @@ def test_the_composed_peak_is_that_of_the_whole_model(fields: dict[str, Any], na
             recompute=Recompute(name),
             attention_backend="flash",
             expert_backend="loop" if fields else None,
-            num_query_groups=request.model.query_groups,
+            num_query_groups=request.shapes.query_groups,
         )
         peaks[name] = (composed_peak(candidate, request), whole_peak(candidate, request))
     assert {name: composed for name, (composed, _) in peaks.items()} == {

@@ -11,7 +11,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.fabric_exchange import Exchanges
-from bexp.explorer.cost_model.measured_exchange import MeasuredExchanges
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer
 from bexp.explorer.cost_model.mesh_state import HeldParameters
 from bexp.explorer.cost_model.shards import shard_of, spread_expert_model
@@ -20,6 +19,7 @@ from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import DType, LayerKind, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import LossSpec
+from bexp.explorer.surrogate.measured_exchange import MeasuredExchanges
 from bexp.kernels.expert_parallel.peers import GroupPeers
 from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter

@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.shards import spread_expert_model
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.mesh import MeshRun, Schedule
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding

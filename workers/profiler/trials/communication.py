@@ -12,10 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit
+from bexp.explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.spec.model import DType, ModelSpec
+from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -78,9 +78,7 @@ class _UnitCollectives:
             empty = torch.empty(size, dtype=torch_dtype(dtype), device=instruments.device)
             return empty.normal_(0.0, 1e-3, generator=generator)
 
-        gradient_dtype = model.dtype
-        if isinstance(model, ModelSpec):
-            gradient_dtype = request.training.optimizer.gradient_dtype(model.dtype)
+        gradient_dtype = buffered_dtype(model, request)
         self._gradients = draw(ranks * reduced, gradient_dtype)
         if self._sharding is Sharding.NONE:
             self._buckets = self._gradients.split(max(1, BUCKET_BYTES // gradient_dtype.itemsize)) if reduced else ()

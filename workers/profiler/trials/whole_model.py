@@ -13,8 +13,8 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from bexp.explorer.records.measurement import WholeModelMeasurement
-from bexp.explorer.records.plan import MeshRun
 from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest

@@ -13,9 +13,10 @@ from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, static_parts
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, WholeModelMeasurement
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport, DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
@@ -61,9 +62,12 @@ class CustomTarget:
         """
         for what, asked in (
             ("eval mode", request.mode == "eval"),
-            ("torch.compile by the profiler", request.compiles),
+            ("torch.compile by the profiler", request.space.compiles),
             ("LoRA by the profiler", request.training.lora is not None),
-            ("sharding by the profiler", request.mode == "train" and request.highest_sharding is not Sharding.NONE),
+            (
+                "sharding by the profiler",
+                request.mode == "train" and request.space.highest_sharding is not Sharding.NONE,
+            ),
         ):
             if asked:
                 raise UnsupportedTrialError(f"target '{source.name}' is measured as its code trains: no {what}")
@@ -239,9 +243,7 @@ def config_of(request: ExplorationRequest) -> dict[str, Any]:
     """Return what a target builds its model from: the request's target_config, its config.json, or its model."""
     if request.target_config is not None:
         return request.target_config
-    if request.hf_config is not None:
-        return request.hf_config | {"seq_length": request.hf_seq_length}
-    return request.model.model_dump(mode="json") if request.model is not None else {}
+    return request.explored.as_config()
 
 
 def _choices(dimensions: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any]]:

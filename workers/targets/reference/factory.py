@@ -53,14 +53,14 @@ def build_block(
     if component.kind is ComponentKind.EMBEDDING:
         positions = None if context_parallel is None else context_parallel.positions(model.seq_length, device)
         block = Embedding(model, device=device, training=training, generator=generator, positions=positions)
-        if request.is_mesh and component.tensor_parallel_size > 1:
+        if request.devices.is_mesh and component.tensor_parallel_size > 1:
             return VocabularyEmbedding(block, (0, model.vocab_size), None)
     elif component.kind is ComponentKind.ATTENTION:
-        assert component.backend is not None, "an attention component names its back end"
+        assert component.attention is not None, "an attention component names its back end"
         assert component.communicates is (context_parallel is not None), "ranks for attention that is spread over them"
         block = AttentionBlock(
             model,
-            backend=component.backend,
+            backend=component.attention,
             bta_tile=component.bta_tile,
             recompute=component.recompute,
             device=device,
@@ -68,7 +68,7 @@ def build_block(
             generator=generator,
             context_parallel=context_parallel,
         )
-        if model.qk_norm == "full" and request.is_mesh and component.tensor_parallel_size > 1:
+        if model.qk_norm == "full" and request.devices.is_mesh and component.tensor_parallel_size > 1:
             size = component.tensor_parallel_size
             block.norm_over_ranks = partial(norm_over_ranks, size=size, total=total_alone)
     elif component.kind is ComponentKind.DENSE_FFN:
@@ -76,10 +76,10 @@ def build_block(
     elif component.part == SPREAD_EXPERTS:
         block, _ = build_busiest_rank(model, component, request, device, generator, experts_group)
     elif component.kind is ComponentKind.MOE_FFN:
-        assert component.backend is not None, "an expert component names its back end"
+        assert component.experts is not None, "an expert component names its back end"
         block = MoEFFN(
             model,
-            backend=component.backend,
+            backend=component.experts,
             recompute=component.recompute,
             device=device,
             training=training,
@@ -91,11 +91,11 @@ def build_block(
     elif component.kind is ComponentKind.HEAD:
         loss = request.training.loss
         block = Head(model, loss=loss, device=device, training=training, w_tied=w_tied, generator=generator)
-        if request.is_mesh and component.tensor_parallel_size > 1:
+        if request.devices.is_mesh and component.tensor_parallel_size > 1:
             lose_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
-    if request.always_compiles:
+    if request.space.always_compiles:
         block.compile_core()
     return block
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec
-from bexp.kernels.experts.backend import ExpertFFN
 from bexp.kernels.experts.capacity import ExpertsWithCapacity
+from bexp.kernels.experts.expert_backend import ExpertFFN
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.router import route, score
 from bexp.kernels.selective_recompute import recomputable

@@ -67,11 +67,11 @@ def _parameters(
 
     If training is sharded, the device has only its share of each parameter.
     """
-    if request.optimizer_shards == 1:
+    if request.devices.optimizer_shards == 1:
         return _build_parameters(instruments.device, instruments.generator(request.seed), model, part, request)
     generator = instruments.generator(request.seed)
     shapes = _build_parameters(torch.device("meta"), None, model, part, request)
-    shares = [-(-parameter.numel() // request.optimizer_shards) for parameter in shapes]
+    shares = [-(-parameter.numel() // request.devices.optimizer_shards) for parameter in shapes]
     dtype = torch_dtype(model.dtype)
     return [
         nn.Parameter(torch.empty(share, dtype=dtype, device=instruments.device).normal_(0.0, 0.02, generator=generator))

@@ -37,12 +37,12 @@ def build_spread_experts(
     """
     moe = model.moe
     assert moe is not None, "a model with experts"
-    assert component.backend is not None, "an expert component names its back end"
+    assert component.experts is not None, "an expert component names its back end"
     training = request.mode == "train"
     local = moe.model_copy(update={"num_experts": moe.num_experts // component.expert_parallel_size})
     block = MoEFFN(
         model.model_copy(update={"moe": local}),
-        backend=component.backend,
+        backend=component.experts,
         recompute=component.recompute,
         device=device,
         training=training,
@@ -57,7 +57,7 @@ def _expert_parallel(
     peers: Peers, model: ModelSpec, component: Component, request: ExplorationRequest, device: torch.device
 ) -> ExpertParallel:
     assert model.moe is not None, "a model with experts"
-    assert component.backend is not None, "an expert component names its back end"
+    assert component.experts is not None, "an expert component names its back end"
     number, shadowed = component.shadowed_experts, ()
     if number:
         counts = _counts(model, _routes(model, component, request, device))
@@ -65,7 +65,7 @@ def _expert_parallel(
     return ExpertParallel(
         peers,
         model.moe.num_experts,
-        expert_backend(component.backend).forward,
+        expert_backend(component.experts).forward,
         overlap_degree=component.overlap_degree,
         shadowed_experts=shadowed,
         capacity_of=None if model.moe.capacity_factor is None else model.moe.capacity,

@@ -7,9 +7,10 @@ from contextlib import contextmanager
 
 from bexp.explorer.cost_model.collectives import ExchangeUnits
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
@@ -39,7 +40,7 @@ class ReferenceTarget:
     def report(self, hardware: HardwareSpec) -> DeviceReport:
         """Return which back ends can serve the request's model."""
         request = self._request
-        return report_device(request.model, hardware, self._instruments.device, replays=request.replays)
+        return report_device(request.shapes, hardware, self._instruments.device, replays=request.space.replays)
 
     def rest(self) -> int:
         """Nothing is kept between trials."""
@@ -58,11 +59,11 @@ class ReferenceTarget:
         """Build the block of a component with example inputs."""
         spec = _specified(model)
         if component.backend is not None:
-            self._check_backend(component.kind, component.backend, spec)
+            self._check_backend(component.kind, str(component.backend), spec)
         instruments = self._instruments
         generator = instruments.generator(request.seed)
         size, layout = component.context_parallel_size, component.context_parallel_layout
-        ring = find_ring(instruments, spec, size, layout, component.backend)
+        ring = find_ring(instruments, spec, size, layout, component.attention)
         ranks, sharing = instruments.rank_group, component.expert_parallel_size
         block = build_block(
             spec,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.part_costs import COMPILED
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.request import ExplorationRequest
@@ -38,15 +37,13 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
 def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
     """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
     if component.kind is ComponentKind.SHELL:
-        return Settings(loss=_LOSSES.get(component.backend, "library"))
+        return Settings(loss=_LOSSES.get(component.setting, "library"))
     assert component.backend is not None, "a layer names its attention"
-    attention, *others = component.backend.split("+")
-    experts = [name for name in others if name not in (COMPILED, Kernels.LIGER)]
     return Settings(
-        attention=attention,
-        experts=experts[0] if experts else None,
+        attention=component.attention,
+        experts=component.experts,
         recompute=BY_OPERATION.get(component.recompute, "none"),
         bta_tile=component.bta_tile,
-        compile=request.execution.compiles or COMPILED in others,
-        kernels="liger" if Kernels.LIGER in others else "library",
+        compile=request.execution.compiles or component.backend.compiled,
+        kernels="liger" if component.backend.liger else "library",
     )

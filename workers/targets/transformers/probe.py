@@ -105,7 +105,7 @@ class SettingsProbe:
 
     def kernel_supports(self) -> tuple[BackendSupport, ...]:
         """What the request's choice of kernels can have here; empty without a choice."""
-        if self._request.kernel_choices == (None,):
+        if self._request.space.kernel_choices == (None,):
             return ()
         reason = self._liger_refusal()
         return (
@@ -127,7 +127,7 @@ class SettingsProbe:
 
     def execution_supports(self) -> tuple[BackendSupport, ...]:
         """The executions that can be had here, if the request admits CUDA graphs: a layer of each kind is captured."""
-        return execution_support(self._graph_refusal()) if self._request.replays else ()
+        return execution_support(self._graph_refusal()) if self._request.space.replays else ()
 
     def _graph_refusal(self) -> str | None:
         """Why a layer cannot be replayed as CUDA graphs; null if each kind can."""

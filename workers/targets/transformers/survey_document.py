@@ -18,12 +18,7 @@ _ABOUT = {
     "it whole with `examples/targets/hugging_face.py`: see [Targets](targets.md#a-folder-with-code-of-its-own).",
     "not": "The model does not train at a tiny size on the CPU.",
 }
-_COLUMNS = {
-    "padded_text": "padded text",
-    "checkpointing": "checkpointing by layer",
-    "batch_tiles": "batch tiles",
-    "experts_interface": "experts interface",
-}
+_LONGEST_REASON = 120
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -45,26 +40,19 @@ def render(document: Mapping[str, Any]) -> str:
     for status, heading in _HEADINGS.items():
         chosen = {name: row for name, row in rows.items() if row["status"] == status}
         lines += [f"## {heading} ({len(chosen)})", "", _ABOUT[status], ""]
-        lines += _table(chosen) if status == "parts" else _reasons(chosen)
+        lines += _names(chosen) if status == "parts" else _reasons(chosen)
     return "\n".join(lines + _missing(rows))
 
 
-def _table(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = [
-        f"| type | class | kinds of layer | {' | '.join(_COLUMNS.values())} | tied weights |",
-        f"| --- | --- | --- |{' --- |' * len(_COLUMNS)} --- |",
+def _names(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """The types by what they have for experts: `bexp.apply` sets expert back ends through the library's interface."""
+    served = {name: "experts_interface" in row["features"] for name, row in rows.items()}
+    kinds = {True: "With the library's experts interface", False: "Without experts that take this interface"}
+    return [
+        line
+        for kind, title in kinds.items()
+        for line in (f"{title}: {', '.join(name for name, found in served.items() if found is kind)}.", "")
     ]
-    for name, row in rows.items():
-        cells = [_cell(row, feature) for feature in _COLUMNS]
-        tied = "yes" if row["tied_weights"] else "no"
-        lines.append(f"| {name} | {row['model_class']} | {len(row['kinds'])} | {' | '.join(cells)} | {tied} |")
-    return [*lines, ""]
-
-
-def _cell(row: Mapping[str, Any], feature: str) -> str:
-    if feature in row["features"]:
-        return "yes"
-    return "-" if feature == "experts_interface" and not row["has_experts"] else "no"
 
 
 def _reasons(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
@@ -83,7 +71,14 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 def _missing(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     """The features that a type measured by parts lacks, with the reasons."""
-    lines = ["## Missing features", "", "| type | feature | why |", "| --- | --- | --- |"]
+    lines = [
+        "## Missing features",
+        "",
+        "All other types have them.",
+        "",
+        "| type | feature | why |",
+        "| --- | --- | --- |",
+    ]
     for name, row in rows.items():
         if row["status"] != "parts":
             continue
@@ -94,4 +89,6 @@ def _missing(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _escaped(text: str) -> str:
+    text = " ".join(text.split())
+    text = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON].rsplit(' ', 1)[0]} ..."
     return text.replace("|", "\\|").replace("<", "&lt;")

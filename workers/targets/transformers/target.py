@@ -12,8 +12,9 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import DeviceReport, HardwareSpec
+from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routing import RoutingSpec
@@ -223,7 +224,7 @@ class TransformersTarget:
         self, request: ExplorationRequest, parameters: Callable[[PartsBuilder], list[nn.Parameter]]
     ) -> Callable[[], TrainerOptimizer]:
         """An optimizer of a device's share of the parameters."""
-        shards = request.optimizer_shards
+        shards = request.devices.optimizer_shards
 
         def build() -> TrainerOptimizer:
             found = [p for p in parameters(self._parts()) if p.requires_grad]
@@ -253,7 +254,7 @@ def _shell_parameters(part: Any) -> list[nn.Parameter]:
 
 def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
     """Raise UnsupportedTrialError for what a request asks for and this target would leave out in silence."""
-    sharded = request.mode == "train" and request.highest_sharding is not Sharding.NONE
+    sharded = request.mode == "train" and request.space.highest_sharding is not Sharding.NONE
     if sharded and request.training.precision == "autocast":
         raise UnsupportedTrialError(
             "sharded training is measured with precision 'pure': with float32 parameters, trainers gather another "
@@ -261,5 +262,5 @@ def _refuse_what_is_not_measured(request: ExplorationRequest) -> None:
         )
     if request.routing != RoutingSpec():
         raise UnsupportedTrialError("a routing is drawn with target 'bexp' only: here the model's own routers decide")
-    if max(request.context_parallel_sizes) > 1:
+    if max(request.devices.context_parallel_sizes) > 1:
         raise UnsupportedTrialError("context parallelism is measured with target 'bexp' only")

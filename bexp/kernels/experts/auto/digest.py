@@ -1,7 +1,8 @@
 """A hash of the kernels' code: what was measured with one hash is what kernels of another may not reach.
 
-It is of what runs. Comments, docstrings and the functions that tell a compiler the shapes of an operator's results
-change no speed, so a change of these leaves the hash, and with it each table that was measured, as it is.
+It is of the statements that run, wherever they stand. Imports, comments, docstrings and the functions that tell a
+compiler the shapes of an operator's results change no speed; nor does the file that a statement is in. A change of
+these leaves the hash, and with it each table that was measured, as it is.
 """
 
 from __future__ import annotations
@@ -16,22 +17,23 @@ OTHER_KERNELS = ("attention", "causal_loss", "loss", "recomputation", "tiling")
 """Modules beside the experts that these do not import: a change of theirs leaves the experts' speed as it was."""
 
 _EXPERTS = Path(__file__).parents[1]
-_OTHERS = {_EXPERTS.parent / f"{name}.py" for name in OTHER_KERNELS}
+_LEFT_OUT = {*(_EXPERTS.parent / f"{name}.py" for name in OTHER_KERNELS), _EXPERTS / "registry.py"}
+"""The registry names the kernels and runs none."""
 
 
 @functools.cache
 def kernels_digest() -> str:
     """Return the hash of our expert kernels and of what launches them, but not of the choice among them."""
-    digest = hashlib.sha256()
-    for path in sorted((*_EXPERTS.parent.glob("*.py"), *_EXPERTS.rglob("*.py"))):
-        if path.parent != Path(__file__).parent and path not in _OTHERS:
-            digest.update(code_digest(path.read_text()).encode())
-    return digest.hexdigest()[:16]
+    written: list[str] = []
+    for path in (*_EXPERTS.parent.glob("*.py"), *_EXPERTS.rglob("*.py")):
+        if path.parent != Path(__file__).parent and path not in _LEFT_OUT:
+            written += statements(path.read_text())
+    return hashlib.sha256("\n".join(sorted(written)).encode()).hexdigest()[:16]
 
 
-def code_digest(source: str) -> str:
-    """Return a hash of what a Python source does, which is the same in all versions of Python that parse it alike."""
-    return hashlib.sha256("\n".join(_written(ast.parse(source))).encode()).hexdigest()
+def statements(source: str) -> list[str]:
+    """Return the statements of a Python source in one form, the same in all versions of Python that parse it alike."""
+    return ["\n".join(_written(node)) for node in ast.parse(source).body if not _is_silent(node)]
 
 
 def _written(node: object) -> Iterator[str]:
@@ -54,7 +56,9 @@ def _written(node: object) -> Iterator[str]:
 
 
 def _is_silent(node: object) -> bool:
-    """Whether a statement does nothing that takes time in a run: a text, or an operator's shapes for a compiler."""
+    """Whether a statement takes no time in a run: an import, a text, or an operator's shapes for a compiler."""
+    if isinstance(node, ast.Import | ast.ImportFrom):
+        return True
     if isinstance(node, ast.Expr):
         return isinstance(node.value, ast.Constant)
     decorators = node.decorator_list if isinstance(node, ast.FunctionDef) else []

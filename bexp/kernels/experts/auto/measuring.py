@@ -13,7 +13,7 @@ from torch import Tensor
 
 from bexp.kernels.experts.auto.choice import ByLoad, Seconds, Times, choose
 from bexp.kernels.experts.auto.products import PRODUCTS, STOCK, gemm_of, mixed, product_runs
-from bexp.kernels.experts.backend import ExpertFFN
+from bexp.kernels.experts.expert_backend import ExpertFFN
 from bexp.kernels.experts.rows import Rows
 from bexp.measure.turns import Run, TurnsBudget, chained, time_in_turns
 

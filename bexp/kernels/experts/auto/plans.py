@@ -15,7 +15,7 @@ from bexp.kernels.experts.auto.choice import ByLoad
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_gemm
 from bexp.kernels.experts.auto.products import EVEN, KERNELS, STOCK, gemm_of
 from bexp.kernels.experts.auto.table import MEASURE_VARIABLE, KernelTable, row_class, rows_of_class
-from bexp.kernels.experts.backend import ExpertBackend
+from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.grouped_ffn import GroupedGemm
 from bexp.kernels.experts.rows import Rows
 from bexp.kernels.shapes import ExpertsShape

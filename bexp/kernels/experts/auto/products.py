@@ -13,7 +13,7 @@ from torch import Tensor
 from bexp.kernels.experts import triton_gemm
 from bexp.kernels.experts.gemm_function import GemmProducts, RowsProduct, SumOverRows, differentiable_gemm
 from bexp.kernels.experts.grouped_ffn import GroupedGemm
-from bexp.kernels.experts.hopper import gemm as hopper_gemm
+from bexp.kernels.experts.hopper_grouped import gemm as hopper_gemm
 from bexp.kernels.experts.matrices import stored
 from bexp.kernels.experts.rows import Rows
 

@@ -10,16 +10,16 @@ from typing import Any
 
 import torch
 
-from bexp.kernels.experts.fused.hopper import gemms as hopper
-from bexp.kernels.experts.fused.hopper.tiles import HopperRows, HopperSum, HopperTile
-from bexp.kernels.experts.fused.kernels.differentiate_hidden import differentiate_hidden_kernel
-from bexp.kernels.experts.fused.kernels.down_gemm import down_gemm_kernel
-from bexp.kernels.experts.fused.kernels.gate_up_gemm import gate_up_gemm_kernel
-from bexp.kernels.experts.fused.kernels.wgrad import wgrad_kernel
+from bexp.kernels.experts.fused import hopper_gemms as hopper
+from bexp.kernels.experts.fused.down_gemm import down_gemm_kernel
+from bexp.kernels.experts.fused.hopper_tiles import HopperRows, HopperSum, HopperTile
 from bexp.kernels.experts.fused.layouts import FusedShape, Operand
 from bexp.kernels.experts.fused.tiles import TileConfig
 from bexp.kernels.experts.fused.token_permutation import TokenPermutation
-from bexp.kernels.experts.hopper.gemm import rows_launch, weights_launch
+from bexp.kernels.experts.fused.triton_differentiate_hidden import differentiate_hidden_kernel
+from bexp.kernels.experts.fused.triton_gate_up_gemm import gate_up_gemm_kernel
+from bexp.kernels.experts.fused.wgrad import wgrad_kernel
+from bexp.kernels.experts.hopper_grouped.gemm import rows_launch, weights_launch
 from bexp.kernels.launcher import Blocks, Launch, Pointer
 from bexp.kernels.triton_support import num_multiprocessors
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bexp.kernels.activations import Activation
 from bexp.kernels.experts.fused.function import plan_for
-from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
 from bexp.kernels.experts.fused.tiles import default_tiles
 from bexp.kernels.experts.fused.token_permutation import permutation_size
 from bexp.kernels.experts.matrices import aligned_matrices

@@ -12,8 +12,8 @@ from torch import Tensor
 from bexp.kernels.activations import Activation
 from bexp.kernels.allocation import empty
 from bexp.kernels.experts.fused import gemms
-from bexp.kernels.experts.fused.hopper.support import has_hopper_kernels
-from bexp.kernels.experts.fused.hopper.tiles import HopperRows
+from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels
+from bexp.kernels.experts.fused.hopper_tiles import HopperRows
 from bexp.kernels.experts.fused.layouts import FusedShape, Layout, Operand, Workspace
 from bexp.kernels.experts.fused.tiles import FusedTiles, default_tiles
 from bexp.kernels.experts.fused.token_permutation import (
@@ -26,7 +26,7 @@ from bexp.kernels.experts.fused.token_permutation import (
     permute_tokens,
     sum_pairs,
 )
-from bexp.kernels.experts.hopper.counter import tile_counter
+from bexp.kernels.experts.hopper_grouped.counter import tile_counter
 from bexp.kernels.launcher import KEPT_LAUNCHES, Launch, Launches, Pointer, current_stream
 
 _GATHERED_TOGETHER_BYTES = 32 * 2**20

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields, replace
 from functools import lru_cache
 
-from bexp.kernels.experts.fused.hopper.tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows, HopperSum, HopperTile
+from bexp.kernels.experts.fused.hopper_tiles import GATE_UP_GEMM, GRAD_HIDDEN, HopperRows, HopperSum, HopperTile
 from bexp.kernels.experts.fused.layouts import Layout
 
 HOPPER_ROWS = 96

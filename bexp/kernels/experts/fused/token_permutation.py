@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from bexp.kernels.allocation import empty
-from bexp.kernels.experts.fused.kernels import routing
+from bexp.kernels.experts.fused import routing
 from bexp.kernels.experts.fused.layouts import FusedShape, Operand
 from bexp.kernels.launcher import Launch, Launches, Pointer
 

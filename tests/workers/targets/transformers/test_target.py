@@ -12,7 +12,7 @@ from torch import Tensor
 
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
-from bexp.explorer.cost_model.search_space import EmptySpaceError, enumerate_candidates
+from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.profiler.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.self_check import SelfCheck

@@ -1,0 +1,158 @@
+"""An exploration with a worker of its own on this machine, which ends with the command."""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from types import TracebackType
+from typing import TYPE_CHECKING, Self
+
+from bexp.api.cli import options
+from bexp.api.cli.connection import environment, shown_url
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.local_worker import LocalWorker
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.workers import is_run_by_another
+
+if TYPE_CHECKING:
+    from bexp.api.stored import StoredExplorations
+    from bexp.client.explorations import Exploration
+
+CANCEL_SECONDS = 5.0
+CHECK_SECONDS = 1.0
+REMIND_SECONDS = 30.0
+_LAST_GPU = re.compile(r"cuda(?::(?:\d{1,4}-)?(\d{1,4}))?")
+
+
+class LocalRun:
+    """A worker for the exploration `job_id`, which may be submitted while it starts. It lives in the context.
+
+    `device` and `target` are as on the command line, None if they were not given.
+
+    Raises CommandError if the worker would own too few devices, or one that does not exist.
+    """
+
+    def __init__(self, request: ExplorationRequest, job_id: str, device: str | None, target: str | None) -> None:
+        counts = usable_device_counts(request)
+        group = counts[-1] > 1
+        _check_number_of_devices(device, counts[0])
+        owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
+        _check_devices(owned)
+        chosen = ["--device", owned] if owned is not None else ["--num-devices", ",".join(map(str, counts))]
+        _, file = options.split_target(target)
+        self.job_id = job_id
+        given = (("--device", device), ("--target", target if file is not None else None))
+        parts = [part for name, value in given if value for part in (name, value)]
+        self._again = shlex.join(["bexp", "resume", job_id, *parts])
+        self._options = [*chosen, *(["--group"] if group else [])]
+        self._more_environment = {} if file is None else {"BEXP_LOCAL_TARGET": file}
+        self._has_started = False
+
+    def __enter__(self) -> Self:
+        self._begun = self._checked = time.monotonic()
+        self._worker = LocalWorker(
+            self.job_id,
+            self._options,
+            database_url=environment().database_url,
+            more_environment=self._more_environment,
+        )
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._worker.stop(keeps_log=isinstance(error, ServiceError))
+
+    def follow(
+        self, stored: StoredExplorations, job: Exploration, *, as_json: bool, leaves_others: bool = False
+    ) -> ExitCode:
+        """Follow the exploration to its end and print the answer.
+
+        What stops this cancels the exploration, because nobody waits for it; with `leaves_others` only if no other
+        worker runs it.
+        """
+        from bexp.api.cli.following import follow  # noqa: PLC0415 - the worker starts meanwhile
+        from bexp.api.cli.results import conclude, say_best  # noqa: PLC0415 - the worker starts meanwhile
+
+        say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
+        try:
+            last = follow(stored, job, to_stderr=as_json, check=lambda: self.check(stored))
+        except BaseException as error:  # Ctrl-C too
+            with suppress(ProblemError, ServiceError):
+                if leaves_others and is_run_by_another(stored.database, job.id, self._worker.prefix):
+                    say(f"exploration {job.id} goes on: another worker runs it")
+                else:
+                    self.cancel(stored)
+            if isinstance(error, KeyboardInterrupt):
+                say_best(stored, job.id)
+                say(f"`{self._again}` goes on where it stopped")
+            raise
+        return conclude(stored, job.id, last, as_json=as_json)
+
+    def check(self, stored: StoredExplorations) -> None:
+        """Raise WorkerEndedError if the worker has failed; say now and then why the exploration has not started."""
+        self._worker.check()
+        now = time.monotonic()
+        if self._has_started or now - self._checked < CHECK_SECONDS:
+            return
+        waited = now - self._begun
+        is_due = waited // REMIND_SECONDS > (self._checked - self._begun) // REMIND_SECONDS
+        self._checked = now
+        job = stored.summary(self.job_id)
+        self._has_started = job.state != "queued"
+        if is_due and not self._has_started:
+            reason = job.waiting_reason or "its worker is still starting"
+            say(f"not started after {waited:.0f} s: {reason}")
+
+    def cancel(self, stored: StoredExplorations) -> None:
+        """Cancel the exploration, and wait some seconds for its end."""
+        say(f"cancelling exploration {self.job_id}")
+        deadline = time.monotonic() + CANCEL_SECONDS
+        job = stored.cancel(self.job_id)
+        while not job.is_final and time.monotonic() < deadline:
+            time.sleep(0.1)
+            job = stored.get(self.job_id)
+
+
+def usable_device_counts(request: ExplorationRequest) -> tuple[int, ...]:
+    """Return the numbers of devices that a worker can use for a request, ascending. Other numbers leave devices idle.
+
+    A worker with all of `num_devices` measures their communication. A worker with as many as share a sequence measures
+    context parallelism. A worker with fewer devices uses a single one.
+    """
+    steps = (1, *request.devices.context_parallel_sizes, request.num_devices)
+    return tuple(sorted({request.devices.needed(available) for available in steps}))
+
+
+def _check_number_of_devices(device: str | None, needed: int) -> None:
+    """Raise CommandError if the only worker would own too few devices: the exploration would wait for ever."""
+    if device is None or device.startswith("replay:"):
+        return
+    owned = sum(_count_devices(part) for part in device.split(","))
+    if owned < needed:
+        message = f"the exploration needs {needed} devices, and --device {device} names {owned}"
+        raise CommandError(ExitCode.USAGE, message, "restrict context_parallel.sizes or sharding, or name more devices")
+
+
+def _check_devices(owned: str | None) -> None:
+    """Raise CommandError if the only worker would own a GPU that is not there; it would end after some seconds."""
+    parts: Sequence[str] = [part.strip() for part in (owned or "").split(",")]
+    last = max((int(found[1] or 0) for part in parts if (found := _LAST_GPU.fullmatch(part))), default=None)
+    if last is None:
+        return
+    from bexp.measure.visible_gpus import visible_gpus  # noqa: PLC0415 - takes time, and only GPUs need it
+
+    if last >= (number := len(visible_gpus(os.environ))):
+        message = f"device 'cuda:{last}' does not exist: {number} CUDA devices are visible"
+        raise CommandError(ExitCode.USAGE, message, "`bexp doctor` shows what can be used; --device cpu needs no GPU")
+
+
+def _count_devices(part: str) -> int:
+    """Return how many devices `cpu`, `cuda:0` or `cuda:0-3` names; the worker judges whether they exist."""
+    found = re.fullmatch(r"cuda:(\d{1,4})-(\d{1,4})", part.strip())
+    return max(1, int(found[2]) - int(found[1]) + 1) if found else 1

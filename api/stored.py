@@ -1,0 +1,184 @@
+"""The explorations of a database, for commands on its machine: what a service would answer, without a service."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from pydantic import BaseModel
+from sqlalchemy.exc import SQLAlchemyError
+
+from bexp.api import resources
+from bexp.api.refusals import Problem, refusal_of
+from bexp.api.results import export_notes, export_of, result_of
+from bexp.api.submission import submit
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Exploration, Export, M, Result, State, Worker, read_as
+from bexp.explorer.records.event import Event
+from bexp.explorer.records.run_report import RunReport
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.labels import parse_label
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.database import Database, describe_trouble
+from bexp.storage.events import read_events
+from bexp.storage.jobs import Job, JobState, JobSummary, get_job, get_summary
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.pruning import delete_job
+from bexp.storage.queue import Queue
+from bexp.storage.run_reports import read_run_reports
+from bexp.storage.trials import read_all_trials
+from bexp.storage.workers import list_known_workers
+
+POLL_SECONDS = 0.1
+PAGE = 500
+
+
+class StoredExplorations:
+    """The explorations of one database, see `bexp.client.explorations.Explorations`."""
+
+    def __init__(self, database: Database) -> None:
+        self.database = database
+        self.queue = Queue(database)
+
+    def submit(
+        self,
+        request: ExplorationRequest,
+        *,
+        idempotency_key: str | None = None,
+        priority: int = 0,
+        job_id: str | None = None,
+    ) -> Exploration:
+        """Submit an exploration. With `job_id`, the submitter has started a worker for the exploration of this id."""
+        with _refusals():
+            job, _ = submit(
+                self.queue,
+                request,
+                idempotency_key=idempotency_key,
+                priority=priority,
+                job_id=job_id,
+                has_own_worker=job_id is not None,
+            )
+            return _shown(job)
+
+    def get(self, job_id: str) -> Exploration:
+        """Return one exploration."""
+        with _refusals():
+            return _shown(get_job(self.database, job_id))
+
+    def summary(self, job_id: str) -> JobSummary:
+        """Return the state of one exploration, which is read faster than the whole."""
+        with _refusals():
+            return get_summary(self.database, job_id)
+
+    def list(
+        self, *, state: State | None = None, model: str | None = None, labels: Sequence[str] = ()
+    ) -> Iterator[Exploration]:
+        """Yield explorations, the newest first; of those that have each of `labels`, `key=value`."""
+        wanted = JobFilter(None if state is None else JobState(state), model, tuple(map(parse_label, labels)))
+        cursor = None
+        while True:
+            with _refusals():
+                page, cursor = list_jobs(self.database, wanted=wanted, limit=100, cursor=cursor)
+            for job in page:
+                yield _as(Exploration, resources.ExplorationSummary.of(job))
+            if cursor is None:
+                return
+
+    def cancel(self, job_id: str) -> Exploration:
+        """Cancel an exploration; its worker stops within seconds."""
+        with _refusals():
+            return _shown(self.queue.request_cancel(job_id))
+
+    def resume(self, job_id: str) -> Exploration:
+        """Queue an exploration again that was cancelled or has failed; one that waits or runs stays as it is."""
+        with _refusals():
+            return _shown(self.queue.resume(job_id))
+
+    def delete(self, job_id: str) -> None:
+        """Delete an exploration that has ended, and all that belongs to it."""
+        with _refusals():
+            delete_job(self.database, job_id)
+
+    def workers(self) -> tuple[Worker, ...]:
+        """Return the workers that live, and those that were lost within a day."""
+        with _refusals():
+            return tuple(_as(Worker, resources.WorkerResource.of(one)) for one in list_known_workers(self.database))
+
+    def result(self, job_id: str) -> Result | None:
+        """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
+        with _refusals():
+            found = result_of(get_job(self.database, job_id))
+            return None if found is None else _as(Result, found)
+
+    def export(self, job_id: str, name: str) -> Export:
+        """Return the answer as a file for a training framework, in the format called `name`."""
+        with _refusals():
+            made = export_of(self.database, get_job(self.database, job_id), name)
+            return Export(made.text, export_notes(made))
+
+    def trials(self, job_id: str) -> tuple[Trial, ...]:
+        """Return every trial that is stored so far, in the order of their numbers."""
+        with _refusals():
+            return tuple(sorted(read_all_trials(self.database, job_id), key=lambda trial: trial.number))
+
+    def run_reports(self, job_id: str) -> tuple[RunReport, ...]:
+        """Return every report of a real run, in the order in which they arrived."""
+        with _refusals():
+            return tuple(stored.report for stored in read_run_reports(self.database, job_id))
+
+    def events(
+        self,
+        job_id: str,
+        *,
+        after: int = 0,
+        on_idle: Callable[[], None] = lambda: None,
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Iterator[Event]:
+        """Follow the events of an exploration to its end, each exactly once and in order.
+
+        `on_idle` is called while there is nothing new, and may raise. The iterator ends early if `cancelled()`.
+        """
+        while not cancelled():
+            with _refusals():
+                now = get_summary(self.database, job_id)
+                found = read_events(self.database, job_id, after=after, limit=PAGE)
+            yield from found
+            after = found[-1].seq if found else after
+            if now.state.is_final and after >= now.last_seq:
+                return
+            if not found:
+                on_idle()
+                time.sleep(POLL_SECONDS)
+
+    def stored_events(self, job_id: str) -> tuple[Event, ...]:
+        """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
+        found: list[Event] = []
+        with _refusals():
+            while page := read_events(self.database, job_id, after=found[-1].seq if found else 0, limit=PAGE):
+                found += page
+        return tuple(found)
+
+
+def _shown(job: Job) -> Exploration:
+    return _as(Exploration, resources.Exploration.of_job(job))
+
+
+def _as(model: type[M], resource: BaseModel) -> M:
+    """Return a resource as a client of the service reads it: the two cannot differ."""
+    return read_as(model, resource.model_dump(mode="json"))
+
+
+@contextmanager
+def _refusals() -> Iterator[None]:
+    """Raise ProblemError for what a service would refuse, and ServiceError if the database fails."""
+    try:
+        yield
+    except Exception as error:
+        refusal = refusal_of(error)
+        if refusal is not None:
+            problem = Problem.of(refusal.status, refusal.detail, name=refusal.name, errors=refusal.errors)
+            raise ProblemError(refusal.status, problem.model_dump(mode="json", exclude_none=True)) from error
+        if isinstance(error, SQLAlchemyError):
+            raise ServiceError(f"the database cannot be used: {describe_trouble(error)}") from error
+        raise

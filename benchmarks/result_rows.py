@@ -1,0 +1,246 @@
+"""Rows of the tables beside the raw results that take more than a path; result_tables.yaml names these functions."""
+
+from __future__ import annotations
+
+import re
+import statistics
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any
+
+from benchmarks.result_tables import RESULTS, Row, load
+
+CHECK = re.compile(r"composed\s+step ([+-][\d.]+)%,\s+composed\s+peak ([+-][\d.]+)%")
+WITHIN = 0.98
+SHOWN_BOUND = 0.3
+"""From this share of a layer's time on, the bytes of the experts' matrices are shown as its bound."""
+
+
+def best_of(runs: list[Row]) -> Row:
+    """Return the fastest run that did not fail; empty if all did."""
+    return max(
+        (run for run in runs if "tokens_per_second" in run), key=lambda run: run["tokens_per_second"], default={}
+    )
+
+
+def trainers(result: Row) -> Iterable[Row]:
+    """Return each exploration with the best of its runs in the Trainer."""
+    for row in result["models"]:
+        if "exploration" not in row:
+            continue
+        runs = {name: best_of(row.get(name, [])) for name in ("sweep", "compiled_sweep", "recommended", "stock")}
+        answer = (row["exploration"]["document"] or {}).get("recommendation") or {}
+        batch = {run.get("batch_size") for run in (*row.get("sweep", []), *row.get("recommended", []))} - {None}
+        ours = runs["recommended"].get("tokens_per_second", 0.0)
+        over = {name: ours / run["tokens_per_second"] for name, run in runs.items() if run}
+        yield row | runs | {"answer": answer, "over": over, "batch": batch.pop() if batch else "one micro-batch"}
+
+
+def trainer_summary(result: Row) -> Iterable[Row]:
+    """Return figures over the explorations: whole models as their logs name them, the rest of those of the defaults."""
+    default = [row for row in trainers(result) if not row["fields"]]
+    within = sum(row["over"]["sweep"] >= WITHIN for row in default)
+    yield {"what": "at least 0.98 of the Trainer's own best, defaults", "figure": f"{within} of {len(default)} models"}
+    lines = [line.strip() for row in trainers(result) for line in row["exploration"]["log"] if "BEXP203" in line]
+    errors = [[abs(float(error)) for error in pair] for pair in CHECK.findall(" ".join(lines))]
+    for what, found in zip(("step", "peak"), zip(*errors, strict=True), strict=True):
+        figure = f"median {statistics.median(found):.1f}%, max {max(found):.1f}% over {len(found)}"
+        yield {"what": f"composed {what} against the whole model", "figure": figure}
+    seconds = [took for row in default if (took := row["exploration"]["wall_seconds"]) is not None]
+    figure = f"median {statistics.median(seconds):.0f} s, longest {max(seconds):.0f} s over {len(seconds)} models"
+    yield {"what": "submit to final answer, defaults, the service's start included", "figure": figure}
+
+
+def set_by_hand(result: Row) -> Iterable[Row]:
+    """Return runs of the Trainer with settings that no exploration chose."""
+    for each in result["set_by_hand"]:
+        for run in each["runs"]:
+            settings = run.get("settings", {})
+            own = "the Trainer's `torch_compile`" if run.get("torch_compile") else settings.get("execution") or "eager"
+            loss = settings.get("loss", "library")
+            yield {
+                **run,
+                "model": each["model"],
+                "loss": loss,
+                "experts": settings.get("expert_backend"),
+                "execution": own,
+            }
+
+
+def compositions(result: Row) -> Iterable[Row]:
+    """Return micro-steps with the errors of their sums."""
+    for row in result["compositions"]:
+        time = row["composed_seconds"] / row["whole_seconds"] - 1
+        yield {**row, "time": time, "activations": row["composed_activation_bytes"] / row["whole_activation_bytes"] - 1}
+
+
+def by_table(result: Row) -> Iterable[Row]:
+    """Return what our search came to, by table."""
+    for name, found in result["summary"]["tables"].items():
+        yield {"name": name, **found["bexp"], "table": result["tables"][name]}
+
+
+def explorations(result: Row) -> Iterable[Row]:
+    """Return each run with its recommendation and timings; one without whole models has no final answer."""
+    for run in result["runs"]:
+        final = run["submit_to_final_seconds"] if run["request"]["verify"] else None
+        found = run["answer"]["variants"][0]["recommendation"]
+        yield {"comparisons": {}, **run, "final": final, "found": found, "t": run["overheads"]["timings"]}
+
+
+def checked(result: Row) -> Iterable[Row]:
+    """Return the rows that ran as whole models, with the error of the composed step and peak."""
+    for row in result["rows"]:
+        if row["check"]:
+            step, peak = row["check"]["step_error"], row["check"]["peak_error"]
+            yield {**row, "step": step, "peak": peak, "device_step": None if row.get("host_bound") else step}
+
+
+def layers(result: Row, kind: str) -> Iterable[Row]:
+    """Return the timed rows of a kind, by model and micro-batch."""
+    rows = [row for row in result["rows"] if row["kind"] == kind and "relative_to_dense" in row]
+    return sorted(rows, key=lambda row: (row["num_experts"] or 0, row["top_k"], row["micro_batch_size"]))
+
+
+def near_bound(result: Row) -> Iterable[Row]:
+    """Return CUDA graphs of layers, with the bound's share of their time by the clock."""
+    for row in layers(result, "layer"):
+        share = (row["bound_seconds"] or 0.0) / row["seconds"]
+        if share > SHOWN_BOUND and row["backend"].endswith("graph") and not row["backend"].startswith("dense"):
+            yield {**row, "share": share}
+
+
+def fused_ways(result: Row) -> Iterable[Row]:
+    """Return the chosen kernels' times, and their ratio to those of other ways: by the clock, and on the device."""
+    clocks = ("clock_seconds", "device_seconds")
+    for row in result["rows"]:
+        chosen = row["seconds"]["chosen"]
+        for way, found in row["seconds"].items():
+            both = [
+                f"{found[of] * 1e3:.2f} ms" if way == "chosen" else f"{chosen[of] / found[of]:.2f}" for of in clocks
+            ]
+            yield {**row, "way": way, "text": "{} ({})".format(*both)}
+
+
+def launches(result: Row) -> Iterable[Row]:
+    """Return what launches cost the host, in units of one small operation: the least and the most over the shapes."""
+    gemms, rows = ([row["launches"] for row in result[key]] for key in ("gemms", "layers"))
+    products = ("multiply_rows", "sum_over_rows")
+    found = {
+        f"a grouped GEMM of `{name}`, or its sum over rows": [row[f"{name} {of}"] for row in gemms for of in products]
+        for name in ("hopper_grouped", "triton_grouped")
+    }
+    halves = [f"fused: {part} without autograd" for part in ("forward", "backward")]
+    found["`fused`, forward and backward without autograd"] = [sum(row[half] for half in halves) for row in rows]
+    found["`fused`, a layer in a chain, with autograd"] = [row["fused, a layer in a chain"] for row in rows]
+    found["`fused`, one layer alone, with autograd"] = [row["fused forward and backward"] for row in rows]
+    for what, units in found.items():
+        least, most = min(units), max(units)
+        micros = {"least_us": least * result["launch_us"], "most_us": most * result["launch_us"]}
+        yield {"what": what, "least": least, "most": most, **micros}
+
+
+def variable_sizes(result: Row) -> Iterable[Row]:
+    """Return the rate of forward and backward without a limit of memory."""
+    for run in result["runs"]:
+        rate = run["training"].get("flops_per_second")
+        if run["limit_bytes"] is None and rate:
+            yield {**run, "tflops": rate / 1e12}
+
+
+def expert_modes(result: Row) -> Iterable[Row]:
+    """Return a row a mode."""
+    return ({**row, "mode": mode, **found} for row in result["rows"] for mode, found in row["modes"].items())
+
+
+def graphs(result: Row) -> Iterable[Row]:
+    """Return each case and execution, with its gain over eager."""
+    for run in result["runs"]:
+        for name, case in run["results"].items():
+            steps, micros = case["step_seconds"], case["micro_step_seconds"]
+            for execution, step in steps.items():
+                micro, peak = micros[execution], case["peak_bytes"][execution]
+                gains = {
+                    "gain": micros["eager"]["median"] / micro["median"],
+                    "step_gain": steps["eager"]["median"] / step["median"],
+                }
+                about = {"name": name, "launch": run["launch_us"], "execution": execution, "peak": peak}
+                yield {**about, **gains, "micro": micro, "step": step}
+
+
+def tiling(result: Row) -> Iterable[Row]:
+    """Return MoE models relative to dense, by the limit of memory."""
+    for row in result["rows"]:
+        relative = row["relative_to_dense"]
+        for limit in dict.fromkeys(key.partition("/")[0] for key in relative if row["num_experts"] is not None):
+            yield {
+                **row,
+                "limit": limit,
+                **{of: relative.get(f"{limit}/{of}") for of in ("plain", "tiled", "explored")},
+            }
+
+
+def choices(result: Row) -> Iterable[Row]:
+    """Return what was picked, by the shape of the heads and the length."""
+    return sorted(result["cells"], key=lambda cell: (cell["head_size"], cell["kind"], cell["seq_length"]))
+
+
+def tiled(result: Row) -> Iterable[Row]:
+    """Return how many of the best candidates tile."""
+    best = [
+        found
+        for row in result["rows"]
+        for key, found in row["best"].items()
+        if row["num_experts"] is not None and key.endswith(("tiled", "explored"))
+    ]
+    yield {"tiled": sum(bool(found["candidate"].get("bta_tile")) for found in best), "all": len(best)}
+
+
+def layouts(result: Row) -> Iterable[Row]:
+    """Return attention over several devices, by layout and implementation."""
+    for cell in result["cells"]:
+        yield from ({**cell, "name": name, **run} for name, run in cell["timed"].items() if name != "alone")
+
+
+def steps(result: Row) -> Iterable[Row]:
+    """Return whole steps by layout, marked where the search chose it."""
+    for cell in result["cells"]:
+        chosen = cell["choice"]["chosen"]
+        for row in cell["layouts"]:
+            mark = ", chosen" if all(chosen[key] == row[key] for key in ("size", "layout")) else ""
+            over = "alone" if row["speed_over_ring"] is None else f"{row['speed_over_ring']:.2f}x"
+            yield {**cell, **row, "over": over + mark}
+
+
+def plans(result: Row, group: str) -> Iterable[Row]:
+    """Return published rows by what they ran on and what they trained."""
+    for name, row in result["rows"].items():
+        source = result["sources"][row["source"]]
+        kind = "experts" if "expert" in row["request"]["parallelism"] else "dense"
+        if group == ("other" if "card" in source else kind):
+            yield {"name": name, **row, "source": source}
+
+
+def chaos(result: Row) -> Iterable[Row]:
+    """Return campaigns of random faults, those of one commit and database together, and the sum of all."""
+    single = [load(path.stem) for path in sorted(RESULTS.glob("chaos-[ps]*.json"))]
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in [*single, *result["rounds"]]:
+        groups.setdefault((row["commit"], row["database"]), []).append(row)
+        groups.setdefault(("all", "both"), []).append(row)
+    for (commit, database), rows in sorted(groups.items(), key=lambda group: group[0][0] == "all"):
+        sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in ("seconds", "num_faults", "jobs")}
+        broken = sum(len(row["violations"]) for row in rows)
+        yield {"commit": commit, "database": database, "broken": broken, **sums}
+
+
+def several(_: Row, pattern: str) -> Iterable[Row]:
+    """Return the results whose names fit."""
+    return ({"result": path.stem, **load(path.stem)} for path in sorted(RESULTS.glob(f"{pattern}.json")))
+
+
+def gpu_faults(result: Row) -> Iterable[Row]:
+    """Return how often each fault struck, and their sum."""
+    struck: Counter[str] = Counter(result["struck"])
+    struck["together"] = struck.total()
+    return ({"kind": kind.replace("_", " "), "struck": number} for kind, number in struck.items())

@@ -1,1 +1,0 @@
-"""The Triton kernels of the fused experts. Imported only where Triton is installed."""

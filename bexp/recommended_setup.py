@@ -1,0 +1,275 @@
+"""A recommendation as the trainer's process reads it: from `bexp best ID --json`, from REST, or from `bexp.explore`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from bexp.step.results import StepRecommendation
+from bexp.transformers.settings import Settings, SettingsError
+
+Source = str | Path | Mapping[str, Any] | StepRecommendation
+
+_EXPERTS = {
+    "loop": "eager",
+    "bmm": "batched_mm",
+    "fused": "bexp_fused",
+    "triton_grouped": "bexp_triton_grouped",
+    "hopper_grouped": "bexp_hopper_grouped",
+    "auto": "bexp_auto",
+}
+"""The experts setting of a transformers model for each expert back end of our reference layers."""
+_OWN_ATTENTION = "own"
+"""The attention back end of a model that was measured whole: whatever its code calls."""
+_SDPA = ("flash", "cudnn", "efficient", "math")
+_SIZES = {
+    "model_type": ("model_type",),
+    "hidden_size": ("hidden_size", "n_embd", "d_model"),
+    "num_layers": ("num_layers", "num_hidden_layers", "n_layer"),
+    "num_attention_heads": ("num_attention_heads", "n_head"),
+    "vocab_size": ("vocab_size",),
+    "num_experts": ("num_experts", "num_local_experts", "n_routed_experts"),
+}
+"""The sizes by which architectures are compared, and their names in configurations."""
+
+
+_HOW_TO_WRITE = "`bexp best ID --json > best.json` writes one"
+
+
+class RecommendationError(ValueError):
+    """The recommendation cannot be read, or is for another model; the message says which."""
+
+
+@dataclass(frozen=True)
+class RecommendedSetup:
+    """The part of a recommendation that a trainer needs.
+
+    It is the candidate that divides the requested batch, where the document names one, so that accumulation keeps the
+    batch; else the recommended candidate. A document of an earlier version, or of an exploration without a batch, names
+    none.
+
+    `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
+    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null. `own_code`
+    says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
+    format of the weights, and `autocast` that of the computation under autocast; null: without autocast.
+    `library_code` says that the library's own classes were measured.
+    """
+
+    settings: Settings
+    micro_batch_size: int
+    effective_batch_size: int | None = None
+    num_devices: int = 1
+    seq_length: int | None = None
+    dtype: str | None = None
+    autocast: str | None = None
+    confidence: int | None = None
+    tokens_per_second: float | None = None
+    peak_bytes: int | None = None
+    exploration_id: str | None = None
+    device_name: str | None = None
+    versions: Mapping[str, str] = field(default_factory=dict)
+    architecture: Mapping[str, Any] = field(default_factory=dict)
+    own_code: bool = False
+    library_code: bool = False
+
+    @classmethod
+    def read(cls, source: Source | RecommendedSetup) -> RecommendedSetup:
+        """Read a path, a JSON text or object, what `bexp.explore` returns, or a recommendation that was read before.
+
+        Raises RecommendationError if it is not a recommendation, or if nothing is recommended.
+        """
+        if isinstance(source, RecommendedSetup):
+            return source
+        document = _document(source)
+        found = document.get("recommendation", document)
+        if not isinstance(found, Mapping):
+            raise RecommendationError("it recommends nothing (yet)")
+        found = _dividing(found)
+        mesh = (found.get("plan") or {}).get("mesh") or {}
+        if any(mesh.get(size, 1) > 1 for size in ("tensor", "pipeline", "expert")):
+            raise RecommendationError(
+                "a plan's mesh is for a trainer that builds it: export the plan for megatron or torchtitan"
+            )
+        candidate = found.get("candidate", found)
+        if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
+            raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
+        if candidate.get("capacity_factor") is not None:
+            raise RecommendationError(
+                "a capacity factor is for a trainer whose experts drop tokens: export the answer for megatron"
+            )
+        request = _request(document)
+        try:
+            settings = _settings(found, candidate, request)
+        except (SettingsError, TypeError) as error:
+            raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
+        return cls(
+            settings=settings,
+            micro_batch_size=candidate["micro_batch_size"],
+            own_code=candidate.get("attention_backend") == _OWN_ATTENTION and request.get("hf_config") is None,
+            library_code=request.get("hf_config") is not None,
+            architecture=_sizes(
+                found.get("model") or document.get("model") or request.get("model") or request.get("hf_config") or {}
+            ),
+            **_context(document, found, request),
+        )
+
+    def grad_accum_steps(self, world_size: int = 1) -> int:
+        """Micro-batches of a step that keep the effective batch on `world_size` devices; 1 if it is not known.
+
+        Raises RecommendationError if they do not divide it.
+        """
+        if self.effective_batch_size is None:
+            return 1
+        steps, rest = divmod(self.effective_batch_size, self.micro_batch_size * world_size)
+        if rest or not steps:
+            raise RecommendationError(
+                f"micro_batch_size {self.micro_batch_size} on {world_size} devices does not divide the batch of "
+                f"{self.effective_batch_size} sequences"
+            )
+        return steps
+
+    def mismatches(self, config: Any) -> list[str]:
+        """Return how a transformers configuration differs from the model that was measured."""
+        text = config.get_text_config() if hasattr(config, "get_text_config") else config
+        found = _sizes({**_plain(config), **_plain(text)})
+        return [
+            f"{name} is {found[name]}, not {wanted}"
+            for name, wanted in self.architecture.items()
+            if name in found and found[name] != wanted
+        ]
+
+
+def _document(source: Source) -> Mapping[str, Any]:
+    if isinstance(source, StepRecommendation):
+        return source.to_json()
+    if isinstance(source, Mapping):
+        return source
+    text = str(source)
+    try:
+        if not text.lstrip().startswith("{"):
+            text = Path(source).read_text(encoding="utf-8")
+        document = json.loads(text)
+    except (OSError, ValueError) as error:
+        where = f" in {source}" if text != str(source) else ""
+        raise RecommendationError(f"cannot read a recommendation{where}: {error}; {_HOW_TO_WRITE}") from error
+    if not isinstance(document, dict):
+        raise RecommendationError(f"a recommendation is a JSON object; {_HOW_TO_WRITE}")
+    return document
+
+
+def _dividing(found: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the recommendation with the candidate that divides the batch in place of the recommended one."""
+    other = found.get("dividing")
+    if not isinstance(other, Mapping) or other.get("candidate") == found.get("candidate"):
+        return found
+    kept = {key: value for key, value in found.items() if key != "settings"}  # they belong to the recommended candidate
+    return {**kept, **other, "measured_peak_bytes": other.get("peak_bytes")}
+
+
+def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
+    job = document.get("job")
+    request = document.get("request") or (job.get("request") if isinstance(job, Mapping) else None)
+    return request if isinstance(request, Mapping) else {}
+
+
+def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
+    """Return the settings in the document, or translate the candidate's back ends to those of a transformers model.
+
+    A candidate that was measured whole leaves attention and loss as the model has them.
+    """
+    written = found.get("settings")
+    if isinstance(written, Mapping):
+        return Settings.from_json(dict(written))
+    training = request.get("training") or {}
+    attention = candidate.get("attention_backend")
+    experts = candidate.get("expert_backend")
+    loss = training.get("loss") if isinstance(training, Mapping) else None
+    kind = loss.get("kind", loss.get("name")) if isinstance(loss, Mapping) else loss
+    is_whole = attention == _OWN_ATTENTION
+    if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
+        kind = candidate.get("loss")
+    compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
+    allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
+    return Settings(
+        attention=None if is_whole else f"sdpa:{attention}" if attention in _SDPA else attention,
+        experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
+        recompute=candidate.get("recompute", "none"),
+        bta_tile=candidate.get("bta_tile"),
+        loss=kind if kind in ("chunked", "liger") else "library",
+        compile=compiled,
+        graph=replayed,
+        allocator=allocator,
+        kernels=candidate.get("kernels") or "library",
+    )
+
+
+def execution_settings(execution: str) -> tuple[bool, bool]:
+    """Return whether layers are compiled and whether the micro-step is replayed as CUDA graphs.
+
+    The execution is `eager`, `compile`, `graph`, or `compile+graph`.
+
+    Raises SettingsError for another name.
+    """
+    names = set(execution.split("+"))
+    if not names <= {"eager", "compile", "graph"} or ("eager" in names and len(names) > 1):
+        raise SettingsError(f"the execution is 'eager', 'compile', 'graph' or 'compile+graph', not '{execution}'")
+    return "compile" in names, "graph" in names
+
+
+def _number_formats(found: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the formats of weights and of autocast. Target `transformers` has bfloat16 in one of them, or in both."""
+    training = request.get("training") or {}
+    if request.get("hf_config") is not None:
+        mixed = training.get("precision") == "autocast"
+        return "float32" if mixed else "bfloat16", "bfloat16" if mixed or training.get("lora") else None
+    dtype = found.get("dtype") or (request.get("model") or {}).get("dtype")
+    return dtype, dtype
+
+
+def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+    """Return where the recommendation comes from and what it promises."""
+    job = document.get("job")
+    job = job if isinstance(job, Mapping) else {}
+    hardware = found.get("hardware") or document.get("hardware") or job.get("hardware") or {}
+    model = request.get("model") or {}
+    whole = found.get("whole_model") or {}
+    measured = whole.get("measurement") or {}
+    dtype, autocast = _number_formats(found, request)
+    return {
+        "effective_batch_size": found.get("batch_size") or request.get("batch_size") or None,
+        "num_devices": request.get("num_devices") or 1,
+        "seq_length": found.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
+        "dtype": dtype,
+        "autocast": autocast,
+        "confidence": found.get("confidence"),
+        "tokens_per_second": whole.get("tokens_per_second") or found.get("tokens_per_second"),
+        "peak_bytes": measured.get("peak_bytes") or found.get("measured_peak_bytes") or found.get("peak_bytes"),
+        "exploration_id": job.get("id") or document.get("id"),
+        "device_name": hardware.get("device_name"),
+        "versions": {
+            name: str(version)
+            for name, version in (hardware.get("versions") or {}).items()
+            if name in {"torch", "transformers", "cuda"} and version
+        },
+    }
+
+
+def _sizes(values: Any) -> dict[str, Any]:
+    values = values if isinstance(values, Mapping) else {}
+    moe = values.get("moe")
+    values = {**(moe if isinstance(moe, Mapping) else {}), **values}
+    found = {}
+    for name, keys in _SIZES.items():
+        value = next((values[key] for key in keys if isinstance(values.get(key), int | str)), None)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _plain(config: Any) -> dict[str, Any]:
+    values = dict(config.to_dict()) if hasattr(config, "to_dict") else dict(vars(config))
+    values["model_type"] = getattr(config, "model_type", None)
+    return values

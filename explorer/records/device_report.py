@@ -1,0 +1,48 @@
+"""What a profiler says of its device before the first trial of a job."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from bexp.explorer.records.earlier_runs import EarlierRuns
+from bexp.explorer.records.run_report import ReportedRun
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.spec.parts import ModelParts
+
+
+class DeviceReport(Frozen):
+    """A profiler's description of its device before the first trial of a job.
+
+    `default_attention` is the back end that torch's scaled_dot_product_attention picks by itself. `default_experts` is
+    the expert back end of the base candidate: grouped_mm, or the loop if grouped_mm is unavailable. `parts` is null for
+    the reference layers, which the request's model specifies.
+    """
+
+    hardware: HardwareSpec
+    attention_backends: tuple[BackendSupport, ...]
+    expert_backends: tuple[BackendSupport, ...] = ()
+    kernels: tuple[BackendSupport, ...] = Field((), description="Empty unless the request has a choice of kernels.")
+    executions: tuple[BackendSupport, ...] = Field((), description="Empty unless the request admits CUDA graphs.")
+    losses: tuple[BackendSupport, ...] = Field((), description="Empty unless one of the request's losses was tried.")
+    default_attention: str
+    default_experts: str | None = None
+    parts: ModelParts | None = Field(None, description="The parts of a model whose own code is measured.")
+
+    refusal: str | None = Field(None, description="Why the target cannot measure this model here.")
+    reported_runs: tuple[ReportedRun, ...] = Field(
+        (), description="What real runs with this model on such a device had reached when the exploration began."
+    )
+    earlier: EarlierRuns = Field(
+        EarlierRuns(), description="Components that may be reused, as they were known when the exploration began."
+    )
+
+    @classmethod
+    def refused(cls, hardware: HardwareSpec, reason: str) -> DeviceReport:
+        """The report of a target that cannot measure the request's model."""
+        return cls(hardware=hardware, attention_backends=(), default_attention="none", refusal=reason)
+
+    def is_stock(self, attention: str, experts: str | None) -> bool:
+        """Return whether an ordinary framework has both back ends."""
+        stock = {b.name for b in (*self.attention_backends, *self.expert_backends) if b.stock}
+        return attention in stock and (experts is None or experts in stock)

@@ -1,0 +1,178 @@
+"""The confidence: how likely it is that a candidate is within the tolerance of the best.
+
+It is the share of posterior samples in which that holds. What the samples are differs: whole models of candidates,
+composed steps of meshes, or timings of a step. For candidates they are those of the contenders, which may still be the
+best.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import numpy as np
+
+from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
+from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
+from bexp.explorer.search.candidate_throughput import CandidateThroughput
+from bexp.explorer.surrogate.blocks import sample_in_blocks
+from bexp.explorer.surrogate.gaussian_process import Surrogate
+
+PREDICTED_STD = 0.001
+"""A component need not be measured if its uncertainty moves a candidate's micro-step by less than this share.
+
+A candidate has at most a handful of such components, so together they move it by no more than a quarter of a tolerance
+of 1%. Their uncertainty is part of every sample that the confidence counts.
+"""
+OPTIMISTIC_DEVIATIONS = 3.5
+"""A candidate is ruled out if it is too slow even at this many standard deviations below its expected seconds."""
+MOST_CONFIDENT = 99
+
+
+def confidences(own_NA: Floats, samples_NA: Floats, tolerance: float) -> Floats:
+    """Return the confidence in each of A candidates, given N samples of their throughput and that of all, shape (A,).
+
+    What does not run has a throughput of 0, and is not within the tolerance of anything.
+    """
+    best_N = samples_NA.max(axis=1, initial=0.0)
+    return np.asarray(((own_NA > 0.0) & (own_NA >= (1.0 - tolerance) * best_N[:, None])).mean(axis=0))
+
+
+def confidence_score(confidence: float) -> int:
+    """Return a confidence as the score that is printed: floored to 0..99."""
+    return min(MOST_CONFIDENT, math.floor(100 * confidence))
+
+
+@dataclass(frozen=True, slots=True)
+class Contenders:
+    """The candidates that may still be the best, as `rows` of the table.
+
+    Axes: A contenders, P components of one, N posterior samples.
+
+    `mean_A` is the expected tokens/s. `composed_NA` is tokens/s as the components compose it; it is zero where neither
+    the composed bytes nor the whole model would fit. `tokens_NA` is that of the whole model, composition error
+    included; it is zero where the whole model would not run. Both take the whole models that were run into account.
+    `wanted_AP` marks the components that must be measured before a candidate is known well enough. `clear_A` marks the
+    contenders that want nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as
+    composed, but may fit as whole models. `runs_A` is the probability that the whole model runs within the memory; 1
+    once it has.
+    """
+
+    rows: Ints
+    mean_A: Floats  # noqa: N815 - axes are in names
+    composed_NA: Floats  # noqa: N815 - axes are in names
+    tokens_NA: Floats  # noqa: N815 - axes are in names
+    wanted_AP: Mask  # noqa: N815 - axes are in names
+    clear_A: Mask  # noqa: N815 - axes are in names
+    undecided_A: Mask  # noqa: N815 - axes are in names
+    runs_A: Floats  # noqa: N815 - axes are in names
+
+    @property
+    def incumbent(self) -> int | None:
+        """Position of the clear contender with the highest expected throughput; null if none is clear.
+
+        A whole model that does not run counts as no throughput, so headroom in memory decides between equals.
+        """
+        clear = np.flatnonzero(self.clear_A)
+        return int(clear[np.argmax((self.mean_A * self.runs_A)[clear])]) if clear.size else None
+
+    def confidence(self, position: int, tolerance: float, among_A: Mask | None = None) -> float:
+        """Probability that a contender's whole-model throughput is within `tolerance` of the best, 0..1.
+
+        The best is that of all contenders, or of those in `among_A`.
+        """
+        samples_NA = self.tokens_NA if among_A is None else self.tokens_NA[:, among_A]
+        return float(confidences(self.tokens_NA[:, [position]], samples_NA, tolerance)[0])
+
+    def confidence_if_it_runs(self, position: int, tolerance: float) -> float:
+        """The `confidence` in a contender provided that its whole model runs, the undecided ones left out, 0..1.
+
+        Components can raise no more than that: whether a candidate near the limit runs only its whole model tells.
+        """
+        runs_N = self.tokens_NA[:, position] > 0.0
+        if not runs_N.any():
+            return 0.0
+        tokens_NA = self.tokens_NA[runs_N]
+        return float(confidences(tokens_NA[:, [position]], tokens_NA[:, ~self.undecided_A], tolerance)[0])
+
+    def confidences(self, tolerance: float) -> Floats:
+        """The `confidence` of every contender, shape (A,)."""
+        return confidences(self.tokens_NA, self.tokens_NA, tolerance)
+
+    def expected_gains(self, position: int) -> Floats:
+        """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,)."""
+        own_N = self.tokens_NA[:, [position]]
+        return np.asarray(np.maximum(0.0, self.tokens_NA - own_N).mean(axis=0) / max(float(own_N.mean()), 1e-9))
+
+    def probability_faster(self, position: int, margin: float) -> Floats:
+        """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""
+        return np.asarray((self.tokens_NA > (1.0 + margin) * self.tokens_NA[:, [position]]).mean(axis=0))
+
+
+def find_contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least_A: Floats) -> Ints:
+    """Those of `rows` whose optimistic throughput reaches its `least_A` tokens/s; no other can change the answer."""
+    optimistic_K = np.exp(surrogate.log_center_K - OPTIMISTIC_DEVIATIONS * surrogate.log_std_K)
+    host_K = surrogate.host_K * np.exp(-OPTIMISTIC_DEVIATIONS * surrogate.host_std_K)
+    upper = table.tokens_per_second(optimistic_K[None, :], host_K, rows, surrogate.overlap)[0]
+    return np.asarray(rows[upper >= least_A])
+
+
+def compute_contenders(
+    table: SpaceTable,
+    surrogate: Surrogate,
+    throughput: CandidateThroughput,
+    memory: CandidateMemory,
+    rows: Ints,
+    errors: MemoryErrors,
+    run_whole: Collection[int],
+) -> Contenders:
+    """Return what is known of the contenders `rows`.
+
+    Args:
+        table: the candidates and their components.
+        surrogate: seconds and bytes of the components.
+        throughput: tokens/s of the candidates.
+        memory: bytes of the candidates.
+        rows: the contenders.
+        errors: the draws behind the samples of bytes.
+        run_whole: rows whose whole model was run; nothing about their memory is uncertain.
+    """
+    composed_NA, tokens_NA = throughput.sample_logs(rows)
+    # If an incumbent might not fit, every other candidate looks worth measuring. Where memory is tight, a candidate is
+    # therefore measured in full: nothing else tells whether it fits.
+    whole_A = np.isin(rows, list(run_whole))
+    ran_A = whole_A & memory.fits_C[rows]
+    tight_A = memory.is_tight(rows) & ~ran_A
+    tight, near = np.flatnonzero(tight_A), np.flatnonzero(memory.is_near_limit(rows) & ~ran_A)
+    number = len(composed_NA)
+    fits_NA = np.ones(composed_NA.shape, dtype=np.bool_, order="F")
+    fits_NA[:, tight] = memory.sample_fits(rows[tight], errors.components_N[:number])
+    runs_NA = fits_NA.copy(order="F")
+    near_NA = sample_in_blocks(lambda some: memory.sample_runs(some, errors, number), rows[near])
+    runs_NA[:, near] = near_NA & ~whole_A[near]
+    missing_AP = missing_components(table, surrogate, rows)
+    wanted_AP = np.where(tight_A[:, None], missing_AP, wanted_components(table, surrogate, rows))
+    wanted_AP[whole_A] = False  # the whole model said more than its components could
+    return Contenders(
+        rows=rows,
+        mean_A=throughput.mean_C[rows],
+        composed_NA=np.where(fits_NA | runs_NA, np.exp(composed_NA, out=composed_NA), 0.0),
+        tokens_NA=np.where(runs_NA, np.exp(tokens_NA, out=tokens_NA), 0.0),
+        wanted_AP=wanted_AP,
+        clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
+        undecided_A=~wanted_AP.any(axis=1) & memory.may_fit_C[rows] & ~memory.fits_C[rows],
+        runs_A=runs_NA.mean(axis=0),
+    )
+
+
+def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
+    """Return which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
+    columns = table.columns_CP[rows]
+    unsure = table.step_shares(surrogate.device_mean_K, rows) * surrogate.log_std_K[columns] > PREDICTED_STD
+    return np.asarray(missing_components(table, surrogate, rows) & (unsure | surrogate.essential_K[columns]))
+
+
+def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
+    """Return which components of candidates are not measured, shape (rows, P)."""
+    return np.asarray(table.used_CP[rows] & ~surrogate.known_K[table.columns_CP[rows]])

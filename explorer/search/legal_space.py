@@ -1,0 +1,295 @@
+"""The legal space: every candidate that a request admits on a device."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.spec.candidate import Candidate, Recompute, in_order, refuse_number
+from bexp.explorer.spec.context_parallel import Sharing
+from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
+from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.spelling import did_you_mean
+
+
+class EmptySpaceError(ValueError):
+    """The request admits no candidate on this device; the message says which dimension is empty and why."""
+
+
+@dataclass(frozen=True, slots=True)
+class LegalSpace:
+    """The enumeration for one model variant, in ascending order of micro-batch size."""
+
+    model: ExploredModel
+    candidates: tuple[Candidate, ...]
+
+    def restrict(self, candidates: Iterable[Candidate]) -> LegalSpace:
+        """Return the same model with fewer candidates."""
+        return LegalSpace(self.model, tuple(candidates))
+
+    def summarize(self) -> dict[str, Any]:
+        """Return the values of each dimension and the number of candidates, as stored with the job."""
+
+        def values(name: str) -> list[Any]:
+            found = {getattr(candidate, name) for candidate in self.candidates}
+            return sorted(found, key=lambda value: (value is not None, value))
+
+        return {
+            **{name: value for name, value in self.model.variant._asdict().items() if value is not None},
+            "num_candidates": len(self.candidates),
+            "micro_batch_size": values("micro_batch_size"),
+            "bta_tile": values("bta_tile"),
+            "recompute": [policy.value for policy in in_order({c.recompute for c in self.candidates})],
+            "attention_backend": values("attention_backend"),
+            "expert_backend": values("expert_backend"),
+            "context_parallel_size": values("context_parallel_size"),
+            "context_parallel_layout": values("context_parallel_layout"),
+            "sharding": [None if level is None else level.value for level in values("sharding")],
+            "execution": [None if one is None else one.value for one in values("execution")],
+        }
+
+
+def explored_models(request: ExplorationRequest, report: DeviceReport) -> tuple[ExploredModel, ...]:
+    """Return the model's parts if the target measures its own code, else the variants of the request."""
+    return request.space.variants() if report.parts is None else (report.parts,)
+
+
+def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> LegalSpace:
+    """Return all legal candidates of one variant, whether or not they fit the memory.
+
+    A model that a target describes by its parts has only the policies and tiles that its code can run.
+
+    Tiling excludes policies that keep a part of attention, because a tile recomputes its attention already. Eval mode
+    has no recomputation. Sequences are shared by no more devices than the profiler has, and only with attention back
+    ends that serve it.
+
+    Raises:
+        EmptySpaceError: a restriction leaves a dimension empty on this device.
+    """
+    where = model.place
+    attention = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
+    if not request.flash_attention:
+        attention = [name for name in attention if name != "flash"]
+        if not attention:
+            raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
+    experts: list[str] | list[None] = [None]
+    if model.has_experts:
+        experts = usable_backends("expert back end", report.expert_backends, request.expert_backends, where)
+    elif request.expert_backends is not None:
+        raise EmptySpaceError(f"expert_backends are given, and there are no experts {where}")
+    sharings = _usable_sharings(request, report, attention)
+    kernels, losses = _kernels(request, report, where), _losses(request, report, model)
+    executions = _executions(request, report, where)
+    candidates = []
+    for m in request.space.micro_batch_sizes:
+        at_m = [pair for pair in sharings if m in request.space.micro_batch_sizes_over(pair[0].size)]
+        for tile in _tiles(request, model, m):
+            for recompute in _policies(request, model, tile):
+                code = _code(request, recompute, executions, kernels)
+                for (sharing, attention_backend), expert_backend, sharding, loss, (execution, own), settings in product(
+                    at_m, experts, request.space.sharding_choices, losses, code, model.settings or (None,)
+                ):
+                    if expert_backend in WAITING_EXPERTS and (execution or request.execution).replays:
+                        continue
+                    candidates.append(
+                        Candidate(
+                            micro_batch_size=m,
+                            bta_tile=tile,
+                            recompute=recompute,
+                            attention_backend=attention_backend,
+                            expert_backend=expert_backend,
+                            **model.variant._asdict(),
+                            context_parallel_size=sharing.size,
+                            context_parallel_layout=sharing.layout,
+                            sharding=sharding,
+                            loss=loss,
+                            execution=execution,
+                            kernels=own,
+                            settings=settings,
+                        )
+                    )
+    if not candidates:
+        if not any(request.space.micro_batch_sizes_over(sharing.size) for sharing, _ in sharings):
+            raise EmptySpaceError(
+                f"each micro_batch_size exceeds what {max(s.size for s, _ in sharings)} devices get of batch_size "
+                f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
+            )
+        if set(experts) <= WAITING_EXPERTS and all(one.replays for one in request.space.executions):
+            raise EmptySpaceError(
+                f"execution 'graph' with expert back end '{experts[0]}', which waits for the device to count tokens"
+            )
+        raise EmptySpaceError(
+            "tiling with policies that keep a part of attention only: a tile recomputes attention already"
+        )
+    return LegalSpace(model, tuple(candidates))
+
+
+def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
+    """Return the candidates for the base (1.00x) in order of preference; the first that fits is the base.
+
+    They have the smallest legal micro-batch, or the one that the request names, and the default expert back end. They
+    are untiled. The first recomputes nothing; selective and then full recomputation follow. The same three follow with
+    the next number of devices a sequence, from the fewest that the request allows, in the plainest layout. All of them
+    follow with the next level of sharding that may be chosen. Attention is torch's default, or the first back end that
+    serves shared sequences if the default does not.
+    """
+    policies: tuple[Recompute, ...] = (Recompute.NONE,)
+    if request.mode == "train":
+        policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+    policies = tuple(policy for policy in policies if model.offers_policy(policy, named=True))
+    usable = [b.name for b in report.attention_backends if b.usable]
+    plainest: dict[int, tuple[Sharing, str]] = {}
+    for sharing, backend in _sharings_with(request, report, [report.default_attention, *usable]):
+        plainest.setdefault(sharing.size, (sharing, backend))
+    return tuple(
+        Candidate(
+            micro_batch_size=request.base_micro_batch_size or min(request.space.micro_batch_sizes_over(sharing.size)),
+            recompute=recompute,
+            attention_backend=backend,
+            expert_backend=report.default_experts if model.has_experts else None,
+            **model.variant._asdict(),
+            context_parallel_size=sharing.size,
+            context_parallel_layout=sharing.layout,
+            sharding=sharding,
+            loss=_losses(request, report, model)[0],
+            execution=request.space.execution_choices[0],
+            kernels=request.space.kernel_choices[0],
+            settings=next(iter(model.settings), None),
+        )
+        for sharding in request.space.sharding_choices
+        for sharing, backend in plainest.values()
+        if request.base_micro_batch_size or request.space.micro_batch_sizes_over(sharing.size)
+        for recompute in policies
+    )
+
+
+def _tiles(request: ExplorationRequest, model: ExploredModel, micro_batch_size: int) -> tuple[int | None, ...]:
+    """Return the tiles to try."""
+    tiles = request.space.tiles_for(micro_batch_size)
+    named = bool(request.bta.enable or request.bta.tiles)
+    return tuple(tile for tile in tiles if tile is None or model.offers_tiles(named=named))
+
+
+def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | None) -> tuple[Recompute, ...]:
+    """Return the policies to try."""
+    policies = request.space.policies_for(tile)
+    for policy in policies:
+        try:
+            refuse_number(policy, model.num_layers)
+        except ValueError as error:
+            raise EmptySpaceError(str(error)) from error
+    return tuple(policy for policy in policies if model.offers_policy(policy, named=request.recompute is not None))
+
+
+def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
+    """Return the losses that a model's own code may compute, without those that failed a check.
+
+    They are null for the reference layers, which have one, and for a model that is measured whole.
+    """
+    if not model.computes_losses:
+        return (None,)
+    if not report.losses:
+        return request.losses
+    usable = usable_backends("loss", report.losses, request.losses, model.place)
+    return tuple(loss for loss in request.losses if loss in usable)
+
+
+def _executions(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Execution | None, ...]:
+    """Return the executions to try, without those that the device or the model's code cannot have.
+
+    Raises:
+        EmptySpaceError: none is left.
+    """
+    if not report.executions:
+        return request.space.execution_choices
+    asked = tuple(execution.value for execution in request.space.executions)
+    usable = usable_backends("execution", report.executions, asked, where)
+    return tuple(one for one in request.space.execution_choices if one is None or one in usable)
+
+
+def _code(
+    request: ExplorationRequest,
+    recompute: Recompute,
+    executions: tuple[Execution | None, ...],
+    kernels: tuple[Kernels | None, ...],
+) -> list[tuple[Execution | None, Kernels | None]]:
+    """Return the executions to try with a policy, each with its kernels.
+
+    In compiled code, the compiler chooses what runs again, and it makes its own kernels from the operations that
+    liger's kernels replace. Compiled layers of a model's own code cannot run again as a group.
+    """
+    return [
+        (execution, own)
+        for execution in executions
+        for own in kernels
+        if not (execution or request.execution).compiles
+        or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
+    ]
+
+
+def _kernels(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Kernels | None, ...]:
+    """Return the kernels to try; without a choice, those of the model's own code, by the name of null."""
+    if request.space.kernel_choices == (None,):
+        return request.space.kernel_choices
+    usable = usable_backends("kernels", report.kernels, request.kernels, where)
+    return tuple(kernels for kernels in request.space.kernel_choices if kernels in usable)
+
+
+def _sharings_with(
+    request: ExplorationRequest, report: DeviceReport, attention: list[str]
+) -> list[tuple[Sharing, str]]:
+    """Return the ways to share sequences that the profiler has devices for, each with a back end that serves it."""
+    serving = {b.name for b in report.attention_backends if b.usable and b.context_parallel}
+    return [
+        (sharing, name)
+        for sharing in request.space.sharings
+        if sharing.size <= report.hardware.num_devices
+        for name in attention
+        if sharing.size == 1 or name in serving
+    ]
+
+
+def _usable_sharings(
+    request: ExplorationRequest, report: DeviceReport, attention: list[str]
+) -> list[tuple[Sharing, str]]:
+    found = _sharings_with(request, report, attention)
+    if found:
+        return found
+    size, num_devices = min(request.devices.context_parallel_sizes), report.hardware.num_devices
+    if size > num_devices:
+        raise EmptySpaceError(
+            f"sequences shared by {size} devices need as many; this worker's profiler has {num_devices}"
+        )
+    asked = [b for b in report.attention_backends if b.name in attention]
+    reasons = "; ".join(f"{b.name}: {b.context_parallel_reason or 'it does not say why'}" for b in asked)
+    raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
+
+
+def usable_backends(
+    what: str, supported: tuple[BackendSupport, ...], allowed: tuple[str, ...] | None, where: str
+) -> list[str]:
+    """Return the usable ones of the kernels that the request names, or of all that are not for such a request alone.
+
+    Raises:
+        EmptySpaceError: none is left.
+    """
+    usable = [backend.name for backend in supported if backend.usable]
+    if allowed is None:
+        names = [backend.name for backend in supported if backend.usable and not backend.only_when_named]
+    else:
+        known = {backend.name: backend for backend in supported}
+        for name in allowed:
+            if name not in known:
+                there = ", ".join(sorted(known)) or "none"
+                raise EmptySpaceError(f"unknown {what} '{name}'{did_you_mean(name, known)}; {where} there is {there}")
+        names = [name for name in usable if name in allowed]
+    if not names:
+        asked = [b for b in supported if not b.usable and (allowed is None or b.name in allowed)]
+        reasons = "; ".join(f"{b.name}: {b.reason}" for b in asked)
+        raise EmptySpaceError(f"no usable {what} {where} ({reasons})")
+    return names

@@ -1,0 +1,118 @@
+"""The whole models that were timed: how often, what they reached, and how much runs of one of them differ."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from bexp.explorer.cost_model.candidate_table import Floats
+
+RUN_STD = {"cuda": 0.001, "cpu": 0.01}
+"""Standard deviation between runs of one whole model, beyond its stated standard error and the noise of its blocks."""
+NOISE_RUNS = 1
+"""Number of repeated whole models that the prior of their noise counts for.
+
+The prior is the noise of the blocks as if all of them were slow or fast together. In a whole model a part of it
+averages out, and how large that part is only repeated runs tell.
+"""
+UNSTEADY = 10.0
+"""Variance of repeated whole models over the expected one, from which on it is the device that is unsteady.
+
+By chance two runs of one whole model show as much about once in 100,000 times.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class WholeModelRun:
+    """The runs of a candidate's whole model.
+
+    `log_tokens` is the mean of the logarithms of their tokens/s, `standard_error` the relative one that a run states,
+    and `squares` the sum of the squares of the logarithms' distances from their mean.
+    """
+
+    log_tokens: float
+    standard_error: float
+    number: int = 1
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, tokens_per_second: Sequence[float], standard_errors: Sequence[float]) -> WholeModelRun:
+        """Return what several runs of one candidate say together."""
+        logs = np.log(tokens_per_second)
+        stated = float(np.sqrt(np.mean(np.square(standard_errors))))
+        return cls(float(logs.mean()), stated, len(logs), float(((logs - logs.mean()) ** 2).sum()))
+
+
+class WholeModelRuns:
+    """The timed whole models of a variant, by row of its table. Runs of a candidate by several trials count together.
+
+    `found` is what the runs of a candidate say together, `peaks` the bytes that its last run needed.
+    """
+
+    def __init__(self) -> None:
+        self._by_trial: dict[int, dict[int, tuple[float, float]]] = {}
+        self._found: dict[int, WholeModelRun] = {}
+        self._peaks: dict[int, int] = {}
+
+    @property
+    def found(self) -> Mapping[int, WholeModelRun]:
+        """What the runs of each candidate say together."""
+        return self._found
+
+    @property
+    def peaks(self) -> Mapping[int, int]:
+        """The peak bytes of each candidate whose runs state them."""
+        return self._peaks
+
+    def learn(self, row: int, trial: int, figures: tuple[float, float], peak_bytes: int | None) -> None:
+        """Learn tokens/s and their relative standard error from a trial."""
+        runs = self._by_trial.setdefault(row, {})
+        runs[trial] = figures
+        run = WholeModelRun.of(*zip(*(runs[each] for each in sorted(runs)), strict=True))
+        self._found[row] = run
+        if peak_bytes is not None:
+            self._peaks[row] = peak_bytes
+
+    def was_run(self, row: int) -> bool:
+        """Whether a candidate's whole model has been timed."""
+        return row in self._found
+
+    def count(self, row: int) -> int:
+        """How often a candidate's whole model has been timed."""
+        return len(self._by_trial.get(row, ()))
+
+    def tokens_per_second(self, row: int) -> float | None:
+        """What a candidate's whole model has reached, the geometric mean of its runs; None if it was not timed."""
+        run = self._found.get(row)
+        return None if run is None else math.exp(run.log_tokens)
+
+
+class WholeModelNoise:
+    """The noise of whole models on a kind of device, as the J candidates that were run whole show it.
+
+    `blocks_std_J` is the relative standard deviation between runs of their steps that follows from the noise of their
+    blocks.
+    """
+
+    def __init__(self, device_kind: str, found: Sequence[WholeModelRun], blocks_std_J: Floats) -> None:
+        stated_J = np.array([run.standard_error for run in found])
+        self._number_J = np.array([run.number for run in found], dtype=np.float64)
+        self._variance_J: Floats = stated_J**2 + RUN_STD[device_kind] ** 2 + blocks_std_J**2
+        squares = float((np.array([run.squares for run in found]) / self._variance_J).sum())
+        self._share = (NOISE_RUNS + squares) / (NOISE_RUNS + float((self._number_J - 1).sum()))
+
+    @property
+    def unsteadiness(self) -> float:
+        """How many times as large the noise is as expected, where it surely is; else 1.
+
+        Blocks are measured on the same device, a moment earlier or later, so that what they compose to varies as well.
+        """
+        return math.sqrt(self._share) if self._share >= UNSTEADY else 1.0
+
+    @property
+    def of_means(self) -> Floats:
+        """Relative standard deviations of the means of the runs, shape (J,)."""
+        return np.asarray(np.sqrt(self._variance_J / self._number_J * self._share))

@@ -1,0 +1,176 @@
+"""The confidence, and which candidates and components it still depends on."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+
+from bexp.explorer.search.confidence import (
+    OPTIMISTIC_DEVIATIONS,
+    PREDICTED_STD,
+    Contenders,
+    confidence_score,
+    find_contenders,
+    missing_components,
+    wanted_components,
+)
+from bexp.explorer.spec.candidate import Recompute
+from tests.explorer.search.small import candidate, know, small_state
+
+SAMPLES = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 99.0, 120.0]])
+
+
+def posterior(
+    tokens_NA: np.ndarray = SAMPLES,
+    clear: tuple[bool, ...] = (True, True, True),
+    runs: tuple[float, ...] | None = None,
+    undecided: tuple[bool, ...] | None = None,
+) -> Contenders:
+    number = tokens_NA.shape[1]
+    return Contenders(
+        rows=np.arange(10, 10 + number),
+        mean_A=tokens_NA.mean(axis=0),
+        composed_NA=tokens_NA,
+        tokens_NA=tokens_NA,
+        wanted_AP=np.zeros((number, 2), dtype=np.bool_),
+        clear_A=np.array(clear),
+        undecided_A=np.zeros(number, dtype=np.bool_) if undecided is None else np.array(undecided),
+        runs_A=np.ones(number) if runs is None else np.array(runs),
+    )
+
+
+def test_confidence_is_the_share_of_samples_within_the_tolerance_of_the_best() -> None:
+    found = posterior()
+    assert found.confidence(0, 0.01) == 0.5
+    assert found.confidence(0, 0.0) == 0.25
+    assert found.confidence(0, 0.02) == 0.75
+    assert found.confidence(2, 0.01) == 0.25
+    assert found.confidence(1, 0.2) == 1.0
+
+
+def test_a_whole_model_that_does_not_run_is_never_within_the_tolerance() -> None:
+    found = posterior(np.array([[0.0], [0.0], [9.0], [9.0]]), (True,))
+    assert found.confidence(0, 0.01) == found.confidences(0.01)[0] == 0.5
+
+
+def test_the_search_leaves_out_what_only_whole_models_tell() -> None:
+    samples = np.array([[0.0, 90.0, 0.0], [100.0, 90.0, 120.0], [100.0, 110.0, 0.0], [100.0, 90.0, 120.0]])
+    found = posterior(samples, (True, True, False), undecided=(False, False, True))
+    assert found.confidence(0, 0.01) == 0.0
+    assert found.confidence_if_it_runs(0, 0.01) == pytest.approx(2 / 3)
+    assert posterior(samples[:1], undecided=(False, False, True)).confidence_if_it_runs(0, 0.01) == 0.0
+
+
+def test_an_expected_gain_counts_how_much_faster_and_how_often() -> None:
+    samples = np.array([[100.0, 90.0, 0.0], [100.0, 130.0, 150.0]])
+    assert posterior(samples).expected_gains(0).tolist() == [0.0, 0.15, 0.25]
+
+
+def test_a_candidate_exactly_at_the_tolerance_counts() -> None:
+    assert posterior(np.array([[75.0, 100.0]]), (True, True)).confidence(0, 0.25) == 1.0
+
+
+def test_faster_means_by_more_than_the_margin() -> None:
+    found = posterior()
+    assert found.probability_faster(0, 0.0).tolist() == [0.0, 0.5, 0.25]
+    assert found.probability_faster(0, 0.015).tolist() == [0.0, 0.25, 0.25]
+    assert posterior(np.array([[100.0, 125.0]]), (True, True)).probability_faster(0, 0.25).tolist() == [0.0, 0.0]
+
+
+def test_the_incumbent_is_the_fastest_that_is_clear() -> None:
+    assert posterior().incumbent == 1
+    assert posterior(clear=(True, False, True)).incumbent == 0
+    assert posterior(clear=(False, False, True)).incumbent == 2
+
+
+def test_a_candidate_that_may_run_out_of_memory_is_less_likely_the_incumbent() -> None:
+    assert posterior(runs=(1.0, 0.999, 1.0)).incumbent == 1
+    assert posterior(runs=(1.0, 0.95, 1.0)).incumbent == 0
+    assert posterior(clear=(False, False, False)).incumbent is None
+
+
+@pytest.mark.parametrize(("probability", "score"), [(0.0, 0), (0.959, 95), (0.96, 96), (0.999, 99), (1.0, 99)])
+def test_a_score_is_floored_and_never_a_hundred(probability: float, score: int) -> None:
+    assert confidence_score(probability) == score
+
+
+def test_contenders_are_those_whose_optimistic_throughput_reaches_the_least() -> None:
+    state = small_state()
+    rows = np.arange(3)
+    optimistic = np.exp(state.surrogate.log_center_K - 3.5 * state.surrogate.log_std_K)
+    host = state.surrogate.host_K * np.exp(-3.5 * state.surrogate.host_std_K)
+    upper = state.table.tokens_per_second(optimistic[None, :], host, rows)[0]
+    assert OPTIMISTIC_DEVIATIONS == 3.5
+    assert find_contenders(state.table, state.surrogate, rows, upper).tolist() == [0, 1, 2]
+    above = upper * np.array([1.0, 1.001, 1.0])
+    assert find_contenders(state.table, state.surrogate, rows, above).tolist() == [0, 2]
+
+
+def test_measured_components_are_neither_missing_nor_wanted() -> None:
+    state = small_state()
+    everything = np.arange(len(state.table.candidates))
+    assert missing_components(state.table, state.surrogate, everything).tolist() == state.table.used_CP.tolist()
+    know(state, candidate(1))
+    row = state.table.row[candidate(1)]
+    assert not missing_components(state.table, state.surrogate, np.array([row])).any()
+    other = np.array([state.table.row[candidate(4)]])
+    missing = missing_components(state.table, state.surrogate, other)
+    assert 0 < missing.sum() < state.table.used_CP[other].sum()
+
+
+def test_a_component_that_moves_a_step_by_less_than_a_thousandth_is_not_wanted() -> None:
+    state = small_state()
+    row = np.array([state.table.row[candidate(2)]])
+    columns = state.table.columns_CP[row][0]
+    shares = state.table.step_shares(state.surrogate.device_mean_K, row)[0]
+    assert PREDICTED_STD == 0.001
+    for p in np.flatnonzero(state.table.used_CP[row][0] & (shares > 0)):
+        if state.surrogate.essential_K[columns[p]]:
+            continue
+        state.surrogate.log_std_K[columns[p]] = 0.00099 / shares[p]
+        assert not wanted_components(state.table, state.surrogate, row)[0, p]
+        state.surrogate.log_std_K[columns[p]] = 0.00101 / shares[p]
+        assert wanted_components(state.table, state.surrogate, row)[0, p]
+
+
+def test_the_optimizer_is_wanted_however_sure_its_prediction_is() -> None:
+    state = small_state()
+    state.surrogate.log_std_K[:] = 0.0
+    wanted = state.table.columns_CP[0][wanted_components(state.table, state.surrogate, np.array([0]))[0]]
+    assert [state.table.components[column].kind.value for column in wanted] == ["optimizer"]
+
+
+def test_a_candidate_that_might_not_fit_wants_everything_that_is_missing() -> None:
+    free = small_state()
+    know(free, candidate(1), candidate(1, attention_backend="flash"), candidate(4))
+    row = free.table.row[candidate(2)]
+    assert not free.is_known(row)
+    need = free.bytes(row).required
+    roomy, tight = small_state(memory_limit_gib=2 * need / 2**30), small_state(memory_limit_gib=1.001 * need / 2**30)
+    for state in (roomy, tight):
+        know(state, *(c for c in (candidate(1), candidate(1, attention_backend="flash")) if c in state.table.row))
+    position = tight.contenders.rows.tolist().index(tight.table.row[candidate(2)])
+    wanted = tight.contenders.wanted_AP[position]
+    missing = missing_components(tight.table, tight.surrogate, tight.contenders.rows[[position]])[0]
+    assert wanted.tolist() == missing.tolist()
+    assert not tight.contenders.clear_A[position]
+    assert 0 < (tight.contenders.tokens_NA[:, position] > 0).mean() < 1, "some samples hold it to be too large"
+    assert (roomy.contenders.tokens_NA > 0).all()
+
+
+def test_what_was_measured_in_full_is_clear_and_has_the_measured_throughput() -> None:
+    state = small_state()
+    assert state.contenders.incumbent is None
+    know(state, candidate(4))
+    best = state.contenders.incumbent
+    assert best is not None
+    assert state.table.candidates[state.contenders.rows[best]] == candidate(4)
+    composed = state.contenders.composed_NA[:, best]
+    assert composed.std() / composed.mean() < 0.05
+    assert composed.mean() == pytest.approx(state.seconds(state.table.row[candidate(4)]).tokens_per_second, rel=0.02)
+    ratio = np.log(state.contenders.tokens_NA[:, best] / composed)
+    assert ratio.std() == pytest.approx(math.hypot(0.03, 0.005, 0.006), rel=0.25)
+    full = candidate(4, recompute=Recompute.FULL)
+    assert full in state.table.row

@@ -1,0 +1,182 @@
+"""Which candidates a request admits on a device, why a space is empty, and what 1.00x may mean."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.search.legal_space import (
+    EmptySpaceError,
+    LegalSpace,
+    base_candidates,
+    enumerate_candidates,
+    explored_models,
+)
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.request import ExplorationRequest
+from tests.explorer.cost_model import tiny
+from tests.explorer.simulator import report
+
+MODEL: dict[str, Any] = {
+    "num_layers": 2,
+    "hidden_size": 64,
+    "num_attention_heads": 2,
+    "vocab_size": 128,
+    "seq_length": 16,
+    "moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 64},
+}
+
+
+def device(*experts: BackendSupport) -> DeviceReport:
+    return report().model_copy(update={"expert_backends": experts})
+
+
+def explored(found: DeviceReport, **changes: Any) -> set[str | None]:
+    request = ExplorationRequest.model_validate({"model": MODEL, "micro_batch_size": [1], **changes})
+    return {c.expert_backend for c in enumerate_candidates(request, found, request.shapes).candidates}
+
+
+LOOP = BackendSupport(name="loop", usable=True)
+COMPARED = BackendSupport(name="cublas_grouped", usable=True, only_when_named=True)
+
+
+def test_a_back_end_for_comparison_is_left_out_unless_it_is_named() -> None:
+    found = device(LOOP, COMPARED)
+    assert explored(found) == {"loop"}
+    assert explored(found, expert_backends=["cublas_grouped"]) == {"cublas_grouped"}
+    assert explored(found, expert_backends=["loop", "cublas_grouped"]) == {"loop", "cublas_grouped"}
+
+
+def test_a_report_that_carries_no_mark_is_explored_as_it_was_recorded() -> None:
+    recorded = BackendSupport.model_validate({"name": "cublas_grouped", "usable": True})
+    assert explored(device(LOOP, recorded)) == {"loop", "cublas_grouped"}
+
+
+def test_the_reasons_of_an_empty_space_are_those_of_unusable_back_ends() -> None:
+    broken = BackendSupport(name="loop", usable=False, reason="no loop here")
+    with pytest.raises(EmptySpaceError, match=r"no usable expert back end on this device \(loop: no loop here\)"):
+        explored(device(broken, COMPARED))
+
+
+DENSE = report(experts=False)
+
+
+def space(req: ExplorationRequest, found: DeviceReport = DENSE) -> LegalSpace:
+    return enumerate_candidates(req, found, tiny.model_of(req))
+
+
+def bases(req: ExplorationRequest, found: DeviceReport = DENSE) -> tuple[Candidate, ...]:
+    return base_candidates(req, found, tiny.model_of(req))
+
+
+def test_the_space_is_the_product_of_its_dimensions_in_order_of_size() -> None:
+    found = space(
+        tiny.request(micro_batch_size=[4, 2], recompute=["none", "full"], attention_backends=["flash", "math"])
+    ).candidates
+    sizes = [c.micro_batch_size for c in found]
+    assert sizes == sorted(sizes)
+    settings = {(c.micro_batch_size, c.bta_tile, c.recompute.value, c.attention_backend) for c in found}
+    tiles = [(2, None), (2, 1), (2, 2), (4, None), (4, 1), (4, 2), (4, 4)]
+    policies, backends = ("none", "full"), ("flash", "math")
+    assert settings == {(m, tile, p, b) for m, tile in tiles for p in policies for b in backends}
+    assert len(found) == len(settings)
+    assert {(c.expert_backend, c.sharding, c.loss, c.num_query_groups) for c in found} == {(None, None, None, 1)}
+
+
+def test_a_summary_lists_the_values_of_each_dimension() -> None:
+    found = space(tiny.request(micro_batch_size=[2, 1], recompute=["full", "none"], attention_backends=["flash"]))
+    assert found.summarize() == {
+        "num_query_groups": 1,
+        "num_candidates": 10,
+        "micro_batch_size": [1, 2],
+        "bta_tile": [None, 1, 2],
+        "recompute": ["none", "full"],
+        "attention_backend": ["flash"],
+        "expert_backend": [None],
+        "context_parallel_size": [1],
+        "context_parallel_layout": [None],
+        "sharding": [None],
+        "execution": [None],
+    }
+    smaller = found.restrict(c for c in found.candidates if c.bta_tile == 2)
+    assert smaller.model is found.model
+    assert (smaller.summarize()["num_candidates"], smaller.summarize()["bta_tile"]) == (2, [2])
+
+
+def test_levels_of_sharding_are_summarized_by_name() -> None:
+    sharded = tiny.request(num_devices=2, sharding_levels=["zero3", "none"], micro_batch_size=[1])
+    assert space(sharded).summarize()["sharding"] == ["none", "zero3"]
+
+
+def test_flash_may_be_excluded_but_not_as_the_only_one() -> None:
+    backends = {c.attention_backend for c in space(tiny.request(flash_attention=False)).candidates}
+    assert backends == {"cudnn", "efficient", "math"}
+    only = tiny.request(flash_attention=True, attention_backends=["flash"]).model_copy(
+        update={"flash_attention": False}
+    )
+    with pytest.raises(EmptySpaceError, match="once flash is excluded"):
+        space(only)
+
+
+def test_an_unknown_back_end_is_refused_with_those_that_there_are() -> None:
+    unknown = "unknown attention back end 'spiral'; on this device there is cudnn, efficient, flash, math"
+    with pytest.raises(EmptySpaceError, match=unknown):
+        space(tiny.request(attention_backends=["spiral"]))
+    with pytest.raises(EmptySpaceError, match=r"'flsh' \(did you mean 'flash'\?\); on this device there is"):
+        space(tiny.request(attention_backends=["flsh"]))
+
+
+def test_only_the_reasons_of_back_ends_that_were_asked_for_are_told() -> None:
+    broken = [BackendSupport(name=name, usable=False, reason=f"no {name}") for name in ("flash", "math")]
+    found = DENSE.model_copy(update={"attention_backends": (*broken, BackendSupport(name="cudnn", usable=True))})
+    with pytest.raises(EmptySpaceError) as caught:
+        space(tiny.request(attention_backends=["flash"]), found)
+    assert str(caught.value) == "no usable attention back end on this device (flash: no flash)"
+    assert {c.attention_backend for c in space(tiny.request(), found).candidates} == {"cudnn"}
+
+
+def test_too_few_devices_and_back_ends_that_do_not_share_leave_nothing() -> None:
+    shared = tiny.request(num_devices=4, context_parallel={"sizes": [4]})
+    with pytest.raises(EmptySpaceError, match="shared by 4 devices need as many; this worker's profiler has 2"):
+        space(shared, report(experts=False, num_devices=2))
+    efficient = tiny.request(
+        num_devices=4, context_parallel={"sizes": [4]}, attention_backends=["efficient"], micro_batch_size=[1]
+    )
+    silent = r"serves context parallelism on this device \(efficient: it does not say why\)"
+    with pytest.raises(EmptySpaceError, match=silent):
+        space(efficient, report(experts=False, num_devices=4))
+
+
+def test_the_base_is_the_smallest_size_with_torchs_attention_then_with_more_recomputation() -> None:
+    found = bases(tiny.request(micro_batch_size=[2, 4]))
+    assert [c.recompute.value for c in found] == ["none", "selective", "full"]
+    assert {(c.micro_batch_size, c.bta_tile, c.attention_backend) for c in found} == {(2, None, "cudnn")}
+    (asked, *_) = bases(tiny.request(micro_batch_size=[2, 4], base_micro_batch_size=4))
+    assert asked.micro_batch_size == 4
+    assert [c.recompute.value for c in bases(tiny.request(mode="eval"))] == ["none"]
+
+
+def test_the_base_has_the_default_experts_where_there_are_experts() -> None:
+    routed = tiny.request({"moe": tiny.MOE})
+    assert {c.expert_backend for c in bases(routed, report())} == {"grouped_mm"}
+    assert {c.expert_backend for c in bases(tiny.request(), report())} == {None}
+    assert tiny.model_of(routed).has_experts
+    assert not tiny.model_of(tiny.request()).has_experts
+
+
+def test_a_base_that_is_shared_takes_attention_that_serves_it() -> None:
+    found = report(experts=False, num_devices=4).model_copy(update={"default_attention": "efficient"})
+    req = tiny.request(num_devices=4, context_parallel={"sizes": [1, 2]}, recompute=["none"])
+    plainest = {c.context_parallel_size: (c.attention_backend, c.context_parallel_layout) for c in bases(req, found)}
+    assert plainest == {1: ("efficient", None), 2: ("cudnn", "ring")}
+    sizes = [c.context_parallel_size for c in bases(req, found)]
+    assert sizes == [1, 1, 1, 2, 2, 2], "no sequence is shared by more devices than it must"
+
+
+def test_parts_are_what_is_explored_where_a_target_describes_them() -> None:
+    described = DENSE.model_copy(update={"parts": tiny.parts()})
+    assert explored_models(tiny.request(), described) == (tiny.parts(),)
+    assert [m.query_groups for m in explored_models(tiny.request(num_query_groups=[1, 2]), DENSE)] == [1, 2]

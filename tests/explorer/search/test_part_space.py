@@ -1,0 +1,135 @@
+"""The space of candidates of a model described by its parts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.search.legal_space import (
+    EmptySpaceError,
+    base_candidates,
+    enumerate_candidates,
+    explored_models,
+)
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.target import OWN_ATTENTION
+from tests.explorer.cost_model.described import device, parts, request
+from tests.explorer.simulator import report
+
+
+def test_policies_by_operation_and_tiles_are_tried_when_named() -> None:
+    (model,) = explored_models(request(), device())
+    assert model == parts()
+    space = enumerate_candidates(request(micro_batch_size=[2]), device(), model).candidates
+    assert {c.recompute for c in space} == {
+        Recompute.NONE,
+        Recompute.PARTIAL_25,
+        Recompute.PARTIAL_50,
+        Recompute.PARTIAL_75,
+        Recompute.FULL,
+    }
+    assert {(c.bta_tile, c.loss, c.num_query_groups) for c in space} == {(None, "library", 1)}
+    named = request(
+        micro_batch_size=[2], recompute=["activations"], bta={"enable": True}, losses=["library", "chunked"]
+    )
+    space = enumerate_candidates(named, device(), model).candidates
+    assert {c.recompute for c in space} == {Recompute.ACTIVATIONS}
+    assert {c.bta_tile for c in space} == {1, 2}
+    assert {c.loss for c in space} == {"library", "chunked"}
+
+
+def test_what_the_code_cannot_run_is_not_in_the_space() -> None:
+    plain = device(policies=("none", "full"), tiles=False)
+    (model,) = explored_models(request(), plain)
+    space = enumerate_candidates(request(micro_batch_size=[2], bta={"enable": None}), plain, model).candidates
+    assert {c.recompute for c in space} == {Recompute.NONE, Recompute.FULL}
+    assert [c.recompute for c in base_candidates(request(), plain, model)] == [Recompute.NONE, Recompute.FULL]
+
+
+def test_without_parts_the_variants_of_the_request_are_explored() -> None:
+    assert explored_models(request(), report()) == request().space.variants()
+
+
+def whole(**changes: Any) -> dict[str, Any]:
+    """What describes a model that is measured whole."""
+    return {"layers": (), "kinds": (), "policies": ("none",), "tiles": False, **changes}
+
+
+def test_a_model_that_is_measured_whole_is_its_shell_in_each_of_its_settings() -> None:
+    found = device(**whole(settings=("compile=false", "compile=true")))
+    own = BackendSupport(name=OWN_ATTENTION, usable=True)
+    found = found.model_copy(update={"attention_backends": (own,), "default_attention": OWN_ATTENTION})
+    asked = request(micro_batch_size=[2, 4], target="my-gpt", model=None)
+    (model,) = explored_models(asked, found)
+    space = enumerate_candidates(asked, found, model)
+    assert [c.describe() for c in space.candidates] == [
+        f"micro_batch_size={m} compile={choice}" for m in (2, 4) for choice in ("false", "true")
+    ]
+    assert [c.describe() for c in base_candidates(asked, found, model)] == ["micro_batch_size=2 compile=false"]
+    table = SpaceTable(space.candidates, model, asked)
+    assert {c.key for c in table.components} == {
+        *(f"shell(m={m},compile={choice})" for m in (2, 4) for choice in ("false", "true")),
+        "optimizer()",
+    }
+    peak_K = np.arange(1.0, 1 + len(table.components))
+    saved_C, transient_C = table.activation_bytes(np.zeros(len(peak_K)), peak_K, peak_K)
+    optimizer = peak_K[table.column[Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)]]
+    expected = [max(peak_K[table.column[d.head]], optimizer) for d in table.decompositions]
+    assert np.allclose(saved_C + transient_C, expected)
+
+
+def test_an_unknown_name_is_refused_with_the_version_of_the_library() -> None:
+    found = device()
+    (model,) = explored_models(request(), found)
+    with pytest.raises(EmptySpaceError, match=r"unknown attention back end 'x'; with transformers 5\.17\.0 there is"):
+        enumerate_candidates(request(attention_backends=["x"]), found, model)
+    with pytest.raises(EmptySpaceError, match=r"no experts with transformers 5\.17\.0"):
+        dense = parts(layers=("dense",))
+        enumerate_candidates(
+            request(expert_backends=["eager"]), found, dense.model_copy(update={"kinds": dense.kinds[:1]})
+        )
+
+
+def test_a_choice_of_executions_multiplies_the_space_but_for_policies_by_operation() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    named = {"micro_batch_size": 2, "recompute": ["none", "activations", "full"]}
+    asked = request(**own, **named, execution="explore")
+    found = enumerate_candidates(asked, report(), parts()).candidates
+    tried = {(candidate.recompute, candidate.execution) for candidate in found}
+    assert tried == {
+        *((policy, execution) for policy in (Recompute.NONE, Recompute.FULL) for execution in Execution),
+        *((Recompute.ACTIVATIONS, execution) for execution in (Execution.EAGER, Execution.GRAPH)),
+    }
+    assert base_candidates(asked, report(), parts())[0].execution is Execution.EAGER
+
+
+def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() -> None:
+    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+    named = {**own, "micro_batch_size": 2, "recompute": ["none"]}
+    experts = tuple(BackendSupport(name=name, usable=True) for name in ("eager", "grouped_mm"))
+    found = report().model_copy(update={"expert_backends": experts, "default_experts": "grouped_mm"})
+
+    def tried(found: DeviceReport, **fields: Any) -> set[tuple[Any, Any]]:
+        space = enumerate_candidates(request(**named, **fields), found, parts())
+        return {(candidate.expert_backend, candidate.execution) for candidate in space.candidates}
+
+    both = ["eager", "graph"]
+    assert tried(found, execution=both) == {("eager", "eager"), ("grouped_mm", "eager"), ("grouped_mm", "graph")}
+    with pytest.raises(EmptySpaceError, match="'eager', which waits for the device"):
+        tried(found, execution="graph", expert_backends=["eager"])
+    supports = tuple(
+        BackendSupport(name=one, usable=not one.replays, reason="no graphs here" if one.replays else None)
+        for one in Execution
+    )
+    without = found.model_copy(update={"executions": supports})
+    assert {execution for _, execution in tried(without, execution=both)} == {"eager"}
+    assert base_candidates(request(**named, execution=both), without, parts())[0].execution is Execution.EAGER
+    with pytest.raises(EmptySpaceError, match="no graphs here"):
+        tried(without, execution="graph")

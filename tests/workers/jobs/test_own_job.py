@@ -1,0 +1,106 @@
+"""A worker that is there for one job: when it ends, and what becomes of the job."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+
+from bexp.explorer.records.event import EventCode
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.queue import Queue
+from bexp.storage.workers import register_worker
+from bexp.workers.jobs import own_job
+from bexp.workers.jobs.own_job import OwnJob
+from bexp.workers.jobs.worker import Worker
+from tests.contracts.samples import make_report, make_request, make_worker
+from tests.workers.fakes import FakeProfiler
+
+
+@pytest.fixture
+def queue(sqlite_database: Database) -> Queue:
+    return Queue(sqlite_database)
+
+
+@pytest.fixture
+def own(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
+    for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS"):
+        monkeypatch.setattr(own_job, name, 0.01)
+    return OwnJob(Worker(queue, FakeProfiler(), "cpu"), "own")
+
+
+@contextmanager
+def closed_stdin(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    reader, writer = os.pipe()
+    os.close(writer)
+    with os.fdopen(reader) as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        yield
+
+
+def run_by_another(queue: Queue) -> None:
+    other = make_worker("other-1-cpu", host="other")
+    register_worker(queue.database, other)
+    assert queue.claim(other) is not None
+
+
+def ends(watch: Callable[[threading.Event], Any], seconds: float = 60.0) -> bool:
+    ending = threading.Event()
+    thread = threading.Thread(target=watch, args=(ending,), daemon=True)
+    thread.start()
+    has_ended = ending.wait(seconds)
+    ending.set()
+    thread.join(60)
+    return has_ended
+
+
+def test_the_job_is_cancelled_when_nobody_waits_for_it(
+    queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue.enqueue(make_request(), job_id="own")
+    with closed_stdin(monkeypatch):
+        assert ends(own.end_with_stdin)
+    assert get_job(queue.database, "own").state is JobState.CANCELLED
+
+
+def test_a_job_that_another_worker_runs_goes_on(queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue.enqueue(make_request(), job_id="own")
+    run_by_another(queue)
+    with closed_stdin(monkeypatch):
+        assert ends(own.end_with_stdin)
+    assert not get_job(queue.database, "own").cancel_requested
+
+
+def test_the_worker_ends_with_its_job_and_not_before_it_is_submitted(queue: Queue, own: OwnJob) -> None:
+    assert not ends(own.watch, 0.2)
+    queue.enqueue(make_request(), job_id="own")
+    queue.request_cancel("own")
+    assert ends(own.watch)
+    assert not own.is_refused
+
+
+def test_a_job_that_the_worker_cannot_run_is_refused(
+    queue: Queue, own: OwnJob, caplog: pytest.LogCaptureFixture
+) -> None:
+    queue.enqueue(make_request(), job_id="own")
+    own._worker.hardware = make_report().hardware
+    assert ends(own.watch)
+    assert own.is_refused
+    assert f"cannot run this exploration; the worker has {make_report().hardware.describe()}" in caplog.text
+
+
+def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: OwnJob) -> None:
+    queue.enqueue(make_request(), job_id="own")
+    own._worker.device_held = "cpu is in use by another profiler (process 7 of user ann)"
+    assert not ends(own.watch, 0.5)
+    told = [event.message for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]
+    assert told == [
+        "Waiting: the device is in use: cpu is in use by another profiler (process 7 of user ann); "
+        "wait for its end, end it, or name another device with --device"
+    ]

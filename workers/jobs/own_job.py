@@ -1,0 +1,90 @@
+"""A worker that is there for one job: it ends with the job, or when nobody waits for it any more."""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.storage.database import DATABASE_TROUBLE
+from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
+from bexp.storage.queue import Queue
+from bexp.storage.waiting import DEVICE_HELD, note_reason
+from bexp.storage.workers import is_run_by_another
+from bexp.workers.jobs.worker import Worker
+
+CHECK_SECONDS = 0.3
+PATIENCE_SECONDS = 2.0
+"""So long an idle worker that holds the device may take to claim the job, before the job is told that it waits."""
+CLAIM_SECONDS = 10.0
+"""So long a worker that is ready may leave the only job that it is there for."""
+CANCEL_SECONDS = 6.0
+
+_log = logging.getLogger(__name__)
+
+
+class OwnJob:
+    """Watches the job that `worker` is there for, which may be submitted later.
+
+    `is_refused` says that the worker was ready and did not take the job: it never will.
+    """
+
+    def __init__(self, worker: Worker, job_id: str) -> None:
+        self.is_refused = False
+        self._worker = worker
+        self._queue = Queue(worker.database)
+        self._job_id = job_id
+        self._is_told = False
+
+    def watch(self, ending: threading.Event) -> None:
+        """Set `ending` once the job has ended, or if the worker is ready and does not claim it."""
+        queued_at = ready_at = math.inf
+        while not ending.wait(CHECK_SECONDS):
+            with suppress(JobNotFoundError, *DATABASE_TROUBLE):
+                state, now = get_summary(self._queue.database, self._job_id).state, time.monotonic()
+                queued_at = min(queued_at, now)
+                if state.is_final:
+                    ending.set()
+                elif state is not JobState.QUEUED:
+                    ready_at = math.inf
+                elif self._worker.hardware is None:
+                    self._tell(now - queued_at)
+                elif (ready_at := min(ready_at, now)) + CLAIM_SECONDS < now:
+                    self._refuse(self._worker.hardware)
+                    ending.set()
+
+    def end_with_stdin(self, ending: threading.Event) -> None:
+        """Wait until stdin is closed: who waited is gone. Then cancel the job, unless another worker runs it."""
+        with suppress(OSError, ValueError):
+            while os.read(sys.stdin.fileno(), 4096):  # sys.stdin would still hold its lock when the process ends
+                pass
+        deadline = time.monotonic() + CANCEL_SECONDS
+        while time.monotonic() < deadline and not ending.is_set():
+            with suppress(*DATABASE_TROUBLE):
+                try:
+                    taken = is_run_by_another(self._queue.database, self._job_id, self._worker.id)
+                    if taken or self._queue.request_cancel(self._job_id).state.is_final:
+                        break
+                except JobNotFoundError:
+                    break
+            time.sleep(CHECK_SECONDS)
+        ending.set()
+
+    def _tell(self, waited_seconds: float) -> None:
+        held = self._worker.device_held
+        if held is not None and not self._is_told and waited_seconds > PATIENCE_SECONDS:
+            advice = "wait for its end, end it, or name another device with --device"
+            note_reason(self._queue.database, self._job_id, f"{DEVICE_HELD}: {held}; {advice}")
+            self._is_told = True
+
+    def _refuse(self, hardware: HardwareSpec) -> None:
+        """Say why the job is not claimed, in the last line of the log."""
+        report = get_job(self._queue.database, self._job_id).report
+        needs = "" if report is None else f"; it needs the hardware that it started on: {report.hardware.describe()}"
+        _log.error("the worker cannot run this exploration%s; the worker has %s", needs, hardware.describe())
+        self.is_refused = True
