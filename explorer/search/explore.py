@@ -11,16 +11,17 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial
-from bexp.explorer.search.event_messages import end_event
+from bexp.explorer.search.candidate_space import CandidateSpace
+from bexp.explorer.search.event_messages import end_event, space_event, variant_event
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
-from bexp.explorer.search.plan_search import explore_plan
+from bexp.explorer.search.loop import SearchLoop
+from bexp.explorer.search.mesh_space import MeshSpace
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PruneSpace, prune_space
-from bexp.explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
+from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.search.variant_search import VariantSearch
 from bexp.explorer.spec.request import ExplorationRequest
 
 
@@ -51,10 +52,8 @@ def explore(
         answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
         yield Progress(events=(end_event(answer),), answer=answer)
         return
-    if request.devices.has_mesh:
-        yield from explore_plan(request, report, measure, history=history, clock=clock)
-        return
-    models, executor = explored_models(request, report), executor_of(measure)
+    models = (request.shapes,) if request.devices.has_mesh else explored_models(request, report)
+    executor = executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))
     answers = []
     for index, model in enumerate(models):
@@ -72,43 +71,40 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
         num_parameters=count_parameters(context.model),
         recommendation=None,
     )
+    log = ProgressLog(is_main=context.is_main)
     try:
-        space = prune(context.model, context.request, context.report)
+        space = MeshSpace(context, log) if context.request.devices.has_mesh else open_candidates(context, prune, log)
     except EmptySpaceError as error:
         return answer.model_copy(update={"reason": str(error)})
-    log = ProgressLog(context, space)
-    if space.table is None:
+    if space is None:
         yield log.step()
-        return _without_fit(context, answer)
-    search = VariantSearch(context, space, log)
-    recommendation = yield from search.run()
-    if recommendation is not None:
-        history = context.history
-        cut_short = history.exhausted(context.index) or history.is_hopeless(context.variant)
-        target = None if cut_short else context.request.budget.confidence_target
-        return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
-    return _without_recommendation(context, answer, search)
+        reason, remedies = explain_without_fit(context.request, context.report, context.model)
+        return answer.model_copy(update={"reason": reason, "remedies": remedies})
+    recommendation = yield from SearchLoop(context, space, log).run()
+    if recommendation is None:
+        reason, remedies = space.explain()
+        return answer.model_copy(update={"reason": reason, "remedies": remedies})
+    cut_short = context.history.exhausted(context.index) or context.history.is_hopeless(context.variant)
+    target = None if cut_short else context.request.budget.confidence_target
+    return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
 
 
-def _without_recommendation(context: VariantContext, answer: VariantAnswer, search: VariantSearch) -> VariantAnswer:
-    """The answer of a search that found nothing: memory is short, every trial failed, or the budget was too small."""
-    limit, smallest = memory_limit(context.request, context.report.hardware), search.smallest
-    all_failed = context.history.failed_for_memory(context.variant) and not search.is_unfinished
-    if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
-        return _without_fit(context, answer, smallest)
-    failure = context.history.commonest_failure(context.variant)
-    reason = (
-        "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials"
-        if failure is None
-        else f"no candidate could be measured; most failed with {failure}"
-    )
-    return answer.model_copy(update={"reason": reason})
+def open_candidates(context: VariantContext, prune: PruneSpace, log: ProgressLog) -> CandidateSpace | None:
+    """Return the candidates of a variant that may fit; None if none may. The log is told what the space is."""
+    space = prune(context.model, context.request, context.report)
+    if not context.trials:  # after a resume that was said before
+        if len(context.request.space.variants()) > 1:
+            log.add(variant_event(context.model))
+        limit = memory_limit(context.request, context.report.hardware)
+        useful = _largest_useful(context.request)
+        log.add(space_event(space.legal, space.num_predicted_out, limit, largest_useful=useful))
+        log.describe_space(space.legal.summarize())
+    return None if space.table is None else CandidateSpace(context, space, log)
 
 
-def _without_fit(
-    context: VariantContext, answer: VariantAnswer, smallest: SmallestCandidate | None = None
-) -> VariantAnswer:
-    """The answer when no candidate fits, with the changes that would make one fit."""
-    relaxations = find_relaxations(context.request, context.report, context.model, smallest)
-    reason = explain_nothing_fits(context.request, context.report, context.model, relaxations, smallest)
-    return answer.model_copy(update={"reason": reason, "remedies": relaxations})
+def _largest_useful(request: ExplorationRequest) -> int | None:
+    """What a device, or a group that shares sequences, gets of the batch; None if the request names no larger size."""
+    space = request.space
+    useful = {size: space.largest_useful_micro_batch(size) for size in request.devices.context_parallel_sizes}
+    beyond = [s for s, most in useful.items() if most and max(space.named_micro_batch_sizes(s), default=0) > most]
+    return max((most for most in useful.values() if most), default=None) if beyond else None

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
-from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.search.earlier_check import ComponentReuse, EarlierCheck
 from bexp.explorer.search.feasibility import Failures
@@ -103,15 +103,3 @@ class Knowledge:
         """Rule `candidate` out. If it was `too_large`, others that need as many bytes are less likely to fit."""
         self.failures.reject(candidate, reason, too_large=too_large)
         self.version += 1
-
-    def to_repeat(self, measurement: Measurement) -> Suggestion | None:
-        """Return what to repeat after a contaminated measurement; None if nothing, or after too many attempts."""
-        row = self.table.row.get(measurement.candidate)
-        if row is None or measurement.outcome is not Outcome.CONTAMINATED:
-            return None
-        contaminated = (m.component for m in measurement.components if m.contamination is not None)
-        left = tuple(c for c in contaminated if self.log.count_contaminated(c) < CONTAMINATED_ATTEMPTS)
-        if not left:
-            return None
-        again = all(self.log.count(component) for component in left)
-        return Suggestion(row, left, again=again, reason="the last run was contaminated")

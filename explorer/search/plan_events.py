@@ -6,35 +6,33 @@ from bexp.explorer.cost_model.fabric_exchange import GIGA
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import GIB
-from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.event_messages import size_text
 from bexp.explorer.search.plan_space import PlanSpace
 
 
-def opening(space: PlanSpace, number: int, base: MeshCandidate | None) -> Progress:
-    """Return the first step of a plan: its space, how many candidates are considered at first, and its base."""
+def space_events(space: PlanSpace, number: int, base: MeshCandidate | None) -> list[EventDraft]:
+    """Return what the space of a plan is, how many candidates are considered at first, and its base."""
     request, limit = space.request, space.limit_bytes / GIB
     devices = "devices" if request.devices.is_mesh else "described devices"
     summary = space.summarize()
-    told = EventDraft(
-        code=EventCode.SPACE,
-        message=(
-            f"{request.shapes.name}: {count_parameters(request.shapes):,} parameters on {request.num_devices:,} "
-            f"{devices}, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
-            f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
-        ),
-        data={**summary, "memory_limit_bytes": space.limit_bytes},
-    )
-    if base is None:
-        return Progress(events=(told,), space=summary)
-    named = EventDraft(
-        code=EventCode.BASE,
-        message=f"Base (1.00x): {base.describe()}",
-        data={"candidate": base.candidate.model_dump(mode="json"), "mesh": base.mesh.model_dump(mode="json")},
-    )
-    return Progress(events=(told, named), space=summary)
+    events = [
+        EventDraft(
+            code=EventCode.SPACE,
+            message=(
+                f"{request.shapes.name}: {count_parameters(request.shapes):,} parameters on {request.num_devices:,} "
+                f"{devices}, {summary['num_meshes']:,} meshes, {summary['num_candidates']:,} candidates; the best "
+                f"{number} by formulas that may fit in {limit:.2f} GiB are measured by their blocks"
+            ),
+            data={**summary, "memory_limit_bytes": space.limit_bytes},
+        )
+    ]
+    if base is not None:
+        data = {"candidate": base.candidate.model_dump(mode="json"), "mesh": base.mesh.model_dump(mode="json")}
+        events.append(EventDraft(code=EventCode.BASE, message=f"Base (1.00x): {base.describe()}", data=data))
+    return events
 
 
 def exchange_event(trial: Trial, number: int) -> EventDraft:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,7 +17,7 @@ from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost_model.step import memory_limit, required_bytes
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
 from bexp.explorer.search.legal_space import usable_backends
@@ -127,6 +128,7 @@ class PlanSpace:
         self.candidates = tuple(each for one in plain for each in in_each_mode(one))
         self.exchanges = exchange_components(request, self._meshes) if request.devices.is_mesh else ()
         self.failed: dict[Component, str] = {}
+        self.contaminated = Counter[Component]()
         self.factor: Callable[[MeshCandidate], float] = _as_composed
         """The seconds to expect of a candidate over those that it composes to."""
         self._costs = _CostTable(self)
@@ -150,12 +152,25 @@ class PlanSpace:
         return tuple(dict.fromkeys(found.mesh for found in self.candidates))
 
     def learn(self, found: Iterable[ComponentMeasurement]) -> None:
-        """Take in what a trial measured."""
-        new = {each.component: each for each in found if each.contamination is None}
+        """Take in what a trial measured. A component that stays contaminated has failed."""
+        new: dict[Component, ComponentMeasurement] = {}
+        for each in found:
+            if each.contamination is None:
+                new[each.component] = each
+                continue
+            self.contaminated[each.component] += 1
+            if self.contaminated[each.component] >= CONTAMINATED_ATTEMPTS:
+                self.failed[each.component] = each.contamination
         self.measured |= new
         if any(component.exchange is not None for component in new):
             self.composer = self._compose()
         self._costs = _CostTable(self)
+
+    def learn_failure(self, measurement: Measurement) -> None:
+        """Take in which component has ended a trial, if one did."""
+        if measurement.outcome not in {Outcome.OK, Outcome.CONTAMINATED} and measurement.failed_component is not None:
+            reason = f"{measurement.outcome}: {measurement.reason or 'no reason given'}"
+            self.failed[measurement.failed_component] = reason
 
     def missing(self, found: MeshCandidate) -> tuple[Component, ...]:
         """Return the components of a candidate that are not measured."""

@@ -4,39 +4,35 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.event import EventDraft, Progress, recommendation_event, render_message
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.event_messages import space_event, variant_event
-from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 class ProgressLog:
-    """Makes the steps of one variant. A recommendation event is emitted only when its message changes.
+    """Makes the steps of one search. A recommendation event is emitted only when its message changes.
 
-    The first step of a variant also says what its space is. After a resume that was said before, and is not said again.
+    `is_main` says that its recommendation and its space are the job's.
     """
 
-    def __init__(self, context: VariantContext, space: PrunedSpace) -> None:
-        self._is_main = context.is_main
+    def __init__(self, *, is_main: bool = True) -> None:
+        self._is_main = is_main
         self._unsent: list[EventDraft] = []
         self._space: dict[str, Any] | None = None
         self._last_message = ""
-        if context.trials:
-            return
-        if len(context.request.space.variants()) > 1:
-            self._unsent.append(variant_event(context.model))
-        limit = memory_limit(context.request, context.report.hardware)
-        useful = _largest_useful(context.request)
-        self._unsent.append(space_event(space.legal, space.num_predicted_out, limit, largest_useful=useful))
-        self._space = space.legal.summarize() if context.is_main else None
 
-    def add(self, event: EventDraft) -> None:
-        """Emit an event with the next step."""
-        self._unsent.append(event)
+    @property
+    def is_pending(self) -> bool:
+        """Whether there is an event for the next step."""
+        return bool(self._unsent)
+
+    def add(self, *events: EventDraft) -> None:
+        """Emit events with the next step."""
+        self._unsent += events
+
+    def describe_space(self, summary: dict[str, Any]) -> None:
+        """Say with the next step what the space is: the values of each dimension."""
+        self._space = summary if self._is_main else None
 
     def resume(self, recommendation: Recommendation | None) -> None:
         """Take `recommendation` as emitted: an earlier lease has stored it."""
@@ -59,11 +55,3 @@ class ProgressLog:
                 drafts.append(event)
         shown = recommendation if self._is_main else None
         return Progress(events=tuple(drafts), trial=trial, recommendation=shown, space=space)
-
-
-def _largest_useful(request: ExplorationRequest) -> int | None:
-    """What a device, or a group that shares sequences, gets of the batch; null if the request names no larger size."""
-    space = request.space
-    useful = {size: space.largest_useful_micro_batch(size) for size in request.devices.context_parallel_sizes}
-    beyond = [s for s, most in useful.items() if most and max(space.named_micro_batch_sizes(s), default=0) > most]
-    return max((most for most in useful.values() if most), default=None) if beyond else None

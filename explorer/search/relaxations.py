@@ -275,3 +275,11 @@ def _plain(value: Any) -> Any:
     if hasattr(value, "model_dump"):
         return value.model_dump(mode="json")
     return [_plain(item) for item in value] if isinstance(value, tuple) else value
+
+
+def explain_without_fit(
+    request: ExplorationRequest, report: DeviceReport, model: ExploredModel, smallest: SmallestCandidate | None = None
+) -> tuple[str, tuple[Relaxation, ...]]:
+    """Return that no candidate fits, and the changes that would make one fit."""
+    relaxations = find_relaxations(request, report, model, smallest)
+    return explain_nothing_fits(request, report, model, relaxations, smallest), relaxations

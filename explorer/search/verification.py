@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
@@ -14,6 +13,7 @@ from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.report import best_stock, largest_untiled
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
+from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
 from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
 from bexp.explorer.spec.candidate import Candidate
@@ -34,18 +34,6 @@ REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
 IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
 """After a whole model that ends like this no other is run, because it would end alike."""
-
-
-@dataclass(frozen=True, slots=True)
-class NextCheck:
-    """A candidate to run whole, and for a runner-up the probability that it is better than the recommended one.
-
-    `probability_fits` is that of fitting, for a candidate above the memory limit as composed.
-    """
-
-    candidate: Candidate
-    probability_better: float | None = None
-    probability_fits: float | None = None
 
 
 class WholeModels:
@@ -100,7 +88,7 @@ class WholeModels:
         if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
         if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
-            return NextCheck(posterior.table.candidates[best.row]) if len(trials) < ATTEMPTS else None
+            return NextCheck(best.row) if len(trials) < ATTEMPTS else None
         if best is None:
             return self._likeliest_to_fit()
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
@@ -109,18 +97,16 @@ class WholeModels:
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
-        candidate = posterior.table.candidates[rival.row]
         if rival.row == best.row:
-            return NextCheck(candidate)
-        return NextCheck(candidate, rival.probability, None if posterior.fits(rival.row) else rival.probability_fits)
+            return NextCheck(rival.row)
+        return NextCheck(rival.row, rival.probability, None if posterior.fits(rival.row) else rival.probability_fits)
 
     def _above_limit(self) -> NextCheck | None:
         """A candidate above the memory limit as composed, if it is fast enough to make up for hardly fitting."""
         found = find_above_limit(self._posterior)
         if found is None or found.gain < NEGLIGIBLE * self._posterior.request.tolerance:
             return None
-        candidate = self._posterior.table.candidates[found.row]
-        return NextCheck(candidate, found.probability, probability_fits=found.probability)
+        return NextCheck(found.row, found.probability, probability_fits=found.probability)
 
     def _likeliest_to_fit(self) -> NextCheck | None:
         """The candidate that is likeliest to fit as a whole model, because none fits as composed; null if hardly any.
@@ -133,7 +119,7 @@ class WholeModels:
         found = find_runner_up(self._posterior)
         if found is None or found.probability < LEAST_CHANCE:
             return None
-        return NextCheck(self._posterior.table.candidates[found.row], probability_fits=found.probability)
+        return NextCheck(found.row, probability_fits=found.probability)
 
     def _is_compared(self, best: BestCandidate) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""

@@ -40,7 +40,7 @@ class OneSecondEach(TrialExecutor):
 
 @pytest.fixture(autouse=True)
 def _no_comparisons(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bexp.explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more than the limit
+    monkeypatch.setattr("bexp.explorer.search.loop.MOST_COMPARISONS", 0)  # they may take more than the limit
 
 
 def run(capacity: int, history: Sequence[Trial] = (), most: int | None = None) -> tuple[list[Trial], float]:

@@ -19,7 +19,7 @@ from bexp.explorer.search.earlier_check import MOST_CHECKED, MOST_DIFFERENCE, Ch
 from bexp.explorer.surrogate.observations import ObservationLog
 from tests.explorer.explorations import trials_of
 from tests.explorer.search.small import REPORT, small_request
-from tests.explorer.search.test_variant_search import codes, message, search
+from tests.explorer.search.test_loop import codes, message, search
 from tests.explorer.simulator import SimulatedDevice
 
 

@@ -6,11 +6,11 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.components import ComponentKind, Operation
+from bexp.explorer.cost_model.components import Component, ComponentKind, Operation
 from bexp.explorer.cost_model.fabric_exchange import Group
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.plan_space import PlanSpace
 from bexp.explorer.spec.request import ExplorationRequest
@@ -159,3 +159,46 @@ def test_meshes_that_share_experts_have_their_exchanges_measured() -> None:
     assert (Operation.ALL_GATHER, 4, 1) in found, "of what all devices have"
     assert (Operation.REDUCE_SCATTER, 2, 2) in found, "of experts that two devices have"
     assert (Operation.BROADCAST, 2, 1) in found, "of copies"
+
+
+@pytest.mark.parametrize("num_disturbed", [1, 2])
+def test_a_block_of_a_disturbed_device_is_measured_again_at_once(num_disturbed: int) -> None:
+    device = SimulatedDevice(request())
+    shared = Conditions(foreign_processes=1)
+    disturbed = range(1, 1 + num_disturbed)
+    device.conditions = lambda plan, component: shared if plan.number in disturbed else None
+    steps = run(device)
+    for number in disturbed:
+        assert device.plans[number].components == device.plans[number + 1].components
+        assert device.plans[number].candidate == device.plans[number + 1].candidate
+    trials = [step.trial for step in steps if step.trial is not None]
+    contaminated = [t.number for t in trials if t.measurement.outcome is Outcome.CONTAMINATED]
+    assert contaminated == list(disturbed)
+    assert steps[-1].recommendation is not None
+    before = list(trials[: num_disturbed + 1])
+    resumed = SimulatedDevice(request())
+    after = run(resumed, tuple(before))
+    assert resumed.plans[0].components == device.plans[1].components
+    assert after[-1].recommendation is not None
+
+
+def test_a_block_that_stays_disturbed_rules_out_its_candidates_alone() -> None:
+    device = SimulatedDevice(request())
+    shared = Conditions(foreign_processes=1)
+    disturbed: list[Component] = []
+
+    def disturb(plan: TrialPlan, component: Component | None) -> Conditions | None:
+        if component is None or component.kind is not ComponentKind.DENSE_FFN:
+            return None
+        disturbed[:] = disturbed or [component]
+        return shared if component in disturbed else None
+
+    device.conditions = disturb
+    steps = run(device)
+    (block,) = disturbed
+    again = [plan for plan in device.plans if block in plan.components]
+    assert len(again) == CONTAMINATED_ATTEMPTS
+    base, best = again[0].candidate, steps[-1].recommendation
+    assert best is not None
+    assert best.plan is not None
+    assert (best.plan.mesh.tensor, best.candidate.micro_batch_size) != (1, base.micro_batch_size)

@@ -129,30 +129,13 @@ def contaminated(state: Posterior, of_row: int, number: int) -> Measurement:
     return found.model_copy(update={"components": (shared,), "outcome": Outcome.CONTAMINATED})
 
 
-def test_a_contaminated_component_is_measured_again_at_most_three_times() -> None:
+def test_a_component_that_stays_contaminated_rules_its_candidates_out() -> None:
     assert CONTAMINATED_ATTEMPTS == 3
     state = small_state()
     for number in range(3):
-        found = contaminated(state, 0, number)
-        state.knowledge.learn(number, found)
-        suggestion = state.knowledge.to_repeat(found)
-        if number < 2:
-            assert suggestion == Suggestion(0, (found.components[0].component,), reason="the last run was contaminated")
-        else:
-            assert suggestion is None
+        assert state.is_open(0)
+        state.knowledge.learn(number, contaminated(state, 0, number))
     assert not state.is_open(0)
-    assert state.knowledge.to_repeat(found.model_copy(update={"outcome": Outcome.OK})) is None
-    assert state.knowledge.to_repeat(found.model_copy(update={"candidate": candidate(3)})) is None
-
-
-def test_a_repeat_of_a_component_that_was_measured_before_is_another_run() -> None:
-    state = small_state()
-    know(state, state.table.candidates[0])
-    found = contaminated(state, 0, 50)
-    state.knowledge.learn(50, found)
-    suggestion = state.knowledge.to_repeat(found)
-    assert suggestion is not None
-    assert suggestion.again
 
 
 def test_attempts_count_contaminated_runs_and_what_is_in_flight() -> None:

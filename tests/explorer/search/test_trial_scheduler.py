@@ -121,7 +121,7 @@ def test_a_resume_measures_what_was_in_flight_and_nothing_that_is_stored(stop_af
 
 @pytest.mark.parametrize("most", [3, 7, 10])
 def test_the_budget_counts_what_is_in_flight(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bexp.explorer.search.variant_search.MOST_COMPARISONS", 0)  # they may take more
+    monkeypatch.setattr("bexp.explorer.search.loop.MOST_COMPARISONS", 0)  # they may take more
     req = request(budget={"max_trials": most, "confidence_target": 99}, verify=False)
     several = Several(SimulatedDevice(req), 4)
     steps = run(req, several)

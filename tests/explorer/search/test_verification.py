@@ -17,7 +17,8 @@ from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.report import References, build_recommendation
 from bexp.explorer.search.runner_up import RunnerUp
-from bexp.explorer.search.verification import RUNNER_UP_ATTEMPTS, NextCheck, WholeModels
+from bexp.explorer.search.search_space import NextCheck
+from bexp.explorer.search.verification import RUNNER_UP_ATTEMPTS, WholeModels
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state, trial
@@ -313,5 +314,5 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     for each in ("find_runner_up", "find_above_limit"):
         found_by_it = rival if each == finder else None
         monkeypatch.setattr(f"bexp.explorer.search.verification.{each}", lambda _, found=found_by_it: found)
-    check = NextCheck(candidate(1), 0.3, None if finder == "find_runner_up" else 0.3)
+    check = NextCheck(rival.row, 0.3, None if finder == "find_runner_up" else 0.3)
     assert WholeModels(state, history, 0).next() == (check if is_run else None)

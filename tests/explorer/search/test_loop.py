@@ -1,4 +1,4 @@
-"""The phases of one variant's exploration, on a space of a dozen candidates."""
+"""The phases of a search, on a space of a dozen candidates."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.explore import open_candidates
+from bexp.explorer.search.loop import SearchLoop
 from bexp.explorer.search.progress_log import ProgressLog
-from bexp.explorer.search.variant_search import VariantSearch
+from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned, trials_of
@@ -38,12 +41,18 @@ class Fails(SimulatedDevice):
         return Measurement(candidate=plan.candidate, outcome=outcome, reason="as told", phases=found.phases)
 
 
+def loop(made: VariantContext, pruned_space: PrunedSpace) -> SearchLoop:
+    log = ProgressLog(is_main=made.is_main)
+    space = open_candidates(made, lambda *_: pruned_space, log)
+    assert space is not None
+    return SearchLoop(made, space, log)
+
+
 def search(
     req: ExplorationRequest, device: SimulatedDevice | None = None, history: Sequence[Trial] = (), **changes: Any
 ) -> tuple[list[Progress], Recommendation | None]:
     made = context(req, history, measure=device or SimulatedDevice(req, noise=0.0), **changes)
-    space = small_space(req)
-    steps, running = [], VariantSearch(made, space, ProgressLog(made, space)).run()
+    steps, running = [], loop(made, small_space(req)).run()
     while True:
         try:
             steps.append(next(running))
@@ -227,8 +236,7 @@ def test_components_of_another_variant_that_are_the_same_are_not_measured_again(
     seen = {m.component for t in trials for m in t.measurement.components}
     assert any(c.kind is ComponentKind.HEAD for c in seen)
     made = context(req, trials, index=1, measure=(device := SimulatedDevice(req, noise=0.0)))
-    space = pruned(made.model, req, made.report)
-    list(VariantSearch(made, space, ProgressLog(made, space)).run())
+    list(loop(made, pruned(made.model, req, made.report)).run())
     measured = {c for plan in device.plans for c in plan.components}
     assert not measured & seen
     assert {c.num_query_groups for c in measured if c.kind is ComponentKind.ATTENTION} == {2}

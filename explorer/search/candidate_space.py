@@ -1,0 +1,330 @@
+"""The candidates of one device: bases, suggestions of a study, comparisons, and whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from optuna.trial import Trial as OptunaTrial
+
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.step import GIB, memory_limit
+from bexp.explorer.records.event import EventDraft
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation, Relaxation
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
+from bexp.explorer.search.choices import find_dividing
+from bexp.explorer.search.earlier_check import ignored_event
+from bexp.explorer.search.event_messages import (
+    answer_changed_event,
+    base_event,
+    no_base_event,
+    trial_event,
+    whole_model_event,
+)
+from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.pruned_space import PrunedSpace
+from bexp.explorer.search.relaxations import SmallestCandidate, explain_without_fit
+from bexp.explorer.search.report import (
+    References,
+    best_stock,
+    build_recommendation,
+    largest_untiled,
+    largest_without_recompute,
+)
+from bexp.explorer.search.reported_runs import peak_factor, reported_event
+from bexp.explorer.search.samplers import make_sampler
+from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
+from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
+from bexp.explorer.search.suggestion import Suggestion, split_suggestion
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.search.verification import WholeModels, next_comparison
+from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
+from bexp.explorer.spec.candidate import Candidate
+
+
+class CandidateSpace(SearchSpace):
+    """The candidates of one variant, of which at least one may fit. A row is that of the table."""
+
+    def __init__(self, context: VariantContext, space: PrunedSpace, log: ProgressLog) -> None:
+        assert space.table is not None, "at least one candidate may fit"
+        self._context = context
+        self._request = context.request
+        self._history = context.history
+        self._log = log
+        self._table = space.table
+        self._plainest = space.bases[0]
+        self._bases = tuple(c for c in space.bases if c in space.table.row)
+        self._base: Candidate | None = None
+        report = context.report
+        self._posterior = Posterior.of(
+            space.table, space.legal.candidates, context.request, report.hardware, report.reported_runs, report.earlier
+        )
+        if self._posterior.knowledge.reported and not context.trials:
+            log.add(reported_event(self._posterior.knowledge.reported))
+        if report.earlier.num_ignored and context.is_main and not context.trials:
+            log.add(ignored_event(report.earlier))
+        past = [t for t in context.trials if t.kind is TrialKind.COMPONENTS]
+        for trial in past:
+            self._posterior.knowledge.learn(trial.number, trial.measurement)
+        points = Points([params_of(candidate) for candidate in self._table.candidates])
+        sampler = make_sampler(context.request.sampler, self._posterior, points)
+        self._study = TrialStudy(sampler, [(params_of(t.candidate), t) for t in past])
+        self._asked: OptunaTrial | None = None
+        """The study's trial that the next trial to begin belongs to; None if the search needs that trial itself."""
+        self._running: dict[int, AskedTrial] = {}
+        for trial in self._history.trials:
+            self._posterior.knowledge.learn_shared(trial.number, trial.measurement.components)
+        self._reuse = self._posterior.knowledge.reuse
+        self._is_reuse_told = self._reuse is None or self._reuse.is_decided
+        self._whole_models = WholeModels(self._posterior, self._history, context.index)
+
+    # -- what to measure -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> Iterator[Suggestion]:
+        """A check of earlier measurements, communication, then bases in order of preference until one fits."""
+        if self._reuse is not None and not self._reuse.is_decided:
+            check = self._reuse.check
+            yield Suggestion(check.row, check.components, reason="a check of earlier measurements")
+        yield from self._communication()
+        for candidate in self._bases:
+            row = self._table.row[candidate]
+            if not self._posterior.is_known(row) and self._posterior.is_open(row):
+                yield Suggestion(row, self._posterior.missing(row), reason="a base")
+            if self._posterior.is_known(row) and self._posterior.is_open(row) and self._posterior.fits(row):
+                self._base = candidate
+                break
+        checked = None if self._reuse is None else self._table.candidates[self._reuse.check.row]
+        if self._base is None and all(t.candidate in {*self._bases, checked} for t in self._context.trials):
+            self._log.add(no_base_event())
+
+    def _communication(self) -> Iterator[Suggestion]:
+        """Communication on all devices, once for each sharding, because no other component predicts it."""
+        for communication in self._table.communications:
+            known = self._posterior.knowledge.measured.get(communication)
+            if known is not None and known.host_once_seconds is not None:  # earlier versions left out the host
+                continue
+            candidates = (*self._bases, *self._table.candidates)
+            candidate = next(c for c in candidates if c.sharding is communication.sharding)
+            row = self._table.row[candidate]
+            if self._posterior.is_open(row):
+                yield Suggestion(row, (communication,), reason="communication between devices")
+
+    def suggest(self) -> Suggestion | None:
+        """What the study suggests, until the confidence target is reached."""
+        confidence = self._posterior.search_confidence
+        if confidence is not None and 100 * confidence >= self._request.budget.confidence_target:
+            return None
+        asked = self._study.ask()
+        if asked is None:
+            return None
+        self._asked = asked.trial
+        return asked.suggestion
+
+    def compare(self) -> Suggestion | None:
+        """The next comparison; after whole models have changed the answer, only the answer itself is completed."""
+        spent = 0.0 if self._whole_models.ends_search else self._history.device_seconds
+        return next_comparison(self._posterior, self._context.report, spent)
+
+    def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
+        """Parts that take about the same time."""
+        return split_suggestion(suggestion, most, self._table, self._posterior.surrogate)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether a candidate is known well enough to be recommended."""
+        return self._posterior.search_confidence is not None
+
+    @property
+    def ends_search(self) -> bool:
+        """Whether a whole model ran well, or none can be run."""
+        return self._whole_models.ends_search
+
+    # -- trials of components ------------------------------------------------------------------------------------
+
+    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialPlan, StepFigures]:
+        """The trial of a suggestion, which belongs to a trial of the study."""
+        asked, self._asked = self._asked, None
+        self._running[number] = AskedTrial(suggestion, asked) if asked else self._study.ask_for(suggestion)
+        plan = self._plan(number, suggestion.row, TrialKind.COMPONENTS, suggestion.components)
+        expected = self._figures(suggestion.row)
+        self._posterior.knowledge.expect(number, suggestion)
+        return plan.model_copy(update={"again": suggestion.again}), expected
+
+    def learn(
+        self, number: int, suggestion: Suggestion, measurement: Measurement, awaited: Collection[Component]
+    ) -> tuple[Measurement, StepFigures]:
+        """A candidate whose measured parts need too much memory is found to be out of memory."""
+        row, posterior = suggestion.row, self._posterior
+        posterior.knowledge.learn(number, measurement)
+        # Communication is measured for all candidates of a sharding; it says nothing of this one.
+        shared = any(c in self._table.communications for c in suggestion.components)
+        if not shared:
+            measurement = self._judge_memory(row, measurement, awaited)
+        composes = measurement.outcome is Outcome.OK and not shared
+        return measurement, StepFigures(
+            posterior.bytes(row).peak if posterior.is_known(row) else None,
+            posterior.seconds(row).tokens_per_second if composes else None,
+        )
+
+    def times_contaminated(self, component: Component) -> int:
+        """How many trials have measured a component on a shared or throttled device."""
+        return self._posterior.knowledge.log.count_contaminated(component)
+
+    def is_measured(self, component: Component) -> bool:
+        """Whether a component was measured well."""
+        return self._posterior.knowledge.log.count(component) > 0
+
+    def row_of(self, trial: Trial) -> int | None:
+        """The row of the candidate that a trial measured."""
+        return self._table.row.get(trial.candidate)
+
+    def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
+        """The trial, whether earlier measurements are reused, and the base as soon as it is known."""
+        events = [trial_event(trial, suggestion, trial.seconds)]
+        if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_told:
+            self._is_reuse_told = True
+            events.append(self._reuse.event())
+        if self._base is None and self._is_reuse_told and (base := self._known_base()) is not None:
+            self._base = base
+            events.append(base_event(base, is_plainest=base == self._plainest))
+        return events
+
+    def tell(self, trial: Trial) -> None:
+        """Finish the study's trial."""
+        self._study.tell(self._running.pop(trial.number), trial)
+
+    def _known_base(self) -> Candidate | None:
+        """The first base that fits, if it is measured in full; None if one before it may fit and is not measured."""
+        for candidate in self._bases:
+            row = self._table.row[candidate]
+            if self._posterior.is_open(row):
+                if not self._posterior.is_known(row):
+                    return None
+                if self._posterior.fits(row):
+                    return candidate
+        return None
+
+    def _judge_memory(self, row: int, measurement: Measurement, awaited: Collection[Component]) -> Measurement:
+        """A candidate whose measured parts add up to more than the limit is out of memory, although each part ran.
+
+        If they do so by no more than the error of a sum, only its whole model decides.
+        """
+        is_awaited = any(component in awaited for component in self._table.decompositions[row].components)
+        if measurement.outcome is not Outcome.OK or self._posterior.memory.may_fit_C[row] or is_awaited:
+            return measurement
+        found, limit = self._posterior.bytes(row), self._posterior.limit_bytes
+        reason = (
+            f"a step needs {found.required / GIB:.2f} GiB, {found.peak / GIB:.2f} of it allocated; "
+            f"the limit is {limit / GIB:.2f} GiB"
+        )
+        self._posterior.knowledge.reject(measurement.candidate, reason)
+        return measurement.model_copy(update={"outcome": Outcome.OUT_OF_MEMORY, "reason": reason})
+
+    def _plan(self, number: int, row: int, kind: TrialKind, components: tuple[Component, ...] = ()) -> TrialPlan:
+        candidate = self._table.candidates[row]
+        return TrialPlan(
+            number=number,
+            kind=kind,
+            model=self._table.model,
+            candidate=candidate,
+            components=components,
+            num_processes=count_processes(kind, candidate, components, self._request, self._context.report.hardware),
+            timeout_seconds=timeout_seconds(kind, self._request),
+        )
+
+    def _figures(self, row: int) -> StepFigures:
+        return StepFigures(self._posterior.bytes(row).peak, self._posterior.seconds(row).tokens_per_second)
+
+    # -- whole models --------------------------------------------------------------------------------------------
+
+    def next_whole_model(self) -> NextCheck | None:
+        """The recommended candidate, then runners-up, unless the request wants no whole models."""
+        return self._whole_models.next() if self._request.verify else None
+
+    def plan_whole_model(self, number: int, check: NextCheck) -> tuple[TrialPlan, StepFigures]:
+        """The whole model of a candidate, and its composed step."""
+        return self._plan(number, check.row, TrialKind.WHOLE_MODEL), self._figures(check.row)
+
+    def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
+        """Correct the other candidates by it; a changed answer is an event."""
+        recommended, whole = self._recommended(), trial.measurement.whole_model
+        if whole is not None:
+            speed = whole_model_tokens_per_second(self._posterior, trial.candidate, whole)
+            trial = trial.model_copy(update={"measured_peak_bytes": whole.peak_bytes, "tokens_per_second": speed})
+        found = compare_whole_run(self._posterior, check.row, trial)
+        self._whole_models.learn(trial)
+        events = [whole_model_event(trial, found, check.probability_better, check.probability_fits)]
+        answer = self._recommended()
+        if recommended is not None and answer is not None and answer != recommended:
+            events.append(answer_changed_event(recommended, answer))
+        return trial, events
+
+    # -- the answer ----------------------------------------------------------------------------------------------
+
+    def recommend(self, *, final: bool = False) -> Recommendation | None:
+        """What is recommended now, with its comparisons; None while no candidate is known well enough."""
+        best = self._posterior.recommend()
+        if best is None:
+            return None
+        base = self._base or self._first_feasible() or self._table.candidates[best.row]
+        recommended = self._table.candidates[best.row]
+        rows = self._posterior.open_rows() if final else self._posterior.known_rows()
+        references = References(
+            base=self._table.row[base],
+            largest=largest_untiled(self._posterior, among=rows),
+            largest_without_recompute=largest_without_recompute(self._posterior, among=rows),
+            stock=best_stock(self._posterior, self._context.report, among=rows),
+        )
+        checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
+        dividing = find_dividing(self._posterior, best.row, self._whole_models.of)
+        out_of_budget = final and self._history.exhausted(self._context.index)
+        return build_recommendation(
+            self._posterior,
+            best,
+            references,
+            self._context.report,
+            checked,
+            rival,
+            dividing,
+            final=final,
+            out_of_budget=out_of_budget,
+        )
+
+    def _recommended(self) -> Candidate | None:
+        best = self._posterior.recommend()
+        return None if best is None else self._table.candidates[best.row]
+
+    def _first_feasible(self) -> Candidate | None:
+        return next((t.candidate for t in self._context.trials if t.measurement.outcome is Outcome.OK), None)
+
+    def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
+        """Memory is short, every trial failed, or the budget was too small."""
+        context, smallest = self._context, self._smallest()
+        limit = memory_limit(self._request, context.report.hardware)
+        all_failed = self._history.failed_for_memory(context.variant) and not self._is_unfinished()
+        if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
+            return explain_without_fit(self._request, context.report, context.model, smallest)
+        failure = self._history.commonest_failure(context.variant)
+        if failure is not None:
+            return f"no candidate could be measured; most failed with {failure}", ()
+        return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials", ()
+
+    def _smallest(self) -> SmallestCandidate:
+        """The candidate with the smallest peak; of several, one whose whole model ran out of memory."""
+        posterior, smallest = self._posterior, self._posterior.smallest_row
+        ran_out = (t for t in self._whole_models.trials if t.measurement.outcome is Outcome.OUT_OF_MEMORY)
+        rows = [self._table.row[t.candidate] for t in ran_out if t.candidate in self._table.row]
+        alike = [row for row in rows if posterior.memory.required_C[row] <= posterior.memory.required_C[smallest]]
+        row, failed = (alike[0], "its whole model") if alike else (smallest, None)
+        is_measured, found = posterior.is_known(row), posterior.bytes(row)
+        if failed is None and posterior.fits(row) and not (is_measured or posterior.is_open(row)):
+            failed = "a component of it" if self._history.failed_for_memory(self._context.variant) else None
+        factor = peak_factor(posterior.knowledge.reported)
+        return SmallestCandidate(
+            self._table.candidates[row], found.peak, found.required, is_measured, failed, reported_factor=factor
+        )
+
+    def _is_unfinished(self) -> bool:
+        """Whether a candidate that is expected to fit was not tried."""
+        return any(self._posterior.fits(int(row)) for row in self._posterior.open_rows())

@@ -1,0 +1,139 @@
+"""The search loop: what a space needs first, what is likely to be the best, comparisons, then whole models."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator
+
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.measurement import judge
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.search_space import NextCheck, SearchSpace
+from bexp.explorer.search.trial_scheduler import CompletedTrial, TrialScheduler
+from bexp.explorer.search.variant_context import VariantContext
+
+MOST_COMPARISONS = 6
+"""The most trials in a row for the answer's comparisons. Each measures what another needs, or finds that it cannot."""
+
+
+class SearchLoop:
+    """Searches one space within the budget. Nothing that is stored is measured again, or told again."""
+
+    def __init__(self, context: VariantContext, space: SearchSpace, log: ProgressLog) -> None:
+        self._context = context
+        self._history = context.history
+        self._clock = context.clock
+        self._space = space
+        self._log = log
+        self._scheduler = TrialScheduler(context, space)
+
+    def run(self) -> Generator[Progress, None, Recommendation | None]:
+        """Explore until the confidence target or the budget is reached, then compare and check; returns the answer.
+
+        Each `Progress` is stored before the next is asked for.
+        """
+        yield from self._prepare()
+        yield from self._finish_contaminated()
+        while True:
+            before = self._history.next_number
+            yield from self._search()
+            yield from self._compare()
+            if self._history.next_number > before:
+                continue
+            check = self._space.next_whole_model()
+            if check is None:
+                break
+            yield from self._run_whole_model(check)
+        found = self._space.recommend(final=True)
+        if self._log.is_pending:
+            yield self._log.step(recommendation=found)
+        return found
+
+    def _prepare(self) -> Iterator[Progress]:
+        """Measure what the space needs before it can suggest anything, with nothing else in flight."""
+        needed, started = self._space.prepare(), self._clock()
+        while (suggestion := next(needed, None)) is not None:
+            self._scheduler.queue(suggestion, self._clock() - started)
+            yield from self._complete_all()
+            started = self._clock()
+        self._log.resume(self._space.recommend())
+
+    def _finish_contaminated(self) -> Iterator[Progress]:
+        """Repeat a contaminated trial that was the last before a resume."""
+        past = self._context.trials
+        if past and past[-1].kind is TrialKind.COMPONENTS:
+            self._scheduler.repeat_contaminated(self._space.row_of(past[-1]), past[-1])
+            yield from self._complete_all()
+
+    def _search(self) -> Iterator[Progress]:
+        """Keep as many trials in flight as allowed, while they are worth it."""
+        while True:
+            while self._scheduler.has_room and self._begin_next():
+                pass
+            if not self._scheduler.num_in_flight:
+                return
+            yield from self._report(self._scheduler.complete_next())
+
+    def _begin_next(self) -> bool:
+        """Begin a trial that is due, else the one that the space suggests; returns whether there was one."""
+        if self._scheduler.begin_due():
+            return True
+        if self._is_over():
+            return False
+        started = self._clock()
+        suggestion = self._space.suggest()
+        if suggestion is None:
+            return False
+        self._scheduler.queue(suggestion, self._clock() - started)
+        return self._scheduler.begin_due()
+
+    def _is_over(self) -> bool:
+        """Whether the search is over, whatever would be suggested.
+
+        It may overdraw its budget until there is one candidate to recommend.
+        """
+        history, index = self._history, self._context.index
+        if history.is_hopeless(self._context.variant) or self._space.ends_search or history.overdrawn(index):
+            return True
+        return history.exhausted(index) and self._space.is_answered
+
+    def _compare(self) -> Iterator[Progress]:
+        """Measure what the answer still needs."""
+        for _ in range(MOST_COMPARISONS):
+            suggestion = self._space.compare()
+            hopeless = self._history.is_hopeless(self._context.variant)
+            if suggestion is None or hopeless or self._history.overdrawn(self._context.index):
+                return
+            self._scheduler.queue(suggestion)
+            yield from self._complete_all()
+
+    def _complete_all(self) -> Iterator[Progress]:
+        """Run what is due, and wait until nothing is in flight."""
+        for completed in self._scheduler.complete_all():
+            yield from self._report(completed)
+
+    def _report(self, completed: CompletedTrial) -> Iterator[Progress]:
+        """Yield a trial that has ended. Once it is stored, tell it to the space."""
+        suggestion, trial = completed
+        events = self._space.trial_events(suggestion, trial)
+        yield self._log.step(trial, events, self._space.recommend())
+        self._space.tell(trial)
+
+    def _run_whole_model(self, check: NextCheck) -> Iterator[Progress]:
+        """Run a whole model with nothing else in flight, and learn from it."""
+        plan, expected = self._space.plan_whole_model(self._history.next_number, check)
+        started = self._clock()
+        measurement = judge(self._context.executor(plan))
+        trial = Trial(
+            number=plan.number,
+            kind=plan.kind,
+            measurement=measurement,
+            predicted_peak_bytes=expected.peak_bytes,
+            predicted_tokens_per_second=expected.tokens_per_second,
+            seconds=self._clock() - started,
+            mesh_run=plan.mesh_run,
+        )
+        trial, events = self._space.learn_whole_model(check, trial)
+        self._history.add(trial)
+        yield self._log.step(trial, events, self._space.recommend())

@@ -1,0 +1,255 @@
+"""The meshes of several devices, and how each device runs its share, for a machine that is described or there.
+
+The space is searched in stages. Formulas rank the meshes, then the candidates of the best meshes, and those that remain
+are measured block by block, the most promising first. Meshes share most of their blocks. If the worker has the devices,
+what they exchange is measured first, and the best candidates run as whole models in the end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Sequence
+
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
+from bexp.explorer.records.event import EventDraft
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation, Relaxation
+from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, timeout_seconds
+from bexp.explorer.search.event_messages import whole_model_event
+from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.plan_events import blocks_event, exchange_event, space_events
+from bexp.explorer.search.plan_ranking import PlanRanker, Ranking, plainness
+from bexp.explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
+from bexp.explorer.search.plan_report import recommend_plan
+from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.progress_log import ProgressLog
+from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
+from bexp.explorer.search.suggestion import Suggestion
+from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.spec.mesh import MeshRun
+
+SCREENINGS = 3
+"""How often the whole space is ranked anew, each time with what has been measured until then."""
+
+
+class MeshSpace(SearchSpace):
+    """The meshes of a plan. A row is that of `PlanSpace.candidates`.
+
+    Raises:
+        EmptySpaceError: no back end that the request names can be used here.
+    """
+
+    def __init__(self, context: VariantContext, log: ProgressLog) -> None:
+        self._context = context
+        self._request = context.request
+        self._history = context.history
+        self._log = log
+        self._space = PlanSpace(context.request, context.report)
+        self._rows = {found: row for row, found in enumerate(self._space.candidates)}
+        for trial in context.trials:
+            self._learn(trial.measurement)
+        self._checks = MeshChecks(self._space)
+        self._ranker = PlanRanker(self._space, self._checks)
+        self._checks.learn(context.trials)
+        self._space.factor = self._checks.factor
+        self._pool: Sequence[MeshCandidate] = ()
+        self._base: MeshCandidate | None = None
+        self._ranking = Ranking((), None, 0.0, ())
+        self._num_screenings = 0
+        self._num_screened = -1
+        """How many components were measured when the space was last ranked; -1 before the first suggestion."""
+        self._in_flight: set[int] = set()
+
+    # -- what to measure -----------------------------------------------------------------------------------------
+
+    def prepare(self) -> Iterator[Suggestion]:
+        """What the devices exchange, then the base: the plainest candidate."""
+        space, is_resumed = self._space, bool(self._context.trials)
+        exchanges = tuple(c for c in space.exchanges if c not in space.measured)
+        if exchanges and space.candidates:
+            plainest = min(space.candidates, key=plainness)
+            yield Suggestion(self._rows[plainest], exchanges, reason="what devices exchange")
+        self._pool = self._ranker.screen()
+        self._base = min(self._pool, key=plainness, default=None)
+        if not is_resumed:
+            self._log.add(*space_events(space, len(self._pool), self._base))
+            self._log.describe_space(space.summarize())
+        if self._base is None:
+            return
+        self._ranking = self._ranker.rank(self._pool)
+        if space.missing(self._base) and space.is_open(self._base):
+            yield self._complete(self._base, "a base")
+
+    def suggest(self) -> Suggestion | None:
+        """The candidate that is likeliest to be the best, of those not known; the space is ranked anew in between."""
+        if self._in_flight or self._base is None:
+            return None
+        if self._num_screened < 0:
+            self._num_screened = len(self._space.measured)
+        while self._num_screenings < SCREENINGS:
+            likeliest = self._likeliest()
+            if likeliest is not None:
+                return self._complete(likeliest, "likely to be the best")
+            if len(self._space.measured) == self._num_screened:
+                return None
+            self._pool = list(dict.fromkeys([*self._ranker.screen(), self._base]))  # with what is known now
+            self._ranking = self._ranker.rank(self._pool)
+            self._num_screenings += 1
+            self._num_screened = len(self._space.measured)
+        return None
+
+    def _likeliest(self) -> MeshCandidate | None:
+        """Of the candidates not known, the one that is likeliest to be the best; None if one known is likely enough."""
+        ranking, target = self._ranking, self._request.budget.confidence_target
+        if ranking.best is not None and 100 * ranking.confidence >= target:
+            return None
+        open_ = [i for i, one in enumerate(ranking.ranked) if not one.known]
+        likely = [i for i in open_ if ranking.chances[i] > 0 or ranking.best is None]
+        if not likely:
+            return None
+        return ranking.ranked[max(likely, key=lambda i: ranking.chances[i])].found
+
+    def _complete(self, found: MeshCandidate, reason: str) -> Suggestion:
+        return Suggestion(self._rows[found], self._space.missing(found), reason=reason)
+
+    def compare(self) -> Suggestion | None:
+        """Nothing: an answer is compared with what the search has measured."""
+        return None
+
+    def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
+        """One trial: the next suggestion follows from all of it."""
+        return (suggestion,)
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether all blocks of a candidate are measured."""
+        return self._ranking.best is not None
+
+    @property
+    def ends_search(self) -> bool:
+        """Whether a whole model was run."""
+        return bool(self._history.whole_models(self._context.variant))
+
+    # -- trials of blocks and exchanges --------------------------------------------------------------------------
+
+    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialPlan, StepFigures]:
+        """The blocks of a candidate, or exchanges, which belong to no candidate."""
+        self._in_flight.add(number)
+        plan = self._plan(number, suggestion.row, suggestion.components)
+        return plan.model_copy(update={"again": suggestion.again}), self._figures(suggestion)
+
+    def learn(
+        self, number: int, suggestion: Suggestion, measurement: Measurement, awaited: Collection[Component]
+    ) -> tuple[Measurement, StepFigures]:
+        """Rank the candidates anew with what was measured."""
+        self._in_flight.discard(number)
+        self._learn(measurement)
+        self._ranking = self._ranker.rank(self._pool)
+        return measurement, self._figures(suggestion) if measurement.outcome is Outcome.OK else StepFigures()
+
+    def _learn(self, measurement: Measurement) -> None:
+        self._space.learn(measurement.components)
+        self._space.learn_failure(measurement)
+
+    def times_contaminated(self, component: Component) -> int:
+        """How many trials have measured a component on a shared or throttled device."""
+        return self._space.contaminated[component]
+
+    def is_measured(self, component: Component) -> bool:
+        """Whether a component was measured well."""
+        return component in self._space.measured
+
+    def row_of(self, trial: Trial) -> int | None:
+        """None: a stored trial does not name its mesh, and what is missing is suggested again."""
+        return None
+
+    def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
+        """What a trial of blocks, or of exchanges, says."""
+        number = len(suggestion.components)
+        if _is_exchange(suggestion):
+            return [exchange_event(trial, number)]
+        return [blocks_event(trial, self._space.candidates[suggestion.row], number)]
+
+    def _plan(self, number: int, row: int, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialPlan:
+        request, kind = self._request, TrialKind.COMPONENTS if run is None else TrialKind.WHOLE_MODEL
+        return TrialPlan(
+            number=number,
+            kind=kind,
+            model=request.shapes,
+            candidate=self._space.candidates[row].candidate,
+            components=components,
+            timeout_seconds=timeout_seconds(kind, request),
+            num_processes=request.num_devices if request.devices.is_mesh else 1,
+            mesh_run=run,
+        )
+
+    def _figures(self, suggestion: Suggestion) -> StepFigures:
+        if _is_exchange(suggestion):
+            return StepFigures()
+        step = self._space.step(self._space.candidates[suggestion.row])
+        return StepFigures(step.memory.total, step.tokens_per_second)
+
+    # -- whole models --------------------------------------------------------------------------------------------
+
+    def next_whole_model(self) -> NextCheck | None:
+        """The recommended candidate, then others that may be better, if the devices are there."""
+        ranking = self._ranking
+        if ranking.best is None or not self._request.devices.is_mesh:
+            return None
+        known = [i for i, one in enumerate(ranking.ranked) if one.known and one.step.exact]
+        found = [ranking.ranked[i].found for i in known]
+        best = ranking.ranked[ranking.best].found
+        wanted = self._checks.next(found, best, [ranking.chances[i] for i in known])
+        if wanted is None or (wanted != best and self._history.exhausted(self._context.index)):
+            return None
+        chance = None if wanted == best else ranking.chances[known[found.index(wanted)]]
+        return NextCheck(self._rows[wanted], chance)
+
+    def plan_whole_model(self, number: int, check: NextCheck) -> tuple[TrialPlan, StepFigures]:
+        """The whole model of a candidate on its mesh, and its composed step."""
+        found = self._space.candidates[check.row]
+        run = self._checks.run_of(found, self._space.step(found, simulate=True))
+        composed = self._space.step(found, simulate=True, run=run)
+        return self._plan(number, check.row, (), run), StepFigures(composed.memory.total, composed.tokens_per_second)
+
+    def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
+        """Rank the candidates anew with what the whole model says."""
+        found = self._space.candidates[check.row]
+        self._checks.learn((trial,))
+        ran = self._checks.of(found)
+        if ran is not None:
+            figures = {"tokens_per_second": ran.tokens_per_second, "measured_peak_bytes": ran.measurement.peak_bytes}
+            trial = trial.model_copy(update=figures)
+        self._ranking = self._ranker.rank(self._pool)
+        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=found.mesh.describe())]
+
+    # -- the answer ----------------------------------------------------------------------------------------------
+
+    def recommend(self, *, final: bool = False) -> Recommendation | None:
+        """The best of the candidates whose blocks are all measured; None if there is none."""
+        ranking = self._ranking
+        if ranking.best is None or self._base is None:
+            return None
+        return recommend_plan(
+            self._space,
+            self._context.report,
+            ranking.ranked,
+            ranking.best,
+            self._base,
+            ranking.confidence,
+            self._checks,
+        )
+
+    def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
+        """Memory is short, a block failed, or the budget was too small."""
+        if self._base is None:
+            remedies = find_plan_relaxations(self._request, self._context.report)
+            return explain_no_mesh_fits(self._ranker.smallest, self._space.limit_bytes, remedies), remedies
+        if self._space.failed:
+            failure = next(iter(self._space.failed.values()))
+            return f"no mesh could be measured whole; a block failed with {failure}", ()
+        return "the budget ended before a mesh was measured: raise max_seconds or max_trials", ()
+
+
+def _is_exchange(suggestion: Suggestion) -> bool:
+    return suggestion.components[0].exchange is not None
