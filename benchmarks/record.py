@@ -14,6 +14,7 @@ the component runs of tables of the same model on the same device that differ on
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -283,7 +284,8 @@ def main(arguments: list[str] | None = None) -> int:
     several = len(options.configs) > 1
     failed = False
     started = time.monotonic()
-    profiler = Profiler(options.device, on_wait=print)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    profiler = Profiler(options.device)
     try:
         profiler.start()
         start_seconds = time.monotonic() - started

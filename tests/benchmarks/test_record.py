@@ -26,6 +26,8 @@ SHARED = Conditions(foreign_processes=1)
 class TableProfiler:
     """Answers from a complete table; components of `too_large` and above run out of memory."""
 
+    held_by: str | None = None
+
     def __init__(self, recorded: Recording, *, too_large: int = 1000, device_name: str = "a") -> None:
         self.restarts = 0
         self.plans: list[TrialPlan] = []

@@ -21,6 +21,8 @@ NUM_TRIALS = 3
 class FakeProfiler:
     """Measures in no time, unless a trial of `hanging` is asked for: that one waits to be interrupted."""
 
+    held_by: str | None = None
+
     def __init__(self, *, hanging: Sequence[int] = (), outcomes: Sequence[Outcome] = ()) -> None:
         self.restarts = 0
         self.calls: list[str] = []

@@ -16,9 +16,10 @@ from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE
-from bexp.workers.__main__ import SERVICE_FAILED, database_limits, listen, main, serve_workers
+from bexp.workers.__main__ import main
 from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.interface import ProfilerError
+from bexp.workers.serving import SERVICE_FAILED, database_limits, listen, serve_workers
 from tests.contracts.samples import make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 

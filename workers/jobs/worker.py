@@ -44,8 +44,7 @@ class Worker:
     jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
     target by name, and `software` that of each package that the speed of a component depends on; the default is what is
     installed here. An idle worker polls at intervals that grow to
-    `max_poll_seconds`. `hardware` is None until the device is ready, and `device_held` says who
-    else has it until then.
+    `max_poll_seconds`. `hardware` is None until the device is ready.
     """
 
     def __init__(
@@ -75,7 +74,6 @@ class Worker:
         self._start_pauses_seconds = tuple(start_pauses_seconds)
         self._listener: Listener | None = None
         self.hardware: HardwareSpec | None = None
-        self.device_held: str | None = None
         self._stopping = threading.Event()
         self._noticed = threading.Event()
 
@@ -122,6 +120,11 @@ class Worker:
     def notice(self) -> None:
         """Ask for a job soon, because one may have been queued. May be called from any thread."""
         self._noticed.set()
+
+    @property
+    def device_held(self) -> str | None:
+        """Who else holds the device, while this worker waits for it."""
+        return self._profiler.held_by
 
     @property
     def database(self) -> Database:

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, suppress
 from typing import TypeVar
 
-from bexp.workers.devices.lock import DeviceLocks
+from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import describe_status, name_ended
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError, ProfilerStartError
@@ -90,6 +90,12 @@ class DeviceProcess:
         self.check_interrupted()
         self._start_seconds += time.perf_counter() - started
         return process
+
+    def prepare(self) -> None:
+        """Start the first process as a spare if the device is free now, without waiting for either."""
+        with suppress(DeviceBusyError):
+            self.locks.acquire(timeout_seconds=0.0)
+            self.start_spare()
 
     def start_spare(self) -> None:
         """Start the next process in advance, without waiting for it. `ensure` takes it once there is no process.

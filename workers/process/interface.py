@@ -33,6 +33,9 @@ class DeviceProfiler(Protocol):
     the errors that each method raises.
     """
 
+    held_by: str | None = None
+    """Who else holds the device, while `start` waits for it."""
+
     @property
     def restarts(self) -> int:
         """How often a profiler process was replaced during trials that have been waited for."""

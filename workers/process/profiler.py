@@ -59,7 +59,6 @@ class Profiler:
     Args:
         device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
         environment: of the profiler process; default: this process's own.
-        on_wait: called once, with the reason, if another profiler holds the device.
         lock_timeout_seconds: how long to wait for the device; null: as long as it takes.
         lock_directory: where the host's device locks lie; default: see `bexp.workers.devices.lock`.
         start_timeout_seconds: for importing torch, and again for measuring the device.
@@ -73,7 +72,6 @@ class Profiler:
         device: str | Sequence[str],
         *,
         environment: Mapping[str, str] | None = None,
-        on_wait: Callable[[str], None] | None = None,
         lock_timeout_seconds: float | None = None,
         lock_directory: Path | None = None,
         start_timeout_seconds: float = 180.0,
@@ -88,6 +86,8 @@ class Profiler:
             )
         given = os.environ if environment is None else environment
         environment = kernel_cache(given) | profiler_environment(given, is_group=len(self.devices) > 1)
+        self.held_by: str | None = None
+        """Who else holds the device, while this waits for it."""
         keys = [device_key(name, environment) for name in self.devices]
         if len(set(keys)) < len(keys) and self.devices[0] != "cpu":
             raise ValueError(f"{', '.join(self.devices)} names a device twice")
@@ -95,7 +95,7 @@ class Profiler:
             self.devices,
             DeviceLocks(keys, directory=lock_directory or lock_folder(environment)),
             environment=environment,
-            on_wait=on_wait,
+            on_wait=self._wait_for,
             lock_timeout_seconds=lock_timeout_seconds,
             start_timeout_seconds=start_timeout_seconds,
         )
@@ -138,6 +138,10 @@ class Profiler:
         """
         self._process.resume()
         self._with_process(lambda process: process)
+
+    def prepare(self) -> None:
+        """If the device is free, start a process that imports torch, without waiting for it; `start` takes it."""
+        self._process.prepare()
 
     def hardware(self) -> HardwareSpec:
         """The device, measured once in the life of this object."""
@@ -247,6 +251,10 @@ class Profiler:
         self._job = None
         self._process.close()
 
+    def _wait_for(self, reason: str) -> None:
+        _log.info("waiting for the device: %s", reason)
+        self.held_by = reason
+
     def _prepare_next(self) -> None:
         """Start a spare if the process cannot serve the next job."""
         if self._uses_spares and not self._is_clean:
@@ -265,6 +273,7 @@ class Profiler:
     def _ensure_process(self) -> ProfilerProcess:
         """The process, started if there is none, and told of the job."""
         process = self._process.ensure()
+        self.held_by = None
         if self._prepared is not process:
             self._is_clean, self._allocator = True, None
             if self._job is not None:

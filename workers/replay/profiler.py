@@ -31,6 +31,8 @@ class ReplayProfiler:
     way round.
     """
 
+    held_by: str | None = None
+
     def __init__(self, path: Path) -> None:
         """Read the table.
 

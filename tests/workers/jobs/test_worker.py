@@ -102,6 +102,8 @@ def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
 class Moody(FakeProfiler):
     """Its starts fail as listed; null is a start that succeeds."""
 
+    held_by: str | None = None
+
     def __init__(self, *starts: ProfilerError | None) -> None:
         super().__init__()
         self._starts = list(starts)

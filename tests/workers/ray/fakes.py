@@ -24,6 +24,8 @@ OPEN = "open"
 class FakeActorProfiler:
     """Measures in no time, unless it is told otherwise."""
 
+    held_by: str | None = None
+
     def __init__(self, memory_bytes: int | None = None) -> None:
         self.restarts = 0
         self._memory_bytes = memory_bytes
