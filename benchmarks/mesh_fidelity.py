@@ -30,7 +30,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.request import ExplorationRequest
@@ -129,7 +129,7 @@ def measure(
 
     `measured` has the components of earlier rows of the model, and gets those of this one.
     """
-    space = PlanSpace(request, report)
+    space = MeshKnowledge(request, report)
     space.learn(measured.values())
     found = max(space.candidates, key=lambda each: space.step(each).tokens_per_second)
 
@@ -175,7 +175,7 @@ def measure(
     }
 
 
-def compared(space: PlanSpace, found: MeshCandidate, checks: MeshChecks, run: MeshRun) -> dict[str, Any]:
+def compared(space: MeshKnowledge, found: MeshCandidate, checks: MeshChecks, run: MeshRun) -> dict[str, Any]:
     """Return the figures of a row; only the composed ones if the whole model failed."""
     step = space.step(found, simulate=True, run=run)
     figures: dict[str, Any] = {

@@ -11,8 +11,8 @@ from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, judge
 from bexp.explorer.records.trial import Measure, TrialKind, TrialPlan
-from bexp.explorer.search.plan_report import plan_parts
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
+from bexp.explorer.search.mesh_report import mesh_parts
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -44,7 +44,7 @@ def predict(
         RowError: the row stands for several candidates, or for none, or a block cannot be measured, or `measure` is
             null and a block is missing.
     """
-    space = PlanSpace(request, report)
+    space = MeshKnowledge(request, report)
     if len(space.candidates) != 1:
         raise RowError(f"the row stands for {len(space.candidates)} candidates")
     found, subject = space.candidates[0], subject_of(request)
@@ -96,7 +96,7 @@ def subject_of(request: ExplorationRequest) -> str:
     return " ".join(same)
 
 
-def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dict[str, Any]:
+def describe_step(space: MeshKnowledge, step: MeshStep, report: DeviceReport) -> dict[str, Any]:
     """Return the predicted throughput and the parts of the step."""
     kernels = {"attention": report.default_attention, "experts": report.default_experts}
     return {
@@ -113,11 +113,11 @@ def describe_step(space: PlanSpace, step: MeshStep, report: DeviceReport) -> dic
         "layers": list(step.layers),
         "memory_bytes": step.memory.total,
         "power_capped_share": power_capped_share(space, step),
-        "parts": [part.model_dump(mode="json") for part in plan_parts(space, step)],
+        "parts": [part.model_dump(mode="json") for part in mesh_parts(space, step)],
     }
 
 
-def power_capped_share(space: PlanSpace, step: MeshStep) -> float:
+def power_capped_share(space: MeshKnowledge, step: MeshStep) -> float:
     """Return the share of the step that hangs on blocks during which the power limit held the clock down."""
     found = 0.0
     for part, share in step.makeup.items():

@@ -60,7 +60,7 @@ class ExchangeUnits:
     """The units of a model.
 
     `first` comes first in forward and last in backward. A tied embedding contains the head, and so
-    does the unit of what a model's own code has outside its layers; `last` is then null.
+    does the unit of what a model's own code has outside its layers; `last` is then None.
     """
 
     first: Unit

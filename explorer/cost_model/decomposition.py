@@ -35,8 +35,8 @@ class LayerGroup:
 class Decomposition:
     """The components of a candidate's step.
 
-    `embedding` is null if the head stands for the whole shell. `optimizer` is null in eval mode. `communication` is
-    null if devices exchange nothing, or if the worker has too few devices to time it.
+    `embedding` is None if the head stands for the whole shell. `optimizer` is None in eval mode. `communication` is
+    None if devices exchange nothing, or if the worker has too few devices to time it.
     """
 
     embedding: Component | None

@@ -25,7 +25,7 @@ from bexp.explorer.cost_model.fabric_exchange import Link, Transfer
 
 NOTHING = Transfer(0.0)
 Task = tuple[float, int | None]
-"""Seconds, and the place of the other resource's task that must end before; null if there is none."""
+"""Seconds, and the place of the other resource's task that must end before; None if there is none."""
 
 
 @dataclass(frozen=True, slots=True)

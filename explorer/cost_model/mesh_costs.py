@@ -180,7 +180,7 @@ class DeviceShare:
 def compose_layer(
     blocks: Sequence[Block], costs: Costs, share: DeviceShare, mesh: Mesh, sort: Sort | None
 ) -> LayerCost:
-    """Compose a layer of one device; `sort` is null for embedding and head."""
+    """Compose a layer of one device; `sort` is None for embedding and head."""
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
     forward = backward = weights = exchanged = 0.0

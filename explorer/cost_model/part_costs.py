@@ -142,7 +142,7 @@ def part_work(component: Component, parts: ModelParts) -> Work:
 
 
 def again_work(component: Component, parts: ModelParts, forward: Work) -> Work | None:
-    """Return the work that the backward pass runs again; null if it runs nothing again."""
+    """Return the work that the backward pass runs again; None if it runs nothing again."""
     if component.recompute.is_whole or component.bta_tile is not None:
         return forward
     if component.recompute is BlockRecompute.SELECTIVE:

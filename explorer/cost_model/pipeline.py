@@ -128,7 +128,7 @@ def pipeline_seconds(
 
 
 def _ready(action: Action, ended: dict[Action, float], stages: Sequence[StageCosts]) -> float | None:
-    """Return when the input of a pass is there; null if that is not known yet."""
+    """Return when the input of a pass is there; None if that is not known yet."""
     kind, stage, micro_batch = action
     if kind is Pass.WEIGHTS:
         return ended.get(Action(Pass.BACKWARD, stage, micro_batch))

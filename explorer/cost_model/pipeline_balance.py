@@ -35,7 +35,7 @@ def balance_layers(
 
 
 def _fill(seconds: Sequence[float], num_stages: int, limit: float, first: float, last: float) -> tuple[int, ...] | None:
-    """Return the layers of each stage if every stage takes as many as `limit` allows; null if some are left over."""
+    """Return the layers of each stage if every stage takes as many as `limit` allows; None if some are left over."""
     counts, place = [], 0
     for stage in range(num_stages):
         taken = first if stage == 0 else 0.0

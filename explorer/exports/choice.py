@@ -26,7 +26,7 @@ class Choice:
     `missing` names what the framework cannot be told of it. If that is context parallelism, `context_parallel_size` is
     1, and the accumulation steps keep the batch with that. `is_stored_best` says that it is the one that the answer
     itself names for the batch. `fits_full_logits` is false if full logits, where they replace a chunked loss, are not
-    expected to fit beside it, and null if that is not known or does not matter. `plan` has the mesh to export.
+    expected to fit beside it, and None if that is not known or does not matter. `plan` has the mesh to export.
     """
 
     candidate: Candidate

@@ -77,7 +77,7 @@ class Framework:
 
 
 def attention_name(candidate: Candidate, report: DeviceReport | None) -> str | None:
-    """Return the attention implementation by the transformers library's names; null for whatever the code calls.
+    """Return the attention implementation by the transformers library's names; None for whatever the code calls.
 
     A kernel of torch's is `sdpa` if torch chooses it by itself on the device, else `flash`, `cudnn`, `efficient` or
     `math`: it was pinned.

@@ -38,7 +38,7 @@ class Plan:
 
     `batch_size` counts the sequences of a step over all devices. `recompute` is `none`, `full`, or a policy that the
     framework has. `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the
-    transformers library's names; null is the framework's own choice. `header` says, line by line, where it comes from,
+    transformers library's names; None is the framework's own choice. `header` says, line by line, where it comes from,
     what was lost and what else must be set.
     """
 
@@ -69,7 +69,7 @@ class Plan:
 
     @property
     def allocator(self) -> str | None:
-        """The value of PyTorch's variable for its allocator; null for the default."""
+        """The value of PyTorch's variable for its allocator; None for the default."""
         return "expandable_segments:True" if self.expandable_segments else None
 
     @property

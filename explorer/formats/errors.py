@@ -118,7 +118,7 @@ def _fields_beside(location: Location) -> tuple[str, ...]:
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:
-    """Return the model that a field holds, which may be one of several types; null if it holds none."""
+    """Return the model that a field holds, which may be one of several types; None if it holds none."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)

@@ -33,7 +33,7 @@ PARALLEL_SIZES = {
 
 
 def read_flags(given: Any, location: Location, translation: Translation) -> dict[str, Any] | None:
-    """Return flags by name, with underscores, from a text, a list of words, or a mapping; null if there are none.
+    """Return flags by name, with underscores, from a text, a list of words, or a mapping; None if there are none.
 
     A command line is cut after the name of its script, such as `pretrain_gpt.py`.
     """
@@ -283,7 +283,7 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mes
 
 
 def _numbered_policy(method: str | None, layers: int, translation: Translation) -> str | None:
-    """Return the policy of Megatron's method and number of layers; null if a policy without a number means the same.
+    """Return the policy of Megatron's method and number of layers; None if a policy without a number means the same.
 
     `block` recomputes the first layers, each by itself. `uniform` recomputes chunks of layers, each as one. More layers
     than there are mean all of them.

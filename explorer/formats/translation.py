@@ -35,7 +35,7 @@ class Translation:
             self.sources[target] = source
 
     def get(self, *target: str) -> Any:
-        """Return the native field `target`, or null if it is not set."""
+        """Return the native field `target`, or None if it is not set."""
         value: Any = self.document
         for key in target:
             value = value.get(key) if isinstance(value, dict) else None
@@ -90,7 +90,7 @@ class Section:
         return self.translation.section(self.get(key), self.at(key))
 
     def integer(self, key: str, default: int | None = None, *, largest: int = 1 << 31) -> int | None:
-        """Return a whole number from 0 to `largest`; null if it is absent, or, with a problem noted, if it is none."""
+        """Return a whole number from 0 to `largest`; None if it is absent, or, with a problem noted, if it is none."""
         value = self.get(key, default)
         if value is None:
             return None

@@ -84,7 +84,7 @@ class ComponentMeasurement(ComponentFigures):
 
     @property
     def contamination(self) -> str | None:
-        """Why this timing cannot be trusted; null if it can."""
+        """Why this timing cannot be trusted; None if it can."""
         return self.conditions.contamination if self.conditions is not None else None
 
 
@@ -113,7 +113,7 @@ class WholeModelMeasurement(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why this timing cannot be trusted; null if it can."""
+        """Why this timing cannot be trusted; None if it can."""
         return self.conditions.contamination if self.conditions is not None else None
 
     @property
@@ -156,7 +156,7 @@ class Measurement(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why a timing of this trial cannot be trusted; null if all of them can."""
+        """Why a timing of this trial cannot be trusted; None if all of them can."""
         timed = (*self.components, *((self.whole_model,) if self.whole_model is not None else ()))
         return next((found.contamination for found in timed if found.contamination is not None), None)
 

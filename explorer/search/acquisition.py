@@ -40,7 +40,7 @@ class _Option:
 
 
 def suggest_measurement(posterior: Posterior) -> Suggestion | None:
-    """The better of a new candidate and a repeated run; null if no measurement is expected to change anything.
+    """The better of a new candidate and a repeated run; None if no measurement is expected to change anything.
 
     With trials in flight, it is what would be suggested if each of them had measured what is expected of it.
     """

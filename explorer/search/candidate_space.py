@@ -12,6 +12,13 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
+from bexp.explorer.search.candidate_report import (
+    References,
+    best_stock,
+    build_recommendation,
+    largest_untiled,
+    largest_without_recompute,
+)
 from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
@@ -25,21 +32,14 @@ from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.relaxations import SmallestCandidate, explain_without_fit
-from bexp.explorer.search.report import (
-    References,
-    best_stock,
-    build_recommendation,
-    largest_untiled,
-    largest_without_recompute,
-)
 from bexp.explorer.search.reported_runs import peak_factor, reported_event
 from bexp.explorer.search.samplers import make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
 from bexp.explorer.search.variant_context import VariantContext
-from bexp.explorer.search.verification import WholeModels, next_comparison
 from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
+from bexp.explorer.search.whole_models import WholeModels, next_comparison
 from bexp.explorer.spec.candidate import Candidate
 
 

@@ -100,7 +100,7 @@ class CandidateThroughput:
     def _correct(
         self, whole_models: Mapping[int, WholeModelRun], reported: Sequence[ReportedError]
     ) -> Correction | None:
-        """The correction that follows from the whole models and the reported runs; null if there is neither."""
+        """The correction that follows from the whole models and the reported runs; None if there is neither."""
         if not whole_models:
             nothing = np.empty(0)
             unknown_NJ = np.empty((NUM_SAMPLES, 0))

@@ -47,7 +47,7 @@ def dividing_rows(table: SpaceTable) -> Mask:
 
 
 def recommend_dividing(posterior: Posterior) -> BestCandidate | None:
-    """Return the candidate to recommend among those that divide the requested batch; null if none of them fits.
+    """Return the candidate to recommend among those that divide the requested batch; None if none of them fits.
 
     It is the recommended one if that divides. The search does not aim at the others, so they need not be known well
     enough: the one that is most likely to be within the tolerance of the best of them is taken, except where only a
@@ -74,7 +74,7 @@ def recommend_dividing(posterior: Posterior) -> BestCandidate | None:
 def find_dividing(
     posterior: Posterior, recommended: int, whole_model_of: Callable[[Candidate], Trial | None]
 ) -> DividingCandidate | None:
-    """Return the best candidate that divides the batch, beside the `recommended` row; null if none that fits does."""
+    """Return the best candidate that divides the batch, beside the `recommended` row; None if none that fits does."""
     best = recommend_dividing(posterior)
     if best is None:
         return None

@@ -82,7 +82,7 @@ def component_subjects(request: ExplorationRequest, report: DeviceReport) -> dic
 
 
 def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | None:
-    """Return the subject of a component; null for one that several devices measure together, whose links matter."""
+    """Return the subject of a component; None for one that several devices measure together, whose links matter."""
     return None if component.is_joint else subjects.get((component.kind, component.part))
 
 

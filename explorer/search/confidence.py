@@ -70,7 +70,7 @@ class Contenders:
 
     @property
     def incumbent(self) -> int | None:
-        """Position of the clear contender with the highest expected throughput; null if none is clear.
+        """Position of the clear contender with the highest expected throughput; None if none is clear.
 
         A whole model that does not run counts as no throughput, so headroom in memory decides between equals.
         """

@@ -66,7 +66,7 @@ class EarlierCheck:
         return tuple(one.component for one in self.checked)
 
     def disagreement(self, runs: Mapping[Component, ComponentObservations]) -> str | None:
-        """Return how the new runs differ by too much, in words; null if all of them agree."""
+        """Return how the new runs differ by too much, in words; None if all of them agree."""
         apart = [one for one in self.checked if not one.agrees(runs[one.component])]
         if not apart:
             return None
@@ -137,10 +137,10 @@ def choose_check(
         surrogate: conditioned on the earlier runs alone.
         earlier: the earlier runs of each component.
         rows: candidates that are expected to fit.
-        preferred: the row of the likely answer; null if no candidate is known in full, so that the one with most
+        preferred: the row of the likely answer; None if no candidate is known in full, so that the one with most
             earlier components is taken.
 
-    Returns null if no candidate has an earlier component, or so few that reusing them saves nothing.
+    Returns None if no candidate has an earlier component, or so few that reusing them saves nothing.
     """
     known_K = np.array([component in earlier for component in table.components])
     if rows.size == 0 or known_K.sum() <= MOST_CHECKED:

@@ -128,9 +128,9 @@ def whole_model_event(
 ) -> EventDraft:
     """Return the event of a whole-model run of the recommended candidate, of its runner-up, or of one that may fit.
 
-    `check` is null if the run failed. For the runner-up `probability_better` is the probability, before the run, that
+    `check` is None if the run failed. For the runner-up `probability_better` is the probability, before the run, that
     it is better than the recommended candidate. `probability_fits` is that of fitting, for one that does not fit as
-    composed. Both are null for the recommended candidate. `mesh` describes the devices, if they form one.
+    composed. Both are None for the recommended candidate. `mesh` describes the devices, if they form one.
     """
     measurement = trial.measurement
     what = f"Whole model with {'' if mesh is None else mesh + ' '}{trial.candidate.describe()}"

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Sequence
 
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.records.plan import MeshAlternative, PlainMesh
-from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.spec.expert_modes import ExpertMode
 
 
 def compare_expert_modes(
-    space: PlanSpace, ranked: Sequence[RankedCandidate], best: RankedCandidate
+    space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate
 ) -> tuple[MeshAlternative, ...]:
     """Return the best candidate of each other mode on the mesh of `best`, and the best whose experts are not spread.
 
@@ -34,7 +34,7 @@ def compare_expert_modes(
     return tuple(one.compared_with(best) for one in found if one is not None)
 
 
-def best_plain_mesh(space: PlanSpace, ranked: Sequence[RankedCandidate], best: RankedCandidate) -> PlainMesh | None:
+def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate) -> PlainMesh | None:
     """Return the best candidate in plain mode; that of the same mesh if none is ranked, whether it fits or not."""
     if best.found.mesh.expert_mode is ExpertMode.PLAIN:
         return None
@@ -50,7 +50,7 @@ def best_plain_mesh(space: PlanSpace, ranked: Sequence[RankedCandidate], best: R
     )
 
 
-def _fastest(space: PlanSpace, candidates: Iterable[MeshCandidate]) -> RankedCandidate | None:
+def _fastest(space: MeshKnowledge, candidates: Iterable[MeshCandidate]) -> RankedCandidate | None:
     steps = [(one, space.step(one)) for one in candidates]
     fits = [(one, step) for one, step in steps if space.required_bytes(step) <= space.limit_bytes]
     if not fits:
@@ -58,5 +58,5 @@ def _fastest(space: PlanSpace, candidates: Iterable[MeshCandidate]) -> RankedCan
     return _step_of(space, max(fits, key=lambda pair: pair[1].tokens_per_second)[0])
 
 
-def _step_of(space: PlanSpace, found: MeshCandidate) -> RankedCandidate:
+def _step_of(space: MeshKnowledge, found: MeshCandidate) -> RankedCandidate:
     return space.ranked(found, simulate=True)

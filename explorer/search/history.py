@@ -98,7 +98,7 @@ class TrialHistory:
         )
 
     def commonest_failure(self, variant: Variant) -> str | None:
-        """The reason that most failed trials of a variant give; null if none failed."""
+        """The reason that most failed trials of a variant give; None if none failed."""
         failed = [t.measurement for t in self.trials_of(variant) if t.measurement.outcome is not Outcome.OK]
         if not failed:
             return None

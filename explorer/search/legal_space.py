@@ -189,7 +189,7 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
     """Return the losses that a model's own code may compute, without those that failed a check.
 
-    They are null for the reference layers, which have one, and for a model that is measured whole.
+    They are None for the reference layers, which have one, and for a model that is measured whole.
     """
     if not model.computes_losses:
         return (None,)
@@ -233,7 +233,7 @@ def _code(
 
 
 def _kernels(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Kernels | None, ...]:
-    """Return the kernels to try; without a choice, those of the model's own code, by the name of null."""
+    """Return the kernels to try; without a choice, those of the model's own code, under the name None."""
     if request.space.kernel_choices == (None,):
         return request.space.kernel_choices
     usable = usable_backends("kernels", report.kernels, request.kernels, where)

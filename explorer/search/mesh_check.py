@@ -11,9 +11,9 @@ from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.plan_posterior import COMPOSITION_ERROR, Expected
-from bexp.explorer.search.plan_space import LEAST_ERROR, PlanSpace
-from bexp.explorer.search.verification import REFUTING
+from bexp.explorer.search.mesh_knowledge import LEAST_ERROR, MeshKnowledge
+from bexp.explorer.search.mesh_posterior import COMPOSITION_ERROR, Expected
+from bexp.explorer.search.whole_models import REFUTING
 from bexp.explorer.spec.mesh import Mesh, MeshRun
 
 MOST_RUN = 6
@@ -29,7 +29,7 @@ MOST_MICRO_BATCHES = 4
 class MeshChecks:
     """The whole models of one exploration. Every decision depends on the stored trials alone."""
 
-    def __init__(self, space: PlanSpace) -> None:
+    def __init__(self, space: MeshKnowledge) -> None:
         self._space = space
         self._ran: dict[MeshCandidate, Trial] = {}
         self.refuted: dict[MeshCandidate, str] = {}
@@ -57,7 +57,7 @@ class MeshChecks:
                 self._timed_out += outcome is Outcome.TIMED_OUT
 
     def next(self, ranked: list[MeshCandidate], best: MeshCandidate, chances: list[float]) -> MeshCandidate | None:
-        """Return what to run whole next: the recommended candidate, then the likeliest to be better; null at the end.
+        """Return what to run whole next: the recommended candidate, then the likeliest to be better; None at the end.
 
         `ranked` are candidates whose blocks are measured, and `chances` their probabilities to be the best. A mesh that
         ranks cannot run, or not before the trial's deadline, says nothing of other meshes.
@@ -75,7 +75,7 @@ class MeshChecks:
         return found not in self._ran and found.mesh not in self._refused
 
     def refusal(self, mesh: Mesh) -> str | None:
-        """Return why no whole model of a mesh runs; null if one may."""
+        """Return why no whole model of a mesh runs; None if one may."""
         return self._refused.get(mesh)
 
     def run_of(self, found: MeshCandidate, step: MeshStep) -> MeshRun:
@@ -104,7 +104,7 @@ class MeshChecks:
         return Expected(math.exp(-mean), math.hypot(COMPOSITION_ERROR, spread))
 
     def of(self, found: MeshCandidate) -> WholeModelCheck | None:
-        """Return the whole model of a candidate beside what its blocks compose to; null if it did not run."""
+        """Return the whole model of a candidate beside what its blocks compose to; None if it did not run."""
         key = (found, self._number, len(self._space.measured))
         if key not in self._compared:
             self._compared[key] = self._compare(found)
@@ -127,7 +127,7 @@ class MeshChecks:
         )
 
     def runner_up_of(self, best: MeshCandidate) -> RunnerUpCheck | None:
-        """Return the fastest other candidate that was run whole; null if there is none."""
+        """Return the fastest other candidate that was run whole; None if there is none."""
         own = self.of(best)
         others = [(check, each) for each in self._ran if each != best and (check := self.of(each)) is not None]
         if own is None or not others:

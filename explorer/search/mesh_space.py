@@ -17,11 +17,11 @@ from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, timeout_seconds
 from bexp.explorer.search.event_messages import whole_model_event
 from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.plan_events import blocks_event, exchange_event, space_events
-from bexp.explorer.search.plan_ranking import PlanRanker, Ranking, plainness
-from bexp.explorer.search.plan_relaxations import explain_no_mesh_fits, find_plan_relaxations
-from bexp.explorer.search.plan_report import recommend_plan
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_events import blocks_event, exchange_event, space_events
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
+from bexp.explorer.search.mesh_ranking import MeshRanker, Ranking, plainness
+from bexp.explorer.search.mesh_relaxations import explain_no_mesh_fits, find_mesh_relaxations
+from bexp.explorer.search.mesh_report import recommend_mesh
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.suggestion import Suggestion
@@ -33,7 +33,7 @@ SCREENINGS = 3
 
 
 class MeshSpace(SearchSpace):
-    """The meshes of a plan. A row is that of `PlanSpace.candidates`.
+    """The meshes of the requested devices. A row is that of `MeshKnowledge.candidates`.
 
     Raises:
         EmptySpaceError: no back end that the request names can be used here.
@@ -44,12 +44,12 @@ class MeshSpace(SearchSpace):
         self._request = context.request
         self._history = context.history
         self._log = log
-        self._space = PlanSpace(context.request, context.report)
+        self._space = MeshKnowledge(context.request, context.report)
         self._rows = {found: row for row, found in enumerate(self._space.candidates)}
         for trial in context.trials:
             self._learn(trial.measurement)
         self._checks = MeshChecks(self._space)
-        self._ranker = PlanRanker(self._space, self._checks)
+        self._ranker = MeshRanker(self._space, self._checks)
         self._checks.learn(context.trials)
         self._space.factor = self._checks.factor
         self._pool: Sequence[MeshCandidate] = ()
@@ -230,7 +230,7 @@ class MeshSpace(SearchSpace):
         ranking = self._ranking
         if ranking.best is None or self._base is None:
             return None
-        return recommend_plan(
+        return recommend_mesh(
             self._space,
             self._context.report,
             ranking.ranked,
@@ -243,7 +243,7 @@ class MeshSpace(SearchSpace):
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Memory is short, a block failed, or the budget was too small."""
         if self._base is None:
-            remedies = find_plan_relaxations(self._request, self._context.report)
+            remedies = find_mesh_relaxations(self._request, self._context.report)
             return explain_no_mesh_fits(self._ranker.smallest, self._space.limit_bytes, remedies), remedies
         if self._space.failed:
             failure = next(iter(self._space.failed.values()))

@@ -39,7 +39,7 @@ class PrunedSpace:
 
     `legal` holds those that may be recommended, `num_predicted_out` counts the ones that were left out. `bases` are in
     order of preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the
-    `bases` that may fit; it is null if nothing may.
+    `bases` that may fit; it is None if nothing may.
     """
 
     legal: LegalSpace

@@ -35,7 +35,7 @@ class _Change:
     settings: dict[str, Any]
 
     def apply(self, request: ExplorationRequest) -> ExplorationRequest | None:
-        """Return the changed request; null if the settings contradict the rest of it."""
+        """Return the changed request; None if the settings contradict the rest of it."""
         try:
             return ExplorationRequest.model_validate({**request.model_dump(), **self.settings})
         except ValueError:
@@ -47,7 +47,7 @@ class SmallestCandidate:
     """The candidate that needs least memory, as its components compose its peak.
 
     `is_measured` says that all of them are measured. `ran_out_of_memory` names what was tried and did not fit: its
-    whole model, or a component; null if neither was. `reported_factor` is how many times the composed memory real runs
+    whole model, or a component; None if neither was. `reported_factor` is how many times the composed memory real runs
     of the model have needed at least; 1 without any.
     """
 

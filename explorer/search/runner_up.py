@@ -30,7 +30,7 @@ class RunnerUp:
 
 
 def find_runner_up(posterior: Posterior) -> RunnerUp | None:
-    """Return the candidate whose whole model is expected to improve the answer most; null if there is none to run.
+    """Return the candidate whose whole model is expected to improve the answer most; None if there is none to run.
 
     It is the contender with the highest expected gain over the recommended candidate, in which what is not known
     counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
@@ -58,7 +58,7 @@ def find_runner_up(posterior: Posterior) -> RunnerUp | None:
 
 
 def find_above_limit(posterior: Posterior) -> RunnerUp | None:
-    """Return the candidate above the memory limit whose whole model is worth most if it fits; null if there is none.
+    """Return the candidate above the memory limit whose whole model is worth most if it fits; None if there is none.
 
     Its gain is the probability that it fits, times how much faster it is expected to be than the fastest one that fits.
     That probability is computed, because a few hundred samples hold too few in which an unlikely candidate fits.

@@ -65,7 +65,7 @@ class StepDescription:
 
 @dataclass(frozen=True, slots=True)
 class StepAnswer:
-    """The recommended size, null if there is none, and which sizes were not tried because they cannot fit.
+    """The recommended size, None if there is none, and which sizes were not tried because they cannot fit.
 
     `scatter` is the relative standard deviation between measurements of one size.
     """

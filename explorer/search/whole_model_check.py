@@ -13,7 +13,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 
 
 def compare_whole_run(posterior: Posterior, row: int, trial: Trial | None) -> WholeModelCheck | None:
-    """Return how far the composed step is from that of one run of a whole model; null if it did not run."""
+    """Return how far the composed step is from that of one run of a whole model; None if it did not run."""
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
     whole = trial.measurement.whole_model

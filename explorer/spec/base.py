@@ -15,7 +15,7 @@ class Frozen(BaseModel):
 
 
 def is_null(value: object) -> bool:
-    """Return whether a field is null, for fields that are stored only if they have a value."""
+    """Return whether a field is None, for fields that are stored only if they have a value."""
     return value is None
 
 

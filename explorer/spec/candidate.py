@@ -52,7 +52,7 @@ class Recompute(StrEnum):
 
     @classmethod
     def _missing_(cls, value: object) -> Recompute | None:
-        """Return the policy of a name with a number; null for any other name."""
+        """Return the policy of a name with a number; None for any other name."""
         if not isinstance(value, str) or not _NUMBERED.fullmatch(value):
             return None
         policy = str.__new__(cls, value)
@@ -73,12 +73,12 @@ class Recompute(StrEnum):
 
     @property
     def first_layers(self) -> int | None:
-        """N of `layers_N`; null for any other policy."""
+        """N of `layers_N`; None for any other policy."""
         return self._number("layers")
 
     @property
     def group_size(self) -> int | None:
-        """N of `groups_N`; null for any other policy."""
+        """N of `groups_N`; None for any other policy."""
         return self._number("groups")
 
     @property

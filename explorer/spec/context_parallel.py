@@ -23,7 +23,7 @@ CHUNKS_PER_DEVICE = {"ring": 1, "striped": 1, "zigzag": 2}
 
 @dataclass(frozen=True, slots=True)
 class Sharing:
-    """How many devices share each sequence, and by which layout; the layout of a single device is null."""
+    """How many devices share each sequence, and by which layout; the layout of a single device is None."""
 
     size: int = 1
     layout: str | None = None
@@ -53,7 +53,7 @@ class ContextParallelSpec(Frozen):
 
 
 def refuse_layout(layout: str, size: int, seq_length: int) -> str | None:
-    """Return why a layout cannot spread sequences of this length over `size` devices; null if it can."""
+    """Return why a layout cannot spread sequences of this length over `size` devices; None if it can."""
     multiple = CHUNKS_PER_DEVICE[layout] * size
     if seq_length % multiple:
         return f"the {layout} layout over {size} devices takes multiples of {multiple} tokens, not {seq_length}"

@@ -26,7 +26,7 @@ def check_sharing(request: ExplorationRequest) -> None:
 
 
 def find_sharing_problem(request: ExplorationRequest, size: int) -> RuleError | None:
-    """Return why sequences cannot be spread over `size` devices; null if they can."""
+    """Return why sequences cannot be spread over `size` devices; None if they can."""
     field = "context_parallel.sizes"
     if request.num_devices % size:
         return RuleError(f"{size} does not divide num_devices ({request.num_devices})", field, "num_devices")

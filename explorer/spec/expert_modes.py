@@ -59,12 +59,12 @@ class ExpertModes(Frozen):
 
     @property
     def named_overlap_degrees(self) -> tuple[int, ...] | None:
-        """The degrees that the request names; null for `explore`."""
+        """The degrees that the request names; None for `explore`."""
         return named_sizes(self.overlap_degree)
 
     @property
     def named_shadowed_experts(self) -> tuple[int, ...] | None:
-        """The numbers of experts that the request names; null for `explore`."""
+        """The numbers of experts that the request names; None for `explore`."""
         return named_sizes(self.shadowed_experts)
 
 

@@ -158,7 +158,7 @@ def _largest(name: str, model: ModelSpec) -> int:
 
 
 def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | None:
-    """Return why a mesh cannot have this size in this dimension, whatever the others; null if it can."""
+    """Return why a mesh cannot have this size in this dimension, whatever the others; None if it can."""
     model = request.shapes
     if name == "virtual_stages":
         return None if size <= model.num_layers else f"exceeds num_layers ({model.num_layers})"
@@ -186,7 +186,7 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
 
 
 def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> RuleError | None:
-    """Return why no mesh has both sizes; null if one has."""
+    """Return why no mesh has both sizes; None if one has."""
     devices, batch = request.num_devices, request.batch_size
     fields = ("parallelism.tensor", "parallelism.pipeline", "num_devices")
     if devices % (tensor * pipeline):

@@ -51,7 +51,7 @@ class ParallelismSpec(ExpertModes):
 
     @property
     def needs_mesh(self) -> str | None:
-        """The first size that may be other than 1, so that devices form meshes; null if there is none."""
+        """The first size that may be other than 1, so that devices form meshes; None if there is none."""
         return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
 
     @property

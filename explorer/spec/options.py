@@ -114,7 +114,7 @@ def tiles_of(
 
 
 def named_sizes(asked: Sizes) -> tuple[int, ...] | None:
-    """Return the sizes that a request names, ascending; null for `explore`."""
+    """Return the sizes that a request names, ascending; None for `explore`."""
     if asked == "explore":
         return None
     return (asked,) if isinstance(asked, int) else tuple(sorted(set(asked)))

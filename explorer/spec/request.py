@@ -275,7 +275,7 @@ class ExplorationRequest(Frozen):
         return candidate.execution or self.execution
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
-        """Return this request with the level of sharding of a candidate or component; null keeps the request's own."""
+        """Return this request with the level of sharding of a candidate or component; None keeps the request's own."""
         if level is None:
             return self
         training = self.training.model_copy(update={"sharding": level})

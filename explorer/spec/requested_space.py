@@ -38,7 +38,7 @@ class RequestedSpace:
         return sizes if most is None else tuple(m for m in sizes if m <= most)
 
     def largest_useful_micro_batch(self, context_parallel_size: int) -> int | None:
-        """Whole sequences of the batch that a group of so many devices gets; null in eval mode, which has no batch."""
+        """Whole sequences of the batch that a group of so many devices gets; None in eval mode, which has no batch."""
         if self.asked.mode == "eval":
             return None
         return self.asked.batch_size // self.asked.devices.data_parallel_size(context_parallel_size)
@@ -63,7 +63,7 @@ class RequestedSpace:
         return LADDER if self.asked.micro_batch_size == "auto" else self.named_micro_batch_sizes(1)
 
     def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
-        """The attention tiles to consider for one micro-batch size; null is no tiling."""
+        """The attention tiles to consider for one micro-batch size; None is no tiling."""
         bta = self.asked.bta
         untiled: tuple[int | None, ...] = () if bta.enable else (None,)
         if bta.enable is False:
@@ -89,7 +89,7 @@ class RequestedSpace:
         )
 
     def policies_for(self, bta_tile: int | None) -> tuple[Recompute, ...]:
-        """The recomputation policies to consider with one attention tile; null is no tiling."""
+        """The recomputation policies to consider with one attention tile; None is no tiling."""
         if bta_tile is None or self.asked.mode == "eval":
             return self.recompute_policies
         return tuple(policy for policy in self.recompute_policies if not policy.untiled_only)
@@ -102,7 +102,7 @@ class RequestedSpace:
 
     @property
     def execution_choices(self) -> tuple[Execution | None, ...]:
-        """What `Candidate.execution` may be: the executions, or null where there is no choice."""
+        """What `Candidate.execution` may be: the executions, or None where there is no choice."""
         return (None,) if self.asked.executions is None else self.executions
 
     @property
@@ -122,7 +122,7 @@ class RequestedSpace:
 
     @property
     def kernel_choices(self) -> tuple[Kernels | None, ...]:
-        """The kernels to choose among, the model's own first; null alone if they are the only ones."""
+        """The kernels to choose among, the model's own first; None alone if they are the only ones."""
         found = tuple(kernels for kernels in Kernels if kernels in self.asked.kernels)
         return (None,) if found == (Kernels.LIBRARY,) else found
 
@@ -137,7 +137,7 @@ class RequestedSpace:
 
     @property
     def sharding_choices(self) -> tuple[Sharding | None, ...]:
-        """What `Candidate.sharding` may be: the levels of sharding, lowest first, or null where there is no choice."""
+        """What `Candidate.sharding` may be: the levels of sharding, lowest first, or None where there is no choice."""
         levels = self.asked.sharding_levels
         if levels is None or self.asked.mode == "eval":
             return (None,)

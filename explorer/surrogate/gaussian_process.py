@@ -82,7 +82,7 @@ class Surrogate:
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
     component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K`
     marks the components that must be measured, because no other predicts them: optimizer and communication. `overlap`
-    says how communication and computation overlap; null if none is timed.
+    says how communication and computation overlap; None if none is timed.
     """
 
     def __init__(

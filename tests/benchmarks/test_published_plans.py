@@ -11,7 +11,7 @@ from benchmarks.published_plans import PUBLISHED, main, model_flops_per_token, r
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialPlan
-from bexp.explorer.search.plan_space import plan_candidates
+from bexp.explorer.search.mesh_knowledge import mesh_candidates
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -21,7 +21,7 @@ TABLE = json.loads(PUBLISHED.read_text())
 @pytest.mark.parametrize("row", TABLE["rows"], ids=lambda row: str(row["name"]))
 def test_a_published_row_stands_for_one_candidate_and_uses_every_device(row: dict[str, Any]) -> None:
     request = request_of(row, TABLE)
-    (found,) = plan_candidates(request, report())
+    (found,) = mesh_candidates(request, report())
     assert found.mesh.num_devices == request.num_devices
     assert found.mesh.schedule == row["request"]["parallelism"].get("schedule")
     assert row["source"] in TABLE["sources"]

@@ -27,7 +27,7 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.trial import TrialKind, TrialPlan
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.mesh import MeshRun
@@ -219,7 +219,7 @@ class SimulatedDevice:
         return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)
 
     def _mesh_model(self, plan: TrialPlan, run: MeshRun, factor: float) -> Measurement:
-        space = PlanSpace(self.request, report())
+        space = MeshKnowledge(self.request, report())
         found = MeshCandidate(run.mesh, plan.candidate)
         components = (*space.exchanges, *space.composer.components(found))
         space.learn(self(plan.model_copy(update={"kind": TrialKind.COMPONENTS, "components": components})).components)

@@ -25,6 +25,7 @@ CPU_MATMUL_SIZES = (256, 512, 1024, 2048)
 CPU_MATMUL_SECONDS = 0.03
 """Products that are expected to take longer are left out."""
 CPU_COPY_BYTES = 128 << 20
+DRAWN_BYTES = 1 << 20
 TINY_OPERATIONS = 200
 
 
@@ -124,9 +125,8 @@ def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
 
 def _bandwidth(device: torch.device, size: int) -> float:
     """Return the bytes per second that a large copy reads and writes."""
-    source = torch.empty(size, dtype=torch.uint8, device=device)
-    # A GPU's clocks depend on the bits that move; drawing them takes a CPU longer than all copies.
-    source = source.random_(0, 256) if device.type == "cuda" else source.fill_(1)
+    # Random bits, because a GPU's clocks depend on them; drawing all of them takes a CPU longer than the copies.
+    source = torch.randint(0, 256, (DRAWN_BYTES,), dtype=torch.uint8, device=device).repeat(size // DRAWN_BYTES)
     target = torch.empty_like(source)
     return 2 * size / _median_device_seconds(device, lambda: target.copy_(source), warm_up=2, repeats=5)
 

@@ -15,7 +15,7 @@ from bexp.explorer.cost_model.fabric_exchange import Fabric, Link, Transfer
 from bexp.explorer.cost_model.mesh_layers import MeshDecomposer
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, busiest_device, expert_chunk, expert_rows
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import MoESpec
@@ -36,11 +36,11 @@ MODEL = {
 }
 
 
-def plan(mode: str, **changes: Any) -> PlanSpace:
+def plan(mode: str, **changes: Any) -> MeshKnowledge:
     parallelism = {"expert": 4, "expert_mode": mode, **changes.pop("parallelism", {})}
     values = {"model": MODEL, "num_devices": 4, "batch_size": 32, "fabric": FABRIC, "micro_batch_size": [8]}
     values |= {"routing": SHARES.model_dump(), "recompute": ["none"], "parallelism": parallelism, **changes}
-    return PlanSpace(ExplorationRequest.model_validate(values), report())
+    return MeshKnowledge(ExplorationRequest.model_validate(values), report())
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,7 @@ from bexp.explorer.cost_model.shards import (
 )
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.fabric import FabricSpec
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -49,18 +49,18 @@ FABRIC = {
 }
 
 
-def space(parallelism: Any, *, experts: bool = False, **changes: Any) -> PlanSpace:
+def space(parallelism: Any, *, experts: bool = False, **changes: Any) -> MeshKnowledge:
     values = {"model": MOE if experts else MODEL, "batch_size": 32, "fabric": FABRIC, "micro_batch_size": [2]}
     asked = ExplorationRequest.model_validate({**values, "recompute": ["none"], "parallelism": parallelism, **changes})
-    return PlanSpace(asked, report(experts=experts))
+    return MeshKnowledge(asked, report(experts=experts))
 
 
-def only(found: PlanSpace) -> MeshCandidate:
+def only(found: MeshKnowledge) -> MeshCandidate:
     (one,) = found.candidates
     return one
 
 
-def learned(found: PlanSpace, **of_experts: float) -> MeshStep:
+def learned(found: MeshKnowledge, **of_experts: float) -> MeshStep:
     """Return the step if every block takes 1 ms forward and 2 ms backward; `of_experts` are more of shared experts."""
     one = only(found)
     found.learn(

@@ -19,8 +19,8 @@ from bexp.explorer.search.choices import (
 )
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.verification import next_comparison
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
+from bexp.explorer.search.whole_models import next_comparison
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state
 

@@ -1,4 +1,4 @@
-"""What a plan says as it goes: its space, its trials, and what devices exchange."""
+"""What a search of meshes says as it goes: its space, its trials, and what devices exchange."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.event_messages import size_text
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 
 
-def space_events(space: PlanSpace, number: int, base: MeshCandidate | None) -> list[EventDraft]:
-    """Return what the space of a plan is, how many candidates are considered at first, and its base."""
+def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) -> list[EventDraft]:
+    """Return what the space of meshes is, how many candidates are considered at first, and its base."""
     request, limit = space.request, space.limit_bytes / GIB
     devices = "devices" if request.devices.is_mesh else "described devices"
     summary = space.summarize()

@@ -1,4 +1,4 @@
-"""The space of a plan: meshes with the ways to run a share of a micro-batch, and what is known about their blocks."""
+"""Meshes with the ways to run a share of a micro-batch, and what is known about their blocks."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MOST_MESHES = 2000
 MOST_WITH_FEWER_COPIES = 1000
 """The most candidates of which each is also tried with fewer shadowed experts than formulas expect to be fastest."""
 POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
-"""The policies of a plan whose request names none: those that both Megatron-Core and torchtitan have."""
+"""The policies of meshes if the request names none: those that both Megatron-Core and torchtitan have."""
 FORWARD_SHARE = 1 / 3
 """Share of a block's time that forward is expected to take."""
 PREDICTED_ERROR = 0.3
@@ -46,10 +46,10 @@ LEAST_ERROR = 0.005
 """Relative error of a measured block that counts at least."""
 
 
-def plan_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[MeshCandidate, ...]:
-    """Return every candidate of a plan with expert mode `plain`, whether it fits or not.
+def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[MeshCandidate, ...]:
+    """Return every mesh and candidate with expert mode `plain`, whether it fits or not.
 
-    A plan takes the device's default kernels unless the request names others, and micro-batches that divide the batch.
+    Meshes take the device's default kernels unless the request names others, and micro-batches that divide the batch.
 
     Raises:
         EmptySpaceError: no back end that the request names can be used here.
@@ -112,8 +112,8 @@ class RankedCandidate:
         )
 
 
-class PlanSpace:
-    """The candidates of a plan with what is known about their blocks: measured, or predicted and calibrated."""
+class MeshKnowledge:
+    """The candidates of meshes with what is known about their blocks: measured, or predicted and calibrated."""
 
     def __init__(self, request: ExplorationRequest, report: DeviceReport) -> None:
         self.request = request
@@ -122,7 +122,7 @@ class PlanSpace:
         self._predicted: dict[Component, BlockCost] = {}
         self.measured: dict[Component, ComponentMeasurement] = {}
         bandwidth = report.hardware.memory_bandwidth_bytes_per_second
-        plain = plan_candidates(request, report)
+        plain = mesh_candidates(request, report)
         try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
         in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth, try_fewer=try_fewer)
         self.candidates = tuple(each for one in plain for each in in_each_mode(one))
@@ -257,7 +257,7 @@ def _as_composed(found: MeshCandidate) -> float:
 class _CostTable(dict[Component, BlockCost]):
     """Costs of components, filled as they are asked for."""
 
-    def __init__(self, space: PlanSpace) -> None:
+    def __init__(self, space: MeshKnowledge) -> None:
         super().__init__()
         self._space = space
         self._corrections: dict[ComponentKind, list[_Correction]] = {}

@@ -12,9 +12,9 @@ from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.search.test_plan_search import MODEL
+from tests.explorer.search.test_described_meshes import MODEL
 from tests.explorer.simulator import LINK_BYTES_PER_SECOND, LINK_SECONDS, SimulatedDevice, report
 
 
@@ -135,7 +135,7 @@ def test_no_whole_model_is_run_after_two_that_pass_the_deadline() -> None:
 
 def test_exchanges_are_interpolated_between_what_was_measured() -> None:
     device = SimulatedDevice(request(), noise=0.0)
-    space = PlanSpace(device.request, report(num_devices=4))
+    space = MeshKnowledge(device.request, report(num_devices=4))
     assumed = space.composer.exchanges.send(1e9, Group(2, 2)).seconds
     first = next(step.trial for step in run(device) if step.trial is not None)
     space.learn(first.measurement.components)
@@ -152,7 +152,7 @@ def test_meshes_that_share_experts_have_their_exchanges_measured() -> None:
     moe = {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 1024}
     asked = {"expert": 2, "expert_mode": ["plain", "shadowed"], "sharding": "none"}
     device = SimulatedDevice(request(model={**MODEL, "moe": moe}, parallelism=asked))
-    space = PlanSpace(device.request, report(num_devices=4))
+    space = MeshKnowledge(device.request, report(num_devices=4))
     assert {found.mesh.expert for found in space.candidates} == {2}
     found = {(c.exchange.operation, c.exchange.size, c.exchange.stride) for c in space.exchanges if c.exchange}
     assert (Operation.ALL_TO_ALL, 2, 1) in found

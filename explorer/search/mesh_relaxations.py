@@ -1,4 +1,4 @@
-"""If no mesh of a plan fits, the smallest changes to the request after which one would."""
+"""If no mesh fits, the smallest changes to the request after which one would."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from bexp.explorer.cost_model.step import GIB, memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.search.legal_space import EmptySpaceError
-from bexp.explorer.search.plan_space import POLICIES, PlanSpace
+from bexp.explorer.search.mesh_knowledge import POLICIES, MeshKnowledge
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.options import divisors, named_sizes
 from bexp.explorer.spec.request import ExplorationRequest
@@ -21,7 +21,7 @@ Change = tuple[RelaxationKind, str, dict[str, Any]]
 """What is changed, in words, and the fields of the request with their new values."""
 
 
-def find_plan_relaxations(request: ExplorationRequest, report: DeviceReport) -> tuple[Relaxation, ...]:
+def find_mesh_relaxations(request: ExplorationRequest, report: DeviceReport) -> tuple[Relaxation, ...]:
     """Return the single changes after which a mesh is predicted to fit, or the first combination that helps.
 
     The preferred one comes first: recomputation, a sharding level, more tensor, pipeline or expert parallelism, a
@@ -58,11 +58,11 @@ def explain_no_mesh_fits(smallest: int, limit: int, remedies: tuple[Relaxation, 
 def _try(
     request: ExplorationRequest, report: DeviceReport, kind: RelaxationKind, words: str, settings: dict[str, Any]
 ) -> Relaxation | None:
-    """Return the change if a mesh is predicted to fit after it; null also if it contradicts the rest of the request."""
+    """Return the change if a mesh is predicted to fit after it; None also if it contradicts the rest of the request."""
     try:
         changed = ExplorationRequest.model_validate({**request.model_dump(), **settings})
         smallest = changed.model_copy(update={"micro_batch_size": changed.space.plan_micro_batch_sizes[0]})
-        space = PlanSpace(smallest, report)
+        space = MeshKnowledge(smallest, report)
     except (ValueError, EmptySpaceError):
         return None
     peaks = [space.step(each) for each in space.candidates]

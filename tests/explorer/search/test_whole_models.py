@@ -11,14 +11,14 @@ from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.search.candidate_report import References, build_recommendation
 from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.report import References, build_recommendation
 from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
-from bexp.explorer.search.verification import RUNNER_UP_ATTEMPTS, WholeModels
+from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
 from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state, trial
@@ -313,6 +313,6 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
     rival = RunnerUp(state.table.row[candidate(1)], 0.3, gain, 0.4)
     for each in ("find_runner_up", "find_above_limit"):
         found_by_it = rival if each == finder else None
-        monkeypatch.setattr(f"bexp.explorer.search.verification.{each}", lambda _, found=found_by_it: found)
+        monkeypatch.setattr(f"bexp.explorer.search.whole_models.{each}", lambda _, found=found_by_it: found)
     check = NextCheck(rival.row, 0.3, None if finder == "find_runner_up" else 0.3)
     assert WholeModels(state, history, 0).next() == (check if is_run else None)

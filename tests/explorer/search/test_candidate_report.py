@@ -12,15 +12,15 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Recommendation, RunnerUpCheck
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.choices import accumulate
-from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.report import (
+from bexp.explorer.search.candidate_report import (
     References,
     best_stock,
     build_recommendation,
     largest_untiled,
     largest_without_recompute,
 )
+from bexp.explorer.search.choices import accumulate
+from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from bexp.explorer.spec.execution import Execution
@@ -209,7 +209,7 @@ def test_without_whole_models_a_rival_that_only_these_tell_apart_is_noted(monkey
     def noted(row: int = 0, chance: float = 0.46, confidence: float = 0.54, **changes: Any) -> list[str]:
         state = known_state(**{"verify": False} | changes)
         found = RunnerUp(row, chance, 0.01, 1.0)
-        monkeypatch.setattr("bexp.explorer.search.report.find_runner_up", lambda _: found)
+        monkeypatch.setattr("bexp.explorer.search.candidate_report.find_runner_up", lambda _: found)
         best = BestCandidate(state.table.row[candidate(4)], confidence)
         return [note for note in recommend(state, best=best, final=True).notes if "do not tell" in note]
 

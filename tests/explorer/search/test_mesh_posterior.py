@@ -7,8 +7,8 @@ import pytest
 
 from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.search.plan_posterior import HOST_ERROR, Expected, sample_throughput
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
+from bexp.explorer.search.mesh_posterior import HOST_ERROR, Expected, sample_throughput
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import report
 
@@ -22,7 +22,7 @@ def step_of(host_over_device: float, kind: str = "cuda") -> MeshStep:
     hardware = found.hardware.model_copy(update={"device_kind": kind})
     asked = {"model": MODEL, "batch_size": 8, "micro_batch_size": [2], "recompute": ["none"], "num_devices": 2}
     request = ExplorationRequest.model_validate({**asked, "parallelism": {"tensor": 1}})
-    space = PlanSpace(request, found.model_copy(update={"hardware": hardware}))
+    space = MeshKnowledge(request, found.model_copy(update={"hardware": hardware}))
     one = space.candidates[0]
     for i, component in enumerate(space.composer.components(one)):
         seconds = 1e-3 * (1.0 + 0.37 * i)

@@ -8,10 +8,10 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.candidate_report import best_stock, largest_untiled
 from bexp.explorer.search.choices import promising_row
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import BestCandidate, Posterior
-from bexp.explorer.search.report import best_stock, largest_untiled
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
@@ -74,7 +74,7 @@ class WholeModels:
             knowledge.learn_whole_model(candidate, check.tokens_per_second, error, whole.peak_bytes, trial.number)
 
     def next(self) -> NextCheck | None:
-        """What to run whole next: the recommended candidate, then runners-up; null when the answer is settled.
+        """What to run whole next: the recommended candidate, then runners-up; None when the answer is settled.
 
         The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
         A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. Last comes what
@@ -109,7 +109,7 @@ class WholeModels:
         return NextCheck(found.row, found.probability, probability_fits=found.probability)
 
     def _likeliest_to_fit(self) -> NextCheck | None:
-        """The candidate that is likeliest to fit as a whole model, because none fits as composed; null if hardly any.
+        """The candidate that is likeliest to fit as a whole model, because none fits as composed; None if hardly any.
 
         The search may overdraw its budget until there is one candidate to recommend.
         """
@@ -176,7 +176,7 @@ well. If it costs more than this, its throughput is predicted, and the answer sa
 
 
 def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: float) -> Suggestion | None:
-    """The next measurement for the answer; null when it has all it needs, or the rest costs too much.
+    """The next measurement for the answer; None when it has all it needs, or the rest costs too much.
 
     The recommended candidate is completed first, because the search leaves out what is predicted well enough. If memory
     is preferred, the candidate follows that would be recommended for it. The largest untiled micro-batch and the best

@@ -1,4 +1,4 @@
-"""The candidates of a plan in the order of what is known: those worth measuring, and how sure the first of them is."""
+"""Meshes in the order of what is known: those worth measuring, and how sure the first of them is."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.search.confidence import confidences
 from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.plan_posterior import sample_throughput
-from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
+from bexp.explorer.search.mesh_posterior import sample_throughput
 from bexp.explorer.spec.expert_modes import ExpertMode
 
 MOST_SCREENED = 4000
@@ -39,13 +39,13 @@ class Ranking:
     chances: tuple[float, ...]
 
 
-class PlanRanker:
+class MeshRanker:
     """Ranks the candidates of a space by its formulas, its measured blocks, and the whole models that ran.
 
     `smallest` is what the candidate that needs least of a device needs, in bytes, as of the last screening.
     """
 
-    def __init__(self, space: PlanSpace, checks: MeshChecks) -> None:
+    def __init__(self, space: MeshKnowledge, checks: MeshChecks) -> None:
         self._space = space
         self._checks = checks
         self.smallest = 0

@@ -36,7 +36,7 @@ LEAST_CHANCE = 0.01
 
 @dataclass(frozen=True, slots=True)
 class References:
-    """Rows of the candidates that the recommended one is compared with; null if there is no such candidate."""
+    """Rows of the candidates that the recommended one is compared with; None if there is no such candidate."""
 
     base: int
     largest: int | None = None
@@ -119,7 +119,7 @@ def _dropped_share(model: ExploredModel, candidate: Candidate, request: Explorat
 
 
 def largest_untiled(posterior: Posterior, among: Collection[int]) -> int | None:
-    """Return the row of the fastest untiled candidate of the largest micro-batch that fits; null if none fits.
+    """Return the row of the fastest untiled candidate of the largest micro-batch that fits; None if none fits.
 
     The candidate may not be measured yet.
     """
@@ -136,7 +136,7 @@ def largest_without_recompute(posterior: Posterior, among: Collection[int]) -> i
 
 
 def best_stock(posterior: Posterior, report: DeviceReport, among: Collection[int]) -> int | None:
-    """Return the row of the fastest candidate that fits with stock back ends and no batch tiling; null if none does."""
+    """Return the row of the fastest candidate that fits with stock back ends and no batch tiling; None if none does."""
     rows = [
         i
         for i in among

@@ -1,4 +1,4 @@
-"""The recommendation of a plan, made from the ranked candidates."""
+"""The recommendation of a mesh, made from the ranked candidates."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from bexp.explorer.records.recommendation import DividingCandidate, Recommendati
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
 from bexp.explorer.search.mesh_check import MeshChecks
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
 from bexp.explorer.search.pipeline_picture import draw_pipeline
-from bexp.explorer.search.plan_space import PlanSpace, RankedCandidate
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
@@ -31,8 +31,8 @@ LINK_NAMES = {
 }
 
 
-def recommend_plan(
-    space: PlanSpace,
+def recommend_mesh(
+    space: MeshKnowledge,
     report: DeviceReport,
     ranked: Sequence[RankedCandidate],
     best: int,
@@ -49,7 +49,7 @@ def recommend_plan(
     candidate, plain = (each.told for each in (found, base))
     check, tokens_per_second = checks.of(found), one.tokens_per_second
     base_tokens_per_second = space.ranked(base, simulate=True).tokens_per_second
-    parts = plan_parts(space, step)
+    parts = mesh_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
     score = min(confidence_score(confidence), math.floor(100 * measured))
     required = space.required_bytes(step)
@@ -106,7 +106,7 @@ def recommend_plan(
     )
 
 
-def plan_parts(space: PlanSpace, step: MeshStep) -> tuple[PlanPart, ...]:
+def mesh_parts(space: MeshKnowledge, step: MeshStep) -> tuple[PlanPart, ...]:
     """Return the parts of the step, the largest first."""
     found = []
     for part, amount in sorted(step.makeup.items(), key=lambda item: -item[1]):
@@ -141,7 +141,7 @@ def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlt
 
 
 def _notes(
-    space: PlanSpace,
+    space: MeshKnowledge,
     report: DeviceReport,
     mesh: Mesh,
     score: int,

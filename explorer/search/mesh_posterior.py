@@ -1,4 +1,4 @@
-"""How sure a plan is: which of its candidates may be the best, given the errors of what their steps are made of."""
+"""Which meshes may be the best, given the errors of what their steps are made of."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialPlan
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.plan_space import PlanSpace
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
@@ -67,7 +67,7 @@ def test_a_plan_ends_with_the_best_mesh_and_what_it_rests_on(steps: list[Progres
 
 def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Progress]) -> None:
     asked, device = request(), report(memory_gib=24.0, experts=False)
-    space, simulated = PlanSpace(asked, device), SimulatedDevice(asked, noise=0.0)
+    space, simulated = MeshKnowledge(asked, device), SimulatedDevice(asked, noise=0.0)
     blocks = {c for one in space.candidates for c in space.composer.components(one)}
     plan = TrialPlan(
         number=0,
