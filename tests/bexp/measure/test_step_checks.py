@@ -74,3 +74,14 @@ def test_gradients_that_a_library_keeps_elsewhere_count() -> None:
     step()
     check_gradients(model.parameters(), step)
     assert not any(parameter._backward_hooks for parameter in model.parameters())
+
+
+def test_a_step_that_left_gradients_or_has_nothing_to_train_is_not_run_again() -> None:
+    def again() -> None:
+        raise AssertionError("it is run again")
+
+    model = nn.Linear(2, 2)
+    model.weight.grad = torch.zeros_like(model.weight)
+    check_gradients(model.parameters(), again)
+    frozen = nn.Linear(2, 2).requires_grad_(False)
+    check_gradients(frozen.parameters(), again)
