@@ -40,6 +40,7 @@ TABLES: dict[str, dict[str, Any]] = {
     "dense": {"model": DENSE, "batch_size": 64, "num_devices": 2},
     "biased": {"model": BIASED, "batch_size": 64, "training": {"loss": {"kind": "full"}}},
     "experts": {"model": MOE, "batch_size": 64, "routing": {"kind": "zipf"}},
+    "plain-experts": {"model": {**BIASED, "moe": EXPERTS}, "batch_size": 64, "bta": {"enable": False}},
     "shared-experts": {"model": SHARED, "num_devices": 4, "training": {"sharding": "zero3"}, "batch_size": 64},
     "evaluation": {"model": MOE, "mode": "eval"},
     "sequences-shared": {"model": DENSE, "num_devices": 4, "batch_size": 64, "context_parallel": {"sizes": [1, 2, 4]}},
