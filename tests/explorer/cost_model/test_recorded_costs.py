@@ -89,7 +89,8 @@ ROWS = 24
 
 def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
     """Each component's seconds and bytes, and some candidates' steps as these compose them."""
-    rep = described.device() if parts else report(memory_gib=80, num_devices=4)
+    there = report(memory_gib=80, num_devices=4)
+    rep = there.model_copy(update={"parts": described.parts()}) if parts else there
     model = request.shapes if rep.parts is None else rep.parts
     space = enumerate_candidates(request, rep, model)
     table = SpaceTable(space.candidates, model, request, exchanges=is_exchange_timed(request, rep.hardware))
@@ -160,8 +161,17 @@ def test_the_costs_of_candidates_are_as_recorded(name: str) -> None:
     check_recorded(COSTS / f"{name}.json", table_rows(request), relative=1e-6)
 
 
-def test_the_costs_of_a_model_of_parts_are_as_recorded() -> None:
-    check_recorded(COSTS / "parts.json", table_rows(described.request(), parts=True), relative=1e-6)
+PARTS: dict[str, dict[str, Any]] = {
+    "parts": {},
+    "parts-sharded": {"num_devices": 2, "training": {"sharding": "zero3"}},
+    "parts-evaluated": {"mode": "eval"},
+}
+
+
+@pytest.mark.parametrize("name", PARTS)
+def test_the_costs_of_a_model_of_parts_are_as_recorded(name: str) -> None:
+    rows = table_rows(described.request(**PARTS[name]), parts=True)
+    check_recorded(COSTS / f"{name}.json", rows, relative=1e-6)
 
 
 @pytest.mark.parametrize("name", MESHES)

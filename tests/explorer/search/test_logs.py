@@ -203,6 +203,9 @@ CASES: dict[str, Callable[[], list[Progress]]] = {
     "meshes-with-failures": meshes_with_failures,
     "meshes-disturbed": meshes_disturbed,
     "described-meshes": described,
+    "described-pipelines": lambda: described(
+        num_devices=8, parallelism={"pipeline": [2, 4], "schedule": ["1f1b", "zb_h1"], "sharding": "zero1"}
+    ),
     "described-meshes-too-small": lambda: described(gib=1.5),
     "described-meshes-few-trials": lambda: described(budget={"max_trials": 2}),
     "skewed-experts": skewed_experts,
