@@ -44,9 +44,11 @@ class Device(SimulatedDevice):
         # Without noise, candidates would be exactly as good.
         super().__init__(req, noise=0.01, activations=activations)
         self.failing = failing or {}
+        self.now = 0.0
 
     def __call__(self, plan: TrialPlan) -> Measurement:
         found = super().__call__(plan)
+        self.now += 1.5 + 0.25 * len(plan.components)
         outcome = self.failing.get(plan.number)
         if outcome is None:
             return found
@@ -77,16 +79,16 @@ def trial_row(trial: Trial) -> dict[str, Any]:
         "candidate": trial.candidate.describe(),
         "predicted": [trial.predicted_peak_bytes, trial.predicted_tokens_per_second],
         "measured": [trial.measured_peak_bytes, trial.tokens_per_second],
+        "seconds": [trial.suggest_seconds, trial.seconds],
     }
 
 
-def explored(
-    req: ExplorationRequest, device: SimulatedDevice | None = None, rep: DeviceReport | None = None
-) -> list[Progress]:
-    return list(explore(req, rep or report(memory_gib=40), device or Device(req), clock=lambda: 0.0))
+def explored(req: ExplorationRequest, device: Device | None = None, rep: DeviceReport | None = None) -> list[Progress]:
+    measure = device or Device(req)
+    return list(explore(req, rep or report(memory_gib=40), measure, clock=lambda: measure.now))
 
 
-def disturbed(req: ExplorationRequest, *numbers: int) -> SimulatedDevice:
+def disturbed(req: ExplorationRequest, *numbers: int) -> Device:
     device = Device(req)
     shared = Conditions(foreign_processes=1)
 
@@ -156,6 +158,26 @@ def on_devices(failing: dict[int, Outcome] | None = None, **changes: Any) -> lis
     return explored(req, Device(req, failing), report(memory_gib=40.0, experts=False, num_devices=4))
 
 
+def two_devices(**changes: Any) -> list[Progress]:
+    req = small_request(num_devices=2, batch_size=48, **changes)
+    return explored(req, rep=report(memory_gib=40, experts=False, num_devices=2))
+
+
+def every_component_runs_out() -> list[Progress]:
+    req = small_request()
+    return explored(req, Device(req, dict.fromkeys(range(100), Outcome.OUT_OF_MEMORY)), REPORT)
+
+
+def the_device_is_lost() -> list[Progress]:
+    class Lost(Device):
+        def __call__(self, plan: TrialPlan) -> Measurement:
+            reason = "the device fell off the bus" if plan.number % 3 else "the driver was restarted"
+            return Measurement(candidate=plan.candidate, outcome=Outcome.CRASHED, reason=reason)
+
+    req = small_request()
+    return explored(req, Lost(req), REPORT)
+
+
 def meshes_with_failures() -> list[Progress]:
     return on_devices({0: Outcome.CRASHED, 2: Outcome.OUT_OF_MEMORY, 5: Outcome.CRASHED, 6: Outcome.TIMED_OUT})
 
@@ -195,6 +217,11 @@ CASES: dict[str, Callable[[], list[Progress]]] = {
     "dense-disturbed": dense_disturbed,
     "reused-and-reported": reused_and_reported,
     "variants": variants,
+    "two-devices": lambda: two_devices(training={"sharding": "zero2"}),
+    "shardings": lambda: two_devices(sharding_levels=["none", "zero1", "zero3"], verify=False),
+    "sequences-shared": lambda: two_devices(context_parallel={"sizes": [1, 2]}),
+    "every-component-runs-out": every_component_runs_out,
+    "the-device-is-lost": the_device_is_lost,
     "experts": experts,
     "experts-short-of-memory": experts_short_of_memory,
     "nothing-fits": nothing_fits,
@@ -209,9 +236,16 @@ CASES: dict[str, Callable[[], list[Progress]]] = {
     "described-meshes-too-small": lambda: described(gib=1.5),
     "described-meshes-few-trials": lambda: described(budget={"max_trials": 2}),
     "skewed-experts": skewed_experts,
+    "named-back-ends": lambda: described(attention_backends=["flash", "cudnn"], flash_attention=False),
 }
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_the_log_is_as_it_was_recorded(name: str) -> None:
     check_recorded(LOGS / f"{name}.json", log_of(CASES[name]()))
+
+
+def test_the_log_of_a_space_too_large_to_rank_at_once_is_as_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bexp.explorer.search.mesh_ranking.MOST_SCREENED", 60)
+    monkeypatch.setattr("bexp.explorer.search.mesh_ranking.BEST_MESHES", 5)
+    check_recorded(LOGS / "meshes-ranked-first.json", log_of(described()))

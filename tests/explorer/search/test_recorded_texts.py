@@ -16,7 +16,7 @@ from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.search.mesh_relaxations import find_mesh_relaxations
 from bexp.explorer.search.relaxations import explain_without_fit
-from bexp.explorer.search.step_exploration import StepDescription, search_step
+from bexp.explorer.search.step_exploration import StepDescription, _report, _request, search_step
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model import described
@@ -41,6 +41,14 @@ SHORT_OF_MEMORY: dict[str, dict[str, Any]] = {
     "sharded": {"model": EXPERTS, "memory_limit_gib": 3, "num_devices": 4, "training": {"sharding": "zero1"}},
     "policies": {"model": EXPERTS, "memory_limit_gib": 10, "recompute": ["none"], "micro_batch_size": [16, 32]},
     "untiled": {"model": EXPERTS, "memory_limit_gib": 9, "bta": {"enable": False}, "micro_batch_size": [8]},
+    "full loss": {
+        "model": {**MODEL, "vocab_size": 128_000, "seq_length": 16_384},
+        "memory_limit_gib": 12,
+        "micro_batch_size": [1],
+        "training": {"loss": {"kind": "full"}},
+    },
+    "back ends": {"model": EXPERTS, "memory_limit_gib": 9.7, "attention_backends": ["math"], "micro_batch_size": [1]},
+    "two devices": {"model": EXPERTS, "memory_limit_gib": 6, "num_devices": 2, "micro_batch_size": [4]},
     "hopeless": {"model": {**EXPERTS, "num_layers": 512}, "memory_limit_gib": 1},
     "evaluation": {"model": EXPERTS, "memory_limit_gib": 1, "mode": "eval"},
 }
@@ -110,6 +118,11 @@ def test_refusals_of_a_space_are_as_recorded() -> None:
         with pytest.raises(EmptySpaceError) as refused:
             enumerate_candidates(req, parts.model_copy(update={"kernels": kernels}), parts.parts)
         found.append(["kernels", str(refused.value)])
+    losses = (BackendSupport(name="library", usable=False, reason="it differs"),)
+    req = ExplorationRequest.model_validate({**of_parts, "losses": ["library"]})
+    with pytest.raises(EmptySpaceError) as refused:
+        enumerate_candidates(req, parts.model_copy(update={"losses": losses}), parts.parts)
+    found.append(["losses", str(refused.value)])
     check_recorded(TEXTS / "refusals.json", found)
 
 
@@ -167,6 +180,9 @@ STEPS: dict[str, tuple[dict[int, Outcome], dict[str, Any]]] = {
     "held": ({}, {"held_bytes": 60 * GIB}),
     "one": (dict.fromkeys((2, 4, 8, 16, 24, 32, 48, 64), Outcome.OUT_OF_MEMORY), {"memory_bytes": 0}),
     "cpu": ({}, {"device_kind": "cpu", "gradient_bytes": 0}),
+    "accumulated": ({}, {"sequences": 96, "optimizer_seconds": 0.05}),
+    "context": ({}, {"context_bytes": 12 * GIB}),
+    "stopped": ({}, {"sizes": (1, 2)}),
 }
 
 
@@ -186,8 +202,26 @@ def test_the_search_of_a_step_is_as_recorded(name: str) -> None:
         max_seconds=300.0,
         first=step.measure(1),
     )
-    found = search_step(replace(description, **changes), step.measure)
+    stops_after = 3 if name == "stopped" else 1000
+
+    def ask(size: int) -> SizeResult | None:
+        return step.measure(size) if len(step.asked) < stops_after else None
+
+    found = search_step(replace(description, **changes), ask)
     check_recorded(TEXTS / f"step-{name}.json", [step.asked, asdict(found)])
+
+
+def test_a_step_is_explored_like_any_target_and_defaults_count_nothing() -> None:
+    first = SizeResult(2, Outcome.OK, seconds=(0.02, 0.021), peak_bytes=5 * GIB)
+    plain = StepDescription("cuda", "a device", 1000, "2.11", (1, 2, 300), 10.0, first)
+    counted = replace(plain, sizes=(1, 2), memory_bytes=8 * GIB, held_bytes=GIB, gradient_bytes=GIB // 2, sequences=6)
+    with pytest.raises(ValueError, match="it takes at most 64 sizes, up to 256"):
+        search_step(plain, lambda size: None)
+    found = [
+        [asdict(each) | {"first": None}, _request(each).model_dump(mode="json"), _report(each).model_dump(mode="json")]
+        for each in (replace(plain, sizes=(1, 2)), counted)
+    ]
+    check_recorded(TEXTS / "step-as-a-target.json", found)
 
 
 def test_the_answer_says_what_it_is_compared_with() -> None:

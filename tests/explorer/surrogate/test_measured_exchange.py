@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
-from bexp.explorer.cost_model.fabric_exchange import Fabric, Group
+from bexp.explorer.cost_model.fabric_exchange import Fabric, Group, Link
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.fabric import FabricSpec
-from bexp.explorer.surrogate.measured_exchange import MeasuredExchanges
+from bexp.explorer.surrogate.measured_exchange import ASSUMED_BYTES_PER_SECOND, MeasuredExchanges
 
 
 def measured(operation: Operation, num_bytes: int, seconds: float) -> ComponentMeasurement:
@@ -41,3 +41,13 @@ def test_a_described_broadcast_passes_all_its_bytes() -> None:
     )
     assert fabric.broadcast(1e9, Group(4, 1)).seconds == pytest.approx(0.01)
     assert fabric.broadcast(1e9, Group(1, 1)).seconds == 0.0
+
+
+def test_what_was_not_measured_is_assumed_on_the_same_link() -> None:
+    found = MeasuredExchanges([measured(Operation.BROADCAST, 1000, 1e-3)], "cuda")
+    group = Group(2, 1)
+    for transfer in (found.send(1e6, group), found.all_to_all(1e6, group), found.broadcast(1e6, Group(4, 1))):
+        assert transfer.seconds == pytest.approx(1e6 / ASSUMED_BYTES_PER_SECOND["cuda"])
+        assert transfer.link is Link.DEVICES
+        assert transfer.host_seconds == 0.0
+    assert found.send(0, group).seconds == 0.0

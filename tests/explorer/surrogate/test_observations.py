@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.records.earlier_runs import EarlierRun
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions
-from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog
+from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog, age_run
 
 HEAD = Component(kind=ComponentKind.HEAD, micro_batch_size=2)
 
@@ -89,3 +91,14 @@ def test_a_single_run_tells_its_component_and_its_times() -> None:
     assert found.first == run(3.0)
     assert np.exp(found.log_seconds) == pytest.approx(3.0)
     assert found.squared_deviations == 0.0
+
+
+@pytest.mark.parametrize(("kind", "day", "between"), [("cuda", 0.002, 0.004), ("cpu", 0.01, 0.03)])
+def test_an_earlier_run_is_less_certain_by_its_device_and_its_age(kind: str, day: float, between: float) -> None:
+    made = run(2.0)
+    for days in (0.0, 1.0, 9.0):
+        aged = age_run(EarlierRun(measurement=made, age_seconds=86_400.0 * days), kind)
+        drift = day * days**0.5
+        expected = math.hypot(made.standard_error_seconds, 2.0 * math.hypot(between, drift))
+        assert aged.standard_error_seconds == pytest.approx(expected)
+        assert aged.device_seconds == 2.0
