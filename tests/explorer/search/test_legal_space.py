@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,
     LegalSpace,
@@ -17,8 +18,8 @@ from bexp.explorer.search.legal_space import (
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model import tiny
-from tests.explorer.simulator import report
+from tests.explorer.cost_model import described, tiny
+from tests.explorer.simulator import SimulatedDevice, report
 
 MODEL: dict[str, Any] = {
     "num_layers": 2,
@@ -180,3 +181,104 @@ def test_parts_are_what_is_explored_where_a_target_describes_them() -> None:
     described = DENSE.model_copy(update={"parts": tiny.parts()})
     assert explored_models(tiny.request(), described) == (tiny.parts(),)
     assert [m.query_groups for m in explored_models(tiny.request(num_query_groups=[1, 2]), DENSE)] == [1, 2]
+
+
+def no(name: str) -> BackendSupport:
+    return BackendSupport(name=name, usable=False, reason=f"no {name}")
+
+
+def yes(name: str) -> BackendSupport:
+    return BackendSupport(name=name, usable=True)
+
+
+OWN = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "batch_size": 8, "micro_batch_size": [1, 2]}
+EXPERTS = {"model": MODEL, "micro_batch_size": [1]}
+ALONE = described.parts(layers=("dense",), kinds=[described.parts().kinds[0]])
+
+
+@pytest.mark.parametrize(
+    ("asked", "changes", "message"),
+    [
+        (
+            {**OWN, "kernels": ["liger"]},
+            {"kernels": (yes("library"), no("liger"))},
+            "no usable kernels with transformers 5.17.0 (liger: no liger)",
+        ),
+        (
+            {**OWN, "losses": ["liger", "chunked"]},
+            {"losses": (no("liger"), no("chunked"))},
+            "no usable loss with transformers 5.17.0 (liger: no liger; chunked: no chunked)",
+        ),
+        (
+            {**OWN, "executions": ["graph", "compile"]},
+            {"executions": (no("graph"), no("compile"), yes("eager"))},
+            "no usable execution with transformers 5.17.0 (graph: no graph; compile: no compile)",
+        ),
+        (
+            {**OWN, "recompute": ["layers_9"]},
+            {},
+            "recompute 'layers_9': the model has 6 layers; the nearest policy is 'full'",
+        ),
+        (
+            {**OWN, "expert_backends": ["loop"]},
+            {"parts": ALONE},
+            "expert_backends are given, and there are no experts with transformers 5.17.0",
+        ),
+        (
+            {
+                **EXPERTS,
+                "num_devices": 4,
+                "batch_size": 8,
+                "micro_batch_size": [4],
+                "context_parallel": {"sizes": [1, 4]},
+            },
+            {},
+            "each micro_batch_size exceeds what 1 devices get of batch_size (8), and this worker's profiler has no "
+            "more that could share sequences",
+        ),
+        (
+            {**EXPERTS, "execution": "graph", "expert_backends": ["loop"]},
+            {},
+            "execution 'graph' with expert back end 'loop', which waits for the device to count tokens",
+        ),
+        (
+            {**EXPERTS, "expert_backends": ["lop"]},
+            {},
+            "unknown expert back end 'lop' (did you mean 'loop'?); on this device there is bmm, grouped_mm, loop",
+        ),
+        (
+            {**EXPERTS, "attention_backends": ["x"]},
+            {"attention_backends": ()},
+            "unknown attention back end 'x'; on this device there is none",
+        ),
+        (EXPERTS, {"attention_backends": ()}, "no usable attention back end on this device ()"),
+        (
+            {**EXPERTS, "flash_attention": False},
+            {"attention_backends": (yes("flash"),)},
+            "no attention back end is left on this device once flash is excluded",
+        ),
+    ],
+)
+def test_an_exploration_of_an_empty_space_ends_with_the_reason(
+    asked: dict[str, Any], changes: dict[str, Any], message: str
+) -> None:
+    found = (described.device() if "hf_config" in asked else report()).model_copy(update=changes)
+    request = ExplorationRequest.model_validate(asked)
+    (step,) = explore(request, found, SimulatedDevice(request))
+    assert step.answer is not None
+    assert step.answer.variants[0].reason == message
+    assert [event.message for event in step.events] == [f"No recommendation: {message}"]
+
+
+def test_what_a_device_cannot_do_is_left_out_beside_what_it_can() -> None:
+    asked = {"losses": ["library", "chunked"], "kernels": ["library", "liger"], "recompute": ["none", "full"]}
+    req = ExplorationRequest.model_validate({**OWN, **asked, "executions": ["eager", "compile"]})
+    usable = {"executions": (yes("eager"), yes("compile")), "losses": (yes("library"), no("chunked"))}
+    found = described.device().model_copy(update={**usable, "kernels": (yes("library"), yes("liger"))})
+    candidates = enumerate_candidates(req, found, explored_models(req, found)[0]).candidates
+    assert {c.loss for c in candidates} == {"library"}
+    code = {(str(c.execution), str(c.kernels)) for c in candidates}
+    assert code == {("eager", "library"), ("eager", "liger"), ("compile", "library")}, (
+        "compiled code has kernels of its own"
+    )
+    assert len(candidates) == 2 * 2 * 3 * 4 * 3, "sizes, policies, code, attention and experts"
