@@ -2,9 +2,10 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from itertools import cycle
 from statistics import mean
+from typing import Any
 
 import pytest
 
@@ -137,3 +138,84 @@ def test_where_timings_scatter_the_answer_is_what_was_measured_and_not_sure(seed
     assert found.confidence < 90
     if most > 5:
         assert found.scatter > 0.15
+
+
+class Tight(Device):
+    """Needs a third more from 16 sequences on than smaller sizes let expect."""
+
+    def measure(self, size: int) -> SizeResult:
+        found = super().measure(size)
+        assert found.peak_bytes is not None
+        return replace(found, peak_bytes=round(found.peak_bytes * (1.35 if size >= 16 else 1.0)))
+
+
+@pytest.mark.parametrize(
+    ("device", "changes", "asked", "answer"),
+    [
+        (Device(flat), {}, [1, 4, 8, 16, 32, 32, 32, 32, 16], StepAnswer(32, 443.963245, 99, 0.00284583731, (64,))),
+        (
+            Device(flat),
+            {"sequences": 64, "optimizer_seconds": 1.5},
+            [1, 4, 8, 16, 32, 2, 32, 32, 32, 8, 4, 16, 16, 32, 16, 1, 8],
+            StepAnswer(32, 38.9268382, 92, 0.00108663415, (64,)),
+        ),
+        (
+            Device(flat),
+            {"device_kind": "cpu", "memory_bytes": 0, "sequences": 64, "optimizer_seconds": 0.05},
+            [1, 4, 8, 2, 16, 32, 64, 64, 32, 64, 64, 32],
+            StepAnswer(64, 344.151168, 99, 0.00343664787),
+        ),
+        (
+            Device(flat),
+            {"context_bytes": 6 * GIB, "memory_bytes": 40 * GIB},
+            [1, 4, 8, 2, 8, 8],
+            StepAnswer(8, 333.169851, 99, 0.00420380666, (32, 64)),
+        ),
+        (Device(flat), {"max_seconds": 1e-9}, [1, 1], StepAnswer(1, 100.057416, 37, 0.00579303473, (64,))),
+        (
+            Device(flat, fails={16: "timed_out"}),
+            {},
+            [1, 4, 8, 16, 2, 1, 8],
+            StepAnswer(8, 333.453568, 99, 0.00395888973, (64,)),
+        ),
+        (
+            Device(flat, fails={4: "crashed"}),
+            {},
+            [1, 4, 2, 8, 16, 32, 32, 32, 32, 16],
+            StepAnswer(32, 443.963245, 97, 0.00284583731, (64,)),
+        ),
+        (
+            Device(flat, fails={2: "unsupported", 4: "crashed", 8: "crashed"}),
+            {},
+            [1, 4, 2, 1],
+            StepAnswer(1, 100.057416, 99, 0.00579303473, (64,)),
+        ),
+        (Tight(flat), {}, [1, 4, 8, 16, 2, 32, 16], StepAnswer(16, 398.931606, 99, 0.00518547878, (64,))),
+    ],
+)
+def test_the_same_timings_lead_the_same_way_to_the_same_answer(
+    device: Device, changes: dict[str, Any], asked: list[int], answer: StepAnswer
+) -> None:
+    found = search_step(replace(device.describe(), **changes), device.measure)
+    assert device.asked == asked
+    close = {name: pytest.approx(getattr(answer, name), rel=1e-6) for name in ("sequences_per_second", "scatter")}
+    assert asdict(found) == {**asdict(answer), **close}
+
+
+def test_one_repeat_alone_and_no_peak_are_enough_for_a_first_answer() -> None:
+    device = Device(flat)
+    described = device.describe()
+    alone = replace(described, first=SizeResult(1, Outcome.OK, seconds=(0.01,), peak_bytes=11 * GIB))
+    found = search_step(alone, lambda _: None)
+    assert (found.micro_batch_size, found.sequences_per_second, found.predicted_out) == (1, 100.0, (64,))
+    uncounted = replace(described, sizes=(1, 2), first=SizeResult(1, Outcome.OK, seconds=(0.01,)))
+    found = search_step(uncounted, device.measure)
+    assert (found.micro_batch_size, found.confidence, device.asked) == (2, 99, [1, 2, 2, 1, 2, 2])
+
+
+def test_too_many_sizes_and_too_large_ones_are_refused() -> None:
+    described = Device(flat).describe()
+    for sizes in (tuple(range(1, 66)), (1, 257)):
+        with pytest.raises(ValueError, match=r"^it takes at most 64 sizes, up to 256$"):
+            search_step(replace(described, sizes=sizes), lambda _: None)
+    assert search_step(replace(described, sizes=(*range(1, 64), 256)), lambda _: None).micro_batch_size == 1
