@@ -34,7 +34,12 @@ class FakeCuda:
     def perf_counter(self) -> float:
         return self.host
 
-    def synchronize(self, device: Any = None) -> None:
+    def synchronize(self, device: torch.device | None = None) -> None:
+        assert isinstance(device, torch.device), "another device may be the current one"
+        self.wait()
+
+    def wait(self) -> None:
+        """The host waits until the device has nothing left to do."""
         self.host = max(self.host, self.device)
 
     def sleep(self, cycles: int) -> None:
@@ -115,11 +120,11 @@ class FakePasses:
     def _run(self, name: str, share: float) -> None:
         self._cuda.log.append(name)
         if self._waits:
-            self._cuda.synchronize()
+            self._cuda.wait()
         if self._half_way[name]:
             self._cuda.host += share / 2 * self._host
             self._cuda.launch(share / 2 * self._device)
-            self._cuda.synchronize()
+            self._cuda.wait()
             share /= 2
         self._cuda.host += share * self._host
         self._cuda.launch(share * self._device)

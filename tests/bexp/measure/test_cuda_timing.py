@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
+import torch
 
 from bexp.measure import cuda_timing
 from bexp.measure.cuda_timing import (
@@ -16,7 +18,7 @@ from bexp.measure.cuda_timing import (
 )
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, PassSample, Timing
-from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakePasses, make_timer
+from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakeCuda, FakePasses, make_timer
 
 
 class Clock:
@@ -89,6 +91,19 @@ def test_the_cache_is_flushed_and_the_input_written_before_each_pass_and_neither
     assert sample.backward == pytest.approx(2e-3, rel=0.15)
     assert sample.host == pytest.approx(3e-4)
     assert cuda.slept == []
+
+
+def test_what_overwrites_the_cache_lies_on_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(torch.cuda, "Event", cuda.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", cuda.sleep)
+    found = {torch.device("meta"): 512}
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=found[device])
+    )
+    flush = CudaTimer(torch.device("meta"))._flush
+    assert (flush.device.type, flush.dtype, flush.numel()) == ("meta", torch.uint8, 1024)
 
 
 def test_without_training_there_is_one_flush_and_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:

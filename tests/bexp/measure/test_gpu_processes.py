@@ -1,8 +1,11 @@
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import psutil
 import pytest
 
+from bexp.measure import gpu_processes
 from bexp.measure.gpu_processes import APPEARED_BYTES, OWN_GROWTH_BYTES, ForeignProcesses, GpuProcessMonitor
 from tests.workers.profiler.fakes import MIB, FakeGpu
 
@@ -156,3 +159,73 @@ def test_our_own_children_are_not_foreign(monkeypatch: pytest.MonkeyPatch) -> No
     assert timed(watch).processes == 0
     gpu.pids = frozenset({7, 8, 9, 10})
     assert timed(watch).processes == 2
+
+
+def test_nobody_is_there_unless_something_is_known_of_them() -> None:
+    assert not ForeignProcesses()
+    assert ForeignProcesses(processes=1)
+    assert ForeignProcesses(held_bytes=1)
+    assert not ForeignProcesses(busy_share=1.0), "processes that were there before may be busy"
+    assert ForeignProcesses() == ForeignProcesses(0, 0, None)
+
+
+@pytest.mark.parametrize(("came", "held"), [(APPEARED_BYTES, 0), (APPEARED_BYTES + 1, APPEARED_BYTES + 1)])
+def test_memory_that_came_between_two_processes_of_a_job_is_foreign_above_a_quarter_of_a_gibibyte(
+    came: int, held: int
+) -> None:
+    watch = FakeGpu(others=(1 << 30) + came).foreign_processes(used_before=(1 << 30) + came)
+    assert watch.begin(others_bytes=1 << 30) == 1 << 30
+    assert timed(watch).held_bytes == held
+
+
+class BusyGpu(FakeGpu):
+    """Remembers since when the shares are asked for."""
+
+    since: int | None = None
+
+    def busy_shares(self, since_microseconds: int) -> dict[int, float] | None:
+        self.since = since_microseconds
+        return super().busy_shares(since_microseconds)
+
+
+def test_shares_are_those_since_the_timing_began_and_at_most_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_processes, "time", SimpleNamespace(time=lambda: 1234.5))
+    gpu = BusyGpu(shares={7: 0.5, 3: 0.75, 4: 0.5}, pids=frozenset({3, 4, 7}))
+    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset({3, 4}))
+    watch.begin(None)
+    assert watch.find() == ForeignProcesses(0, 0, None), "no timing has begun"
+    assert gpu.since is None
+    assert timed(watch) == ForeignProcesses(0, 0, 1.0)
+    assert gpu.since == 1_234_500_000
+    gpu.shares = None
+    assert timed(watch).busy_share is None
+    gpu.shares = {7: 1.0}
+    assert timed(watch).busy_share == 0.0
+
+
+def test_two_processes_that_came_at_once_leave_open_which_is_ours() -> None:
+    gpu = FakeGpu(shares={7: 0.5, 8: 0.5}, pids=frozenset({7, 8}))
+    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset())
+    watch.begin(None)
+    assert timed(watch).busy_share is None
+    watch = GpuProcessMonitor(gpu, lambda: 0, 0, None)
+    watch.begin(None)
+    assert timed(watch).busy_share is None
+
+
+def test_memory_that_shrank_before_our_context_counts_as_none_of_ours() -> None:
+    gpu = FakeGpu(others=1 << 30)
+    watch = gpu.foreign_processes(used_before=8 << 30)
+    assert watch.begin(None) == (1 << 30) + gpu.own, "what was freed meanwhile is no context"
+
+
+def test_a_process_that_grows_further_is_told_with_the_most_it_held() -> None:
+    gpu = FakeGpu()
+    watch = begun(gpu)
+    watch.start()
+    for held in (600, 900, 700):
+        gpu.others = held * MIB
+        watch.look()
+    assert watch.find().held_bytes == 900 * MIB
+    gpu.others = 900 * MIB - APPEARED_BYTES
+    assert watch.find().held_bytes == 0, "most of it is free again"

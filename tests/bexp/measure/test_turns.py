@@ -1,16 +1,20 @@
 from __future__ import annotations
 
-from collections import Counter
+import gc
+from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from bexp.measure import turns
-from bexp.measure.turns import FEWEST_ROUNDS, MOST_LINKS, TurnsBudget, chained, time_in_turns
-from tests.bexp.measure.fake_cuda import FakeCuda
+from bexp.measure.turns import MOST_LINKS, TurnsBudget, chained, time_in_turns
+from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakeCuda
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda:1")
+CLOCK_SLEEPS = [2_000_000 / CYCLES_PER_SECOND] * 2
+"""By which the clock of the sleep is measured."""
 
 
 def test_contenders_run_in_turns_and_the_hopeless_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -57,51 +61,160 @@ def test_a_chain_gives_every_call_its_gradients_and_its_own_operands() -> None:
     assert links == 1
 
 
-class Runs:
-    """Runs on a fake device, each with what it takes the host to issue and the device to run."""
+def test_a_single_call_works_on_the_inputs_themselves_and_as_many_calls_as_fit_on_copies() -> None:
+    x, w, gradient = torch.randn(3, 4), torch.randn(4, 5), torch.randn(3, 5)
+    call_bytes = 2 * 4 * (12 + 20) + 2 * 4 * 15
+    pointers: list[int] = []
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.cuda = FakeCuda()
-        monkeypatch.setattr(turns, "time", SimpleNamespace(perf_counter=self.cuda.perf_counter))
-        monkeypatch.setattr(torch.cuda, "Event", self.cuda.event)
-        monkeypatch.setattr(torch.cuda, "_sleep", self.cuda.sleep)
-        monkeypatch.setattr(torch.cuda, "synchronize", self.cuda.synchronize)
-        self.count: Counter[str] = Counter()
+    def multiply(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        pointers.append(x.data_ptr())
+        return x @ w
 
-    def run(self, name: str, issue: float, device: float, *, waits: bool = False) -> None:
-        self.count[name] += 1
-        self.cuda.host += issue
-        self.cuda.launch(device)
-        if waits:
-            self.cuda.synchronize()
-
-
-def test_a_devices_own_time_is_told_apart_from_the_clocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Runs(monkeypatch)
-    contenders = {
-        "device": lambda: made.run("device", 1e-5, 1e-3),
-        "host": lambda: made.run("host", 1e-4, 2e-5),
-        "waits": lambda: made.run("waits", 1e-4, 3e-4, waits=True),
-    }
-    budget = TurnsBudget(rounds=6, chain_seconds=1e-2, hopeless=20.0)
-    found = time_in_turns(contenders, torch.device("cuda"), budget)
-    clock = {name: each.clock_seconds for name, each in found.items()}
-    device = {name: each.device_seconds for name, each in found.items()}
-    assert clock == pytest.approx({"device": 1e-3, "host": 1e-4, "waits": 4e-4}, rel=0.25)
-    assert device == pytest.approx({"device": 1e-3, "host": 2e-5, "waits": clock["waits"]}, rel=1e-6)
-    assert all(each.in_turns and each.rounds == 6 for each in found.values())
-    assert made.cuda.slept[:2] == pytest.approx([2e-3, 2e-3]), "the clock of the device is measured first"
-    sleeps = made.cuda.slept[2:]
-    assert min(sleeps) > 1e-3, "the host stays ahead"
-    assert len(sleeps) == 6 + 2 * 2, "the run that waits is tried twice, with a longer sleep, in two turns"
-    assert max(sleeps) >= 4 * min(sleeps)
+    for most, links in ((call_bytes, 1), (2 * call_bytes - 1, 1), (2 * call_bytes, 2), (7 * call_bytes, 7)):
+        pointers.clear()
+        run, found = chained(multiply, (x, w), gradient, most_bytes=most)
+        run()
+        assert found == len(pointers) == links
+        assert (x.data_ptr() in pointers) is (links == 1)
+    assert chained(multiply, (torch.zeros(0),), torch.zeros(0))[1] == MOST_LINKS
+    assert not x.requires_grad
 
 
-def test_rounds_end_when_their_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Runs(monkeypatch)
-    budget = TurnsBudget(rounds=50, chain_seconds=1e-3, hopeless=5.0, most_seconds=0.05)
-    (found,) = time_in_turns({"a": lambda: made.run("a", 1e-5, 1e-3)}, torch.device("cuda"), budget).values()
-    assert FEWEST_ROUNDS <= found.rounds < 50
-    none = TurnsBudget(rounds=50, chain_seconds=1e-3, hopeless=5.0, most_seconds=0.0)
-    (found,) = time_in_turns({"a": lambda: made.run("a", 1e-5, 1e-3)}, torch.device("cuda"), none).values()
-    assert found.rounds == FEWEST_ROUNDS
+@pytest.fixture
+def cuda(monkeypatch: pytest.MonkeyPatch) -> FakeCuda:
+    """A device in place of torch's, whose clock is also the host's."""
+    cuda = FakeCuda()
+    monkeypatch.setattr(turns, "time", cuda)
+    monkeypatch.setattr(torch.cuda, "Event", cuda.event)
+    monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)
+    monkeypatch.setattr(torch.cuda, "_sleep", cuda.sleep)
+    return cuda
+
+
+class Kernel:
+    """A run that takes the host and the device known times; `hosts` are those of single runs, by number."""
+
+    def __init__(
+        self, cuda: FakeCuda, *, host: float, device: float, waits: bool = False, hosts: dict[int, float] | None = None
+    ) -> None:
+        self.count = 0
+        self._cuda, self._host, self._device, self._waits = cuda, host, device, waits
+        self._hosts = hosts or {}
+
+    def __call__(self) -> None:
+        self._cuda.host += self._hosts.get(self.count, self._host)
+        self._cuda.launch(self._device)
+        self.count += 1
+        if self._waits:
+            self._cuda.wait()
+
+
+WARM_UP = 1 + 1 + 1 + 2
+"""Runs before the first turn."""
+
+
+def test_a_run_that_keeps_the_device_busy_is_queued_behind_another(cuda: FakeCuda) -> None:
+    kernel = Kernel(cuda, host=2e-4, device=1e-3)
+    found = time_in_turns({"busy": kernel}, CUDA, TurnsBudget(rounds=6, chain_seconds=3.5e-3))["busy"]
+    assert cuda.slept == CLOCK_SLEEPS, "a device that sleeps would clock higher"
+    assert found.device_seconds == pytest.approx(1e-3)
+    assert found.clock_seconds == pytest.approx((3 * 1e-3 + 2e-4) / 3), "the first of three is issued to an idle device"
+    assert (found.rounds, found.in_turns) == (6, True)
+    assert kernel.count == WARM_UP + 6 * (3 + 1 + 3), "three in a row, then one that three are queued behind"
+
+
+def test_a_run_that_the_host_limits_is_queued_while_the_device_sleeps(cuda: FakeCuda) -> None:
+    kernel = Kernel(cuda, host=4e-4, device=1e-4)
+    found = time_in_turns({"launch-bound": kernel}, CUDA, TurnsBudget(rounds=5))["launch-bound"]
+    assert found.device_seconds == pytest.approx(1e-4)
+    assert found.clock_seconds == pytest.approx((8 * 4e-4 + 1e-4) / 8)
+    assert cuda.slept == pytest.approx([*CLOCK_SLEEPS, *[1.5 * 5 * 4e-4 + 1e-3] * 5]), "800 launches of 2.5 us at most"
+    assert kernel.count == WARM_UP + 5 * (8 + 5)
+
+
+def test_the_most_repeats_bound_a_turn_of_short_runs(cuda: FakeCuda) -> None:
+    kernel = Kernel(cuda, host=1e-5, device=5e-6)
+    time_in_turns({"short": kernel}, CUDA, TurnsBudget(rounds=5, most_repeats=20))
+    assert kernel.count == WARM_UP + 5 * (20 + 20)
+    assert cuda.slept[2:] == pytest.approx([1.5 * 20 * 1e-5 + 1e-3] * 5)
+    long = Kernel(cuda, host=1e-2, device=2e-3)
+    time_in_turns({"long": long}, CUDA, TurnsBudget(rounds=5))
+    assert long.count == WARM_UP + 5 * (1 + 1)
+
+
+def test_a_run_that_waits_for_the_device_has_one_time_and_is_no_longer_queued(cuda: FakeCuda) -> None:
+    kernel = Kernel(cuda, host=3e-4, device=1e-4, waits=True)
+    found = time_in_turns({"waits": kernel}, CUDA, TurnsBudget(rounds=6, chain_seconds=1e-3))["waits"]
+    assert found.device_seconds == found.clock_seconds == pytest.approx(4e-4)
+    assert found.device_error_seconds == found.clock_error_seconds
+    sleep = 1.5 * 2 * 4e-4 + 1e-3
+    assert cuda.slept == pytest.approx([*CLOCK_SLEEPS, sleep, 5 * sleep, sleep, 5 * sleep]), "in two turns, and longer"
+    assert kernel.count == WARM_UP + 6 * 2 + 4 * 2
+
+
+def test_a_host_that_was_disturbed_is_given_a_longer_sleep(cuda: FakeCuda) -> None:
+    first = WARM_UP + 2
+    kernel = Kernel(cuda, host=4e-4, device=1e-4, hosts={first: 4e-3})
+    found = time_in_turns({"disturbed": kernel}, CUDA, TurnsBudget(rounds=5, chain_seconds=1e-3))["disturbed"]
+    sleep = 1.5 * 2 * 4e-4 + 1e-3
+    assert cuda.slept == pytest.approx([*CLOCK_SLEEPS, sleep, 5 * sleep, *[sleep] * 4])
+    assert found.device_seconds == pytest.approx(1e-4)
+    assert found.device_error_seconds == pytest.approx(0.0, abs=1e-12)
+
+
+def test_a_run_that_is_blocked_in_one_turn_alone_does_not_count_as_waiting(cuda: FakeCuda) -> None:
+    first = WARM_UP + 2
+    late = dict.fromkeys((first, first + 2), 1e-1)
+    found = time_in_turns(
+        {"once": Kernel(cuda, host=4e-4, device=1e-4, hosts=late)}, CUDA, TurnsBudget(rounds=5, chain_seconds=1e-3)
+    )["once"]
+    assert len(cuda.slept) == 2 + 2 + 4
+    assert found.device_seconds == pytest.approx(1e-4)
+
+
+def test_after_the_most_seconds_the_fewest_rounds_have_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rounds(most_seconds: float) -> int:
+        cuda = FakeCuda()
+        monkeypatch.setattr(turns, "time", cuda)
+        run = Kernel(cuda, host=1.0, device=0.0)
+        return time_in_turns({"slow": run}, CPU, TurnsBudget(rounds=9, most_seconds=most_seconds))["slow"].rounds
+
+    assert [rounds(seconds) for seconds in (0.0, 5.5, 6.5, 8.5, 100.0)] == [5, 6, 7, 9, 9]
+    assert TurnsBudget() == TurnsBudget(7, 4e-3, 50, 4.0, float("inf"))
+
+
+def test_figures_are_medians_with_errors_and_a_single_time_has_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    cuda = FakeCuda()
+    monkeypatch.setattr(turns, "time", cuda)
+    slow = {WARM_UP + 1: 1.5, WARM_UP + 3: 1.25}
+    kernel = Kernel(cuda, host=1.0, device=0.0, hosts=slow)
+    hopeless = Kernel(cuda, host=4.0, device=0.0)
+    left_out = Kernel(cuda, host=4.01, device=0.0)
+    found = time_in_turns({"a": kernel, "b": hopeless, "c": left_out}, CPU, TurnsBudget(rounds=4))
+    assert found["a"].clock_seconds == 1.125
+    assert found["a"].clock_error_seconds == found["a"].device_error_seconds > 0.1
+    assert found["b"].in_turns, "four times as slow as the fastest is not slower than that"
+    once = found["c"]
+    assert (once.clock_seconds, once.device_seconds) == pytest.approx((4.01, 4.01))
+    assert (once.clock_error_seconds, once.device_error_seconds, once.rounds, once.in_turns) == (0.0, 0.0, 1, False)
+
+
+def test_the_collector_is_off_meanwhile_and_afterwards_as_it_was() -> None:
+    seen: list[bool] = []
+
+    def fail() -> None:
+        raise ZeroDivisionError
+
+    look: Callable[[], object] = lambda: seen.append(gc.isenabled())  # noqa: E731
+    assert gc.isenabled()
+    time_in_turns({"look": look}, CPU, TurnsBudget(rounds=1, chain_seconds=0.0))
+    with pytest.raises(ZeroDivisionError):
+        time_in_turns({"fail": fail}, CPU)
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        time_in_turns({"look": look}, CPU, TurnsBudget(rounds=1, chain_seconds=0.0))
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert not any(seen)

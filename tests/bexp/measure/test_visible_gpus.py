@@ -1,4 +1,4 @@
-"""Which GPUs CUDA_VISIBLE_DEVICES leaves a process, in CUDA's order."""
+"""Which GPUs a process would see, by what NVML and CUDA_VISIBLE_DEVICES say."""
 
 from __future__ import annotations
 
@@ -7,59 +7,60 @@ import pytest
 
 from bexp.measure.visible_gpus import visible_gpus
 
-UUIDS = ("GPU-a1", "GPU-a2", "GPU-b1")
+UUIDS = ("GPU-aa11", "GPU-ab22", "GPU-cc33")
 
 
-class Nvml:
-    """Three GPUs, each of whose handles is its number; `broken` is the call that fails."""
+class Driver:
+    """NVML of a host with three GPUs, which has to be initialised first and shut down afterwards."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, broken: str = "") -> None:
-        self.is_open = False
-        self._broken = broken
-        monkeypatch.setattr(pynvml, "nvmlInit", lambda: self.call("nvmlInit", opens=True))
-        monkeypatch.setattr(pynvml, "nvmlShutdown", lambda: self.call("nvmlShutdown", opens=False))
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetCount", self.count)
-        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda index: index)
+    def __init__(self, *, fails: str | None = None) -> None:
+        self.calls: list[str] = []
+        self._fails = fails
+
+    def install(self, monkeypatch: pytest.MonkeyPatch) -> Driver:
+        for name in ("nvmlInit", "nvmlShutdown", "nvmlDeviceGetCount"):
+            monkeypatch.setattr(pynvml, name, lambda name=name: self._call(name))
+        monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByIndex", lambda i: self._call("handle") and i)
         monkeypatch.setattr(pynvml, "nvmlDeviceGetUUID", lambda handle: UUIDS[handle])
+        return self
 
-    def call(self, name: str, *, opens: bool) -> None:
-        if self._broken == name:
-            raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
-        self.is_open = opens
-
-    def count(self) -> int:
-        assert self.is_open
-        if self._broken == "nvmlDeviceGetCount":
+    def _call(self, name: str) -> int:
+        self.calls.append(name)
+        if name == self._fails:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_UNKNOWN)
         return len(UUIDS)
 
 
 @pytest.mark.parametrize(
-    ("visible", "expected"),
+    ("visible", "found"),
     [
-        (None, ["GPU-a1", "GPU-a2", "GPU-b1"]),
-        ("2,0", ["GPU-b1", "GPU-a1"]),
-        ("GPU-b", ["GPU-b1"]),
-        ("GPU-a2, 0", ["GPU-a2", "GPU-a1"]),
-        ("GPU-a", ["GPU-a1"]),
-        ("MIG-7,1", ["MIG-7", "GPU-a2"]),
-        ("1,3,0", ["GPU-a2"]),
-        ("0,GPU-c,1", ["GPU-a1"]),
-        ("0,-1,1", ["GPU-a1"]),
+        (None, list(UUIDS)),
         ("", []),
+        ("2,0", [UUIDS[2], UUIDS[0]]),
+        (" 1 , 0", [UUIDS[1], UUIDS[0]]),
+        ("0,3,1", [UUIDS[0]]),  # the first invalid entry ends the list
+        ("-1,0", []),
+        ("GPU-ab22,GPU-aa", [UUIDS[1], UUIDS[0]]),
+        ("GPU-a", [UUIDS[0]]),
+        ("GPU-x,0", []),
+        ("MIG-77,1", ["MIG-77", UUIDS[1]]),
+        ("1,,0", [UUIDS[1]]),
     ],
 )
-def test_the_visible_gpus_are_in_the_order_of_their_names(
-    monkeypatch: pytest.MonkeyPatch, visible: str | None, expected: list[str]
+def test_the_environment_chooses_among_the_gpus_as_cuda_does(
+    monkeypatch: pytest.MonkeyPatch, visible: str | None, found: list[str]
 ) -> None:
-    nvml = Nvml(monkeypatch)
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert visible_gpus(environment) == expected
-    assert not nvml.is_open
+    driver = Driver().install(monkeypatch)
+    environment = {"HOME": "/"} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert visible_gpus(environment) == found
+    assert driver.calls[0] == "nvmlInit"
+    assert driver.calls[-1] == "nvmlShutdown"
 
 
-@pytest.mark.parametrize("broken", ["nvmlInit", "nvmlDeviceGetCount"])
-def test_where_nvml_does_not_answer_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
-    nvml = Nvml(monkeypatch, broken)
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(fails="nvmlInit").install(monkeypatch)
     assert visible_gpus({}) == []
-    assert not nvml.is_open
+    assert driver.calls == ["nvmlInit"]
+    lost = Driver(fails="handle").install(monkeypatch)
+    assert visible_gpus({}) == []
+    assert lost.calls[-1] == "nvmlShutdown"
