@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bexp.api.resources import RecommendationResource
-from bexp.explorer.exports.document import Export
-from bexp.explorer.exports.exploration import Exploration
+from bexp.explorer.exports.document import ExportDocument
+from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.exports.registry import export
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, JobState
@@ -28,7 +28,7 @@ def why_nothing(job: Job) -> str:
     return _NOTHING.get(job.state, "The exploration ended without anything to recommend.")
 
 
-def export_of(database: Database, job: Job, name: str) -> Export:
+def export_of(database: Database, job: Job, name: str) -> ExportDocument:
     """Return the answer of a job in the format called `name`.
 
     Raises:
@@ -38,7 +38,7 @@ def export_of(database: Database, job: Job, name: str) -> Export:
     known = job.recommendation
     reason = job.answer.variants[0].reason if job.answer is not None and known is None else None
     trials = read_all_trials(database, job.reused_from or job.id) if known is not None else []
-    found = Exploration(
+    found = ExportSource(
         id=job.id,
         request=job.request,
         report=job.report,
@@ -50,6 +50,6 @@ def export_of(database: Database, job: Job, name: str) -> Export:
     return export(name, found)
 
 
-def export_notes(made: Export) -> tuple[str, ...]:
+def export_notes(made: ExportDocument) -> tuple[str, ...]:
     """Return what belongs to an export whose format has no comments."""
     return () if made.has_header else tuple(made.header)

@@ -21,7 +21,7 @@ def _file_name(name: str) -> str:
     return re.sub(r"[^A-Za-z0-9._ -]|^\.+", "-", name)[:128] or "-"
 
 
-class ObservationLog:
+class RunLog:
     """Appends the BEXP line of each event once, however often a job is watched.
 
     Events are numbered from 1 without gaps and each is one line, so the number of lines in the file is the number of

@@ -2,29 +2,93 @@
 
 from __future__ import annotations
 
+import asyncio
+import ctypes
 import math
+import sys
 import threading
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
+from http import HTTPStatus
 from typing import Annotated
 
+from anyio.to_thread import run_sync
 from fastapi import Depends, Request
 
-from bexp.api.background import Supervisor
+from bexp.api.background import Beat, Supervisor
 from bexp.api.housekeeping import Housekeeper
-from bexp.api.memory import TRIM_SECONDS, keep_trimmed
 from bexp.api.metrics import Metrics
 from bexp.api.rate_limits import RateLimiter
+from bexp.api.refusals import ProblemException
 from bexp.api.settings import ServiceSettings
-from bexp.api.stream_limits import StreamLimits
 from bexp.api.streams import LISTENING_POLL_SECONDS, EventFeed
 from bexp.api.tokens import Tokens
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.probe import try_write
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError
+
+RETRY_SECONDS = 10
+
+
+class StreamLimits:
+    """Counts the open streams: at most `per_token` of each token (0: no such limit) and `total` together.
+
+    A stream counts from its first byte on. Requests that arrive in the same moment may exceed a limit by a few.
+    """
+
+    def __init__(self, *, per_token: int, total: int) -> None:
+        self._per_token = per_token
+        self._total = total
+        self._open: Counter[str | None] = Counter()
+
+    def check(self, token: str | None) -> None:
+        """Check that one more stream may begin. `token` is the name of its token, if it has one.
+
+        Raises:
+            ProblemException: 429 if the token has too many, 503 if the service has.
+        """
+        if token is not None and self._per_token and self._open[token] >= self._per_token:
+            status, detail = HTTPStatus.TOO_MANY_REQUESTS, f"This token has {self._per_token} open streams."
+        elif self._open.total() >= self._total:
+            status, detail = HTTPStatus.SERVICE_UNAVAILABLE, f"The service has {self._total} open streams."
+        else:
+            return
+        headers = {"Retry-After": str(RETRY_SECONDS)}
+        raise ProblemException(status, f"{detail} It allows no more.", name="too-many-streams", headers=headers)
+
+    @contextmanager
+    def count(self, token: str | None) -> Iterator[None]:
+        """Count a stream while it is open."""
+        self._open[token] += 1
+        try:
+            yield
+        finally:
+            self._open[token] -= 1
+            if not self._open[token]:
+                del self._open[token]
+
+
+TRIM_SECONDS = 30.0
+
+
+async def keep_trimmed(beat: Beat) -> None:
+    """Trim until cancelled; `beat` is called after each time."""
+    while True:
+        await run_sync(trim)
+        beat()
+        await asyncio.sleep(TRIM_SECONDS)
+
+
+def trim() -> None:
+    """Give pages that hold nothing back to the system; does nothing where the C library cannot."""
+    if sys.platform == "linux":
+        trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in musl
+        if trim_heap is not None:
+            trim_heap(0)
 
 
 @dataclass(frozen=True, slots=True)

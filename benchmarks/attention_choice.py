@@ -28,10 +28,10 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.attention import attention_backend
 from bexp.measure.turns import Run, TurnsBudget, time_in_turns
+from bexp.workers.instruments.failures import classify
+from bexp.workers.instruments.kernel_shapes import attention_shape, torch_dtype
 from bexp.workers.process.profiler import Profiler
-from bexp.workers.profiler.failures import classify
 from bexp.workers.targets.reference.factory import build_block
-from bexp.workers.targets.reference.shapes import attention_shape, torch_dtype
 
 SEQ_LENGTHS = (8192, 512, 32768, 2048, 16384, 1024, 4096)
 """The order makes sure that a run that is cut short has both short and long ones."""

@@ -240,7 +240,7 @@ class _Runs:
     def _drop_graphs(self) -> None:
         import torch  # noqa: PLC0415 - in the child alone
 
-        from bexp.graph_recorder import CudaRecorder  # noqa: PLC0415 - in the child alone
+        from bexp.graphs.recorder import CudaRecorder  # noqa: PLC0415 - in the child alone
 
         self.forwards.clear()
         self.recorder = CudaRecorder()

@@ -46,7 +46,7 @@ from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.kernels.experts.auto.measuring import GemmShape
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.turns import Run, TurnsBudget, TurnTiming, chained, synchronize, time_in_turns
-from bexp.workers.profiler.failures import classify, is_poisoned
+from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.profiler.hardware import measure_hardware
 
 K, N = 2048, 1024

@@ -19,10 +19,10 @@ from bexp.kernels.experts.auto.measuring import FFNShape
 from bexp.kernels.experts.expert_backend import ExpertFFN
 from bexp.kernels.experts.registry import AUTO_EXPERTS
 from bexp.measure.passes import ModulePasses
+from bexp.workers.instruments.kernel_shapes import experts_shape
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
-from bexp.workers.targets.reference.shapes import experts_shape
 from bexp.workers.targets.reference.weights import Weights
 
 HIDDEN, WIDTH = 2048, 1408

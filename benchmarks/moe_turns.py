@@ -60,7 +60,7 @@ from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
-from bexp.workers.profiler.failures import classify, is_poisoned
+from bexp.workers.instruments.failures import classify, is_poisoned
 from bexp.workers.profiler.hardware import measure_hardware
 
 MINUTES = 9.0

@@ -9,13 +9,13 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from bexp.callback import TrainerCallback
     from bexp.client.client import Client
     from bexp.config_exploration import explore_config
-    from bexp.model_setup import apply, restore
-    from bexp.recommended_setup import RecommendedSetup
     from bexp.step.exploration import explore
-    from bexp.trainer_arguments import training_arguments
+    from bexp.trainer.arguments import training_arguments
+    from bexp.trainer.callback import TrainerCallback
+    from bexp.trainer.model_setup import apply, restore
+    from bexp.trainer.recommended_setup import RecommendedSetup
     from bexp.transformers.settings import Settings
 
 __all__ = [
@@ -32,14 +32,14 @@ __all__ = [
 
 _MODULES = {  # No module has the name of a function here, because a loaded module would hide the function.
     "Client": "bexp.client.client",
-    "RecommendedSetup": "bexp.recommended_setup",
+    "RecommendedSetup": "bexp.trainer.recommended_setup",
     "Settings": "bexp.transformers.settings",
-    "TrainerCallback": "bexp.callback",
-    "apply": "bexp.model_setup",
+    "TrainerCallback": "bexp.trainer.callback",
+    "apply": "bexp.trainer.model_setup",
     "explore": "bexp.step.exploration",
     "explore_config": "bexp.config_exploration",
-    "restore": "bexp.model_setup",
-    "training_arguments": "bexp.trainer_arguments",
+    "restore": "bexp.trainer.model_setup",
+    "training_arguments": "bexp.trainer.arguments",
 }
 
 

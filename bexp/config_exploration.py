@@ -20,7 +20,7 @@ from bexp.client.view import ExplorationView
 from bexp.explorer.records.event import Event
 
 if TYPE_CHECKING:
-    from bexp.recommended_setup import RecommendedSetup
+    from bexp.trainer.recommended_setup import RecommendedSetup
 
 SESSION = "bexp.api.session"
 GRACE_SECONDS = 15.0
@@ -99,7 +99,7 @@ def explore_config(
 def _result(
     ended: Exploration, trials: Sequence[Mapping[str, Any]], result: Mapping[str, Any] | None, view: ExplorationView
 ) -> ExplorationResult:
-    from bexp.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
+    from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
 
     document = result if result is not None and result.get("recommendation") is not None else None
     recommendation = None if document is None else RecommendedSetup.read(document)

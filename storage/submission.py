@@ -9,6 +9,7 @@ from datetime import timedelta
 from typing import Any
 
 import sqlalchemy as sa
+from pydantic import ValidationError
 
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.spec.request import ExplorationRequest
@@ -16,7 +17,6 @@ from bexp.explorer.spec.request_key import request_key
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.events import insert_events
-from bexp.storage.idempotency import asks_the_same
 from bexp.storage.ids import new_job_id
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
@@ -24,6 +24,26 @@ from bexp.storage.owners import Caller
 from bexp.storage.quotas import check_queued
 from bexp.storage.reuse import find_answer_of_live
 from bexp.storage.tables import jobs, labels
+
+
+def asks_the_same(stored: sa.Row[Any], request: ExplorationRequest, body_hash: str) -> bool:
+    """Return whether the stored job's request is `request`, whose hash is `body_hash`.
+
+    The hash covers all fields, so it differs between versions of this program that have other fields. Then both
+    requests are compared as this version reads them, without what was noted about their configuration.
+    """
+    if stored.body_hash == body_hash:
+        return True
+    try:
+        first = ExplorationRequest.model_validate(stored.request)
+    except ValidationError:
+        return False
+    return _without_notices(first) == _without_notices(request)
+
+
+def _without_notices(request: ExplorationRequest) -> ExplorationRequest:
+    return request.model_copy(update={"notices": ()})
+
 
 KEY_LIFETIME = timedelta(hours=24)
 """How long an idempotency key stands for its first job."""

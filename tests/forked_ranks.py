@@ -12,8 +12,7 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from bexp.workers.process.environment import profiler_environment
-from bexp.workers.process.kernel_cache import kernel_cache
+from bexp.workers.process.environment import kernel_cache, profiler_environment
 from tests.chaos.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]
@@ -22,7 +21,7 @@ HAS_GPUS = Path("/dev/nvidiactl").exists()
 SHARDING = ("torch.distributed.fsdp", "torch._dynamo")
 """What torch imports once parameters are sharded."""
 PROFILER = ("bexp.workers.profiler.device",)
-GROUP = ("bexp.workers.profiler.distributed.launch", "bexp.workers.profiler.distributed.rank_device", *SHARDING)
+GROUP = ("bexp.workers.profiler.distributed.launch", "bexp.workers.profiler.distributed.rank", *SHARDING)
 
 
 def run_ranks(module: str, folder: Path, *arguments: str, seconds: float = 500.0) -> None:

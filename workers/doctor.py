@@ -16,12 +16,12 @@ from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target
-from bexp.target_registry import installed_targets
+from bexp.targets.registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu
 from bexp.workers.devices.lock import DeviceBusyError
+from bexp.workers.instruments.compilation import missing_compiler
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler
-from bexp.workers.profiler.compilation import missing_compiler
 
 if TYPE_CHECKING:
     from rich.console import Console

@@ -19,7 +19,7 @@ from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, de
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, upgrade
-from bexp.target_registry import installed_targets
+from bexp.targets.registry import installed_targets
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.jobs.own_job import OwnJob
 from bexp.workers.jobs.worker import Worker

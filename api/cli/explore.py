@@ -15,7 +15,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target
 from bexp.storage.ids import new_job_id
-from bexp.target_registry import installed_targets
+from bexp.targets.registry import installed_targets
 
 WorkerDevice = Annotated[
     str | None,

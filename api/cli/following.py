@@ -17,7 +17,7 @@ from rich.text import Text
 
 from bexp.api.cli.errors import say
 from bexp.api.live import LiveView
-from bexp.api.run_log import ObservationLog, log_path
+from bexp.api.run_log import RunLog, log_path
 from bexp.api.text import wrap
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.records.event import Event, EventCode, render_line
@@ -98,14 +98,14 @@ def open_output(job: Exploration, *, to_stderr: bool) -> Iterator[Output]:
 
 
 @contextmanager
-def open_run_log(job: Exploration) -> Iterator[ObservationLog | None]:
+def open_run_log(job: Exploration) -> Iterator[RunLog | None]:
     """Open the log file of `job` below the working directory; yield null, and say why, if it cannot be written."""
     if job.request is None:
         yield None
         return
     path = log_path(Path.cwd(), job.request.mode, job.request.explored.name, job.id)
     try:
-        log = ObservationLog(path)
+        log = RunLog(path)
     except OSError as error:
         say(f"no log file: {error.strerror}: {path}")
         yield None

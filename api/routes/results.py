@@ -15,7 +15,7 @@ from bexp.api.results import export_notes, export_of, result_of, why_nothing
 from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.client.headers import NOTE_HEADER
-from bexp.explorer.exports.document import Export
+from bexp.explorer.exports.document import ExportDocument
 from bexp.storage.trials import read_trials
 
 router = APIRouter(prefix="/v1/explorations/{exploration_id}", tags=["results"], dependencies=[Depends(accepts_json)])
@@ -66,7 +66,7 @@ def get_recommendation(
     return found
 
 
-def _file(made: Export, name: str) -> Response:
+def _file(made: ExportDocument, name: str) -> Response:
     headers = {"Content-Disposition": f'inline; filename="bexp-{name}.{SUFFIXES[made.media_type]}"'}
     response = Response(made.text, media_type=made.media_type, headers=headers)
     for line in export_notes(made):

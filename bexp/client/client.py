@@ -22,7 +22,7 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.request import ExplorationRequest
 
 if TYPE_CHECKING:
-    from bexp.recommended_setup import RecommendedSetup
+    from bexp.trainer.recommended_setup import RecommendedSetup
 
 DEFAULT_URL = "http://127.0.0.1:8642"
 
@@ -114,7 +114,7 @@ class Client:
 
     def recommendation(self, job_id: str) -> RecommendedSetup | None:
         """Return the best candidate so far, as `bexp.apply` takes it; None while nothing is known."""
-        from bexp.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
+        from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
 
         document = self.answer(job_id)
         return None if document is None else RecommendedSetup.read(document)

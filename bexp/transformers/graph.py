@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.graph_recorder import Recorder
-from bexp.graphs import GraphedLoss
+from bexp.graphs.graphed_loss import GraphedLoss
+from bexp.graphs.recorder import Recorder
 from bexp.transformers.undo import Changes
 
 _MASK, _POSITIONS, _NUMBER = "attention_mask", "position_ids", "num_items_in_batch"

@@ -46,7 +46,7 @@ class MeshCandidate:
     candidate: Candidate
 
     @property
-    def told(self) -> Candidate:
+    def sharded(self) -> Candidate:
         """The candidate with the sharding of its mesh, which a trainer has to be told."""
         return self.candidate.model_copy(update={"sharding": self.mesh.sharding})
 

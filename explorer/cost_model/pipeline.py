@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from bexp.explorer.cost_model.pipeline_order import Action, Pass, rank_order
+from bexp.explorer.cost_model.pipeline_order import Pass, PipelineAction, rank_order
 from bexp.explorer.spec.mesh import Schedule
 
 SETTLED_ROUNDS = 4
@@ -41,7 +41,7 @@ class TimedPass:
     """One pass of one rank, in seconds from the beginning of the step."""
 
     rank: int
-    action: Action
+    action: PipelineAction
     begin: float
     end: float
 
@@ -81,7 +81,7 @@ def simulate_pipeline(
         raise ValueError(f"{len(stages)} stages are no multiple of {num_ranks} ranks")
     orders = [rank_order(schedule, r, num_ranks, num_micro_batches, virtual_stages) for r in range(num_ranks)]
     splits = schedule is Schedule.ZB_H1
-    ended: dict[Action, float] = {}
+    ended: dict[PipelineAction, float] = {}
     place, free = [0] * num_ranks, [0.0] * num_ranks
     passes: list[TimedPass] = []
     waiting = set(range(num_ranks))
@@ -127,24 +127,24 @@ def pipeline_seconds(
     return longer.seconds + rounds * (longer.seconds - shorter.seconds), longer
 
 
-def _ready(action: Action, ended: dict[Action, float], stages: Sequence[StageCosts]) -> float | None:
+def _ready(action: PipelineAction, ended: dict[PipelineAction, float], stages: Sequence[StageCosts]) -> float | None:
     """Return when the input of a pass is there; None if that is not known yet."""
     kind, stage, micro_batch = action
     if kind is Pass.WEIGHTS:
-        return ended.get(Action(Pass.BACKWARD, stage, micro_batch))
+        return ended.get(PipelineAction(Pass.BACKWARD, stage, micro_batch))
     own, other = 0.0, stage - 1
     if kind is Pass.BACKWARD:
-        found = ended.get(Action(Pass.FORWARD, stage, micro_batch))
+        found = ended.get(PipelineAction(Pass.FORWARD, stage, micro_batch))
         if found is None:
             return None
         own, other = found, stage + 1
     if not 0 <= other < len(stages):
         return own
-    received = ended.get(Action(kind, other, micro_batch))
+    received = ended.get(PipelineAction(kind, other, micro_batch))
     return None if received is None else max(own, received + stages[min(stage, other)].hand_over)
 
 
-def _seconds(action: Action, costs: StageCosts, *, splits: bool) -> float:
+def _seconds(action: PipelineAction, costs: StageCosts, *, splits: bool) -> float:
     if action.kind is Pass.FORWARD:
         return costs.forward
     if action.kind is Pass.WEIGHTS:
@@ -152,7 +152,7 @@ def _seconds(action: Action, costs: StageCosts, *, splits: bool) -> float:
     return costs.backward - costs.weights if splits else costs.backward
 
 
-def _memory(order: Sequence[Action], stages: Sequence[StageCosts], *, splits: bool) -> tuple[int, int]:
+def _memory(order: Sequence[PipelineAction], stages: Sequence[StageCosts], *, splits: bool) -> tuple[int, int]:
     """Return the most bytes of a rank, and how many activations of a micro-batch in a stage it holds at most."""
     frees = Pass.WEIGHTS if splits else Pass.BACKWARD
     held = peak = number = most = 0

@@ -27,7 +27,7 @@ class Pass(StrEnum):
     WEIGHTS = "W"
 
 
-class Action(NamedTuple):
+class PipelineAction(NamedTuple):
     """One pass over a micro-batch. Stages count from the embedding to the head, over all ranks."""
 
     kind: Pass
@@ -37,7 +37,7 @@ class Action(NamedTuple):
 
 def rank_order(
     schedule: Schedule, rank: int, num_ranks: int, num_micro_batches: int, virtual_stages: int = 1
-) -> tuple[Action, ...]:
+) -> tuple[PipelineAction, ...]:
     """Return the passes of one rank in order.
 
     Interleaved 1F1B takes micro-batches in rounds of one size, which is num_ranks if that divides them.
@@ -60,10 +60,10 @@ def rank_order(
     ahead = (2 if interleaved else 1) * (num_ranks - 1 - rank) + (virtual_stages - 1) * per_round
     warm_up = min(total, ahead)
 
-    def forwards() -> Iterator[Action]:
+    def forwards() -> Iterator[PipelineAction]:
         return _passes(Pass.FORWARD, range(virtual_stages), rank, num_ranks, per_round, total)
 
-    def backwards(kind: Pass) -> Iterator[Action]:
+    def backwards(kind: Pass) -> Iterator[PipelineAction]:
         return _passes(kind, range(virtual_stages - 1, -1, -1), rank, num_ranks, per_round, total)
 
     forward, backward, weights = forwards(), backwards(Pass.BACKWARD), backwards(Pass.WEIGHTS)
@@ -79,9 +79,11 @@ def rank_order(
     return tuple(order)
 
 
-def _passes(kind: Pass, local: range, rank: int, num_ranks: int, per_round: int, total: int) -> Iterator[Action]:
+def _passes(
+    kind: Pass, local: range, rank: int, num_ranks: int, per_round: int, total: int
+) -> Iterator[PipelineAction]:
     """Yield the passes of one kind: a round of micro-batches through each local stage, then the next round."""
     for step in range(total):
         turn, place = divmod(step, per_round)
         through, index = divmod(turn, len(local))
-        yield Action(kind, local[index] * num_ranks + rank, through * per_round + place)
+        yield PipelineAction(kind, local[index] * num_ranks + rank, through * per_round + place)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from bexp.explorer.exports.plan import Plan
@@ -19,7 +19,7 @@ from bexp.explorer.spec.training import Sharding
 FRAMEWORK = Framework(title="accelerate", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, compiled_layers=True)
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the YAML."""
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from bexp.explorer.exports.plan import Plan
@@ -16,7 +16,7 @@ from bexp.explorer.spec.training import Sharding
 FRAMEWORK = Framework(title="Axolotl", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, chunked_loss=True)
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the YAML. Axolotl turns bf16 on by itself, so that other formats turn it off."""
     values: dict[str, Any] = {
         "micro_batch_size": plan.micro_batch_size,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.framework import Framework
 from bexp.explorer.exports.plan import Plan
 from bexp.explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
@@ -19,7 +19,7 @@ FRAMEWORK = Framework(
 )
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the YAML. A system's compiler chooses its kernels, so none is named."""
     tile = plan.candidate.bta_tile
     settings = {"enable": tile is not None, "max_tile": tile}

@@ -14,7 +14,7 @@ import json
 from typing import Any
 
 from bexp.explorer.exports.accelerate import script_notes
-from bexp.explorer.exports.document import Export, decided_fields
+from bexp.explorer.exports.document import ExportDocument, decided_fields
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from bexp.explorer.exports.plan import Plan
 from bexp.explorer.exports.transformers import PRECISION
@@ -30,7 +30,7 @@ BUCKET_GRADIENTS = 500_000_000
 GIB = 2**30
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the JSON."""
     header = (*plan.header, *script_notes(plan), *_exchange_notes(plan))
     stage: dict[str, Any] = {"stage": plan.sharding.level}
@@ -44,7 +44,7 @@ def render(plan: Plan) -> Export:
     }
     if plan.dtype in PRECISION:
         values[PRECISION[plan.dtype]] = {"enabled": True}
-    return Export(
+    return ExportDocument(
         json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n", "application/json", header
     )
 

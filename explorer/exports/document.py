@@ -22,7 +22,7 @@ OF_THE_CODE = frozenset(
 
 
 @dataclass(frozen=True, slots=True)
-class Export:
+class ExportDocument:
     """A file. `header` is for people; `has_header` says that the text holds it as comments."""
 
     text: str
@@ -31,34 +31,36 @@ class Export:
     has_header: bool = True
 
 
-def json_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> Export:
+def json_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
     """Return a JSON file. Its parser takes no comments and no unknown keys, so the header goes beside it."""
     text = json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n"
-    return Export(text, "application/json", (*plan.header, *notes), has_header=False)
+    return ExportDocument(text, "application/json", (*plan.header, *notes), has_header=False)
 
 
-def yaml_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> Export:
+def yaml_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
     """Return a YAML file under its header."""
     header = (*plan.header, *notes)
     text = f"{comments(header)}{yaml.safe_dump(decided_fields(plan, values), sort_keys=False)}"
-    return Export(text, "application/yaml", header)
+    return ExportDocument(text, "application/yaml", header)
 
 
-def python_export(plan: Plan, code: str, notes: Iterable[str] = ()) -> Export:
+def python_export(plan: Plan, code: str, notes: Iterable[str] = ()) -> ExportDocument:
     """Return Python code under its header; the allocator is set first, because it is read when CUDA starts."""
     header = (*plan.header, *notes)
     setting = ""
     if plan.allocator is not None:
         setting = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{plan.allocator}"\n\n'
-    return Export(f"{comments(header)}{setting}{code}", "text/x-python", header)
+    return ExportDocument(f"{comments(header)}{setting}{code}", "text/x-python", header)
 
 
-def shell_export(plan: Plan, variable: str, flags: Iterable[tuple[str, ...]], notes: Iterable[str] = ()) -> Export:
+def shell_export(
+    plan: Plan, variable: str, flags: Iterable[tuple[str, ...]], notes: Iterable[str] = ()
+) -> ExportDocument:
     """Return a file for a shell to source, with an array `variable` of flags, one with its values on each line."""
     header = (*plan.header, *notes)
     setting = f"export {ALLOCATOR_VARIABLE}={plan.allocator}\n" if plan.allocator is not None else ""
     lines = "".join(f"  {shlex.join(flag)}\n" for flag in flags)
-    return Export(f"{comments(header)}{setting}{variable}=(\n{lines})\n", "text/x-shellscript", header)
+    return ExportDocument(f"{comments(header)}{setting}{variable}=(\n{lines})\n", "text/x-shellscript", header)
 
 
 def comments(lines: Iterable[str]) -> str:

@@ -20,7 +20,7 @@ class UnknownFormatError(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Exploration:
+class ExportSource:
     """An exploration. `missing` says in a sentence why nothing is recommended; it is used if nothing is."""
 
     id: str

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.exports.document import Export, python_export
+from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
 from bexp.explorer.exports.plan import Plan
@@ -69,7 +69,7 @@ def attention():
 """
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the module. Half precision is autocast, which Lightning calls `mixed`, so that the weights stay exact."""
     imports, functions = [], []
     strategy = '"auto"' if plan.num_devices == 1 else '"ddp"'

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import Export, yaml_export
+from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
 from bexp.explorer.exports.plan import Plan
@@ -15,7 +15,7 @@ ATTENTION = {TORCH_CHOICE: "sdpa", "eager": "disabled", "flash_attention_2": "fa
 FRAMEWORK = Framework(title="LLaMA-Factory", attention=frozenset(ATTENTION))
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the YAML. LLaMA-Factory recomputes every layer unless it is told not to."""
     values: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,

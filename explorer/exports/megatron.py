@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.exports.document import Export, shell_export
+from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
 from bexp.explorer.exports.plan import Plan
 from bexp.explorer.exports.transformers import PRECISION
@@ -38,7 +38,7 @@ FRAMEWORK = Framework(
 VARIABLE = "MEGATRON_FLAGS"
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the flags."""
     flags: list[tuple[str, ...]] = [
         ("--micro-batch-size", str(plan.micro_batch_size)),

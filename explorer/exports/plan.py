@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from bexp.explorer.exports.choice import Choice, choose
-from bexp.explorer.exports.exploration import Exploration, ExportError
+from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.framework import (
     Framework,
     attention_name,
@@ -83,7 +83,7 @@ class Plan:
         return self.mesh.mesh.data if self.mesh is not None else self.num_devices // self.context_parallel_size
 
 
-def build_plan(framework: Framework, name: str, exploration: Exploration) -> Plan:
+def build_plan(framework: Framework, name: str, exploration: ExportSource) -> Plan:
     """Return what `framework`, exported as `name`, can be told of an exploration's answer.
 
     Raises ExportError if there is no answer that a trainer could run.
@@ -132,7 +132,7 @@ def build_plan(framework: Framework, name: str, exploration: Exploration) -> Pla
 def _header(
     framework: Framework,
     name: str,
-    exploration: Exploration,
+    exploration: ExportSource,
     request: ExplorationRequest,
     known: Recommendation,
     choice: Choice,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bexp.explorer.exports.document import Export, python_export
+from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from bexp.explorer.exports.plan import Plan
 from bexp.explorer.spec.candidate import Recompute
@@ -55,7 +55,7 @@ def training_arguments(**others):
 '''
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the module. Sharding is left to the launcher."""
     notes = []
     if plan.sharding is not Sharding.NONE:

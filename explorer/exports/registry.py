@@ -17,8 +17,8 @@ from bexp.explorer.exports import (
     torchtitan,
     transformers,
 )
-from bexp.explorer.exports.document import Export
-from bexp.explorer.exports.exploration import Exploration, UnknownFormatError
+from bexp.explorer.exports.document import ExportDocument
+from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
 from bexp.explorer.exports.framework import Framework
 from bexp.explorer.exports.plan import Plan, build_plan
 from bexp.explorer.records.recommendation import Recommendation
@@ -29,7 +29,7 @@ class Format:
     """A format: what its framework can be told, and the function that writes it."""
 
     framework: Framework
-    render: Callable[[Plan], Export]
+    render: Callable[[Plan], ExportDocument]
 
 
 FORMATS = {
@@ -68,7 +68,7 @@ def formats_for(recommendation: Recommendation) -> list[str]:
     ]
 
 
-def export(name: str, exploration: Exploration) -> Export:
+def export(name: str, exploration: ExportSource) -> ExportDocument:
     """Return the file of an exploration's answer in the format called `name`.
 
     Raises UnknownFormatError if there is no such format, ExportError if there is no answer that a trainer could run.

@@ -6,7 +6,7 @@ parser, so it stands last.
 
 from __future__ import annotations
 
-from bexp.explorer.exports.document import Export, shell_export
+from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.framework import Framework
@@ -30,7 +30,7 @@ VARIABLE = "TORCHTITAN_FLAGS"
 Flags = list[tuple[str, ...]]
 
 
-def render_release(plan: Plan) -> Export:
+def render_release(plan: Plan) -> ExportDocument:
     """Return the flags of torchtitan 0.3."""
     local, piped = plan.micro_batch_size, plan.mesh is not None and plan.mesh.mesh.pipeline > 1
     batch: Flags = [
@@ -42,7 +42,7 @@ def render_release(plan: Plan) -> Export:
     return _render(plan, batch)
 
 
-def render_main(plan: Plan) -> Export:
+def render_main(plan: Plan) -> ExportDocument:
     """Return the flags of torchtitan's main line.
 
     Raises ExportError if the target states no length of its sequences, because this version counts tokens.
@@ -56,7 +56,7 @@ def render_main(plan: Plan) -> Export:
     return _render(plan, batch)
 
 
-def _render(plan: Plan, batch: Flags) -> Export:
+def _render(plan: Plan, batch: Flags) -> ExportDocument:
     sharded = plan.sharding is not Sharding.NONE
     flags = [
         *batch,

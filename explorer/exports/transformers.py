@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import Export, json_export
+from bexp.explorer.exports.document import ExportDocument, json_export
 from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from bexp.explorer.exports.plan import Plan
@@ -29,7 +29,7 @@ FRAMEWORK = Framework(
 PRECISION = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
-def render(plan: Plan) -> Export:
+def render(plan: Plan) -> ExportDocument:
     """Return the JSON. `torch_compile` is off, because it compiles the whole model and no export asks for that."""
     values: dict[str, Any] = {
         "per_device_train_batch_size": plan.micro_batch_size,

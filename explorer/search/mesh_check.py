@@ -134,7 +134,7 @@ class MeshChecks:
             return None
         check, each = max(others, key=lambda pair: pair[0].tokens_per_second)
         return RunnerUpCheck(
-            candidate=each.told,
+            candidate=each.sharded,
             mesh=each.mesh,
             composed_tokens_per_second=self._space.step(each, simulate=True).tokens_per_second,
             outcome=Outcome.OK,

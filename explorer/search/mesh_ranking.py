@@ -107,8 +107,8 @@ class MeshRanker:
         best = next((i for i, one in enumerate(ranked) if one.known and one.step.exact), None)
         if not ranked:
             return Ranking((), None, 0.0, ())
-        told = [expected(one.found) for one in ranked]
-        samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, told)
+        factors = [expected(one.found) for one in ranked]
+        samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, factors)
         chances = np.bincount(samples.argmax(axis=1), minlength=len(ranked)) / len(samples)
         confidence = 0.0
         if best is not None:

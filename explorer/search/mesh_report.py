@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep, reduces_late
+from bexp.explorer.cost_model.pipeline import PipelineRun, TimedPass
+from bexp.explorer.cost_model.pipeline_order import Pass
 from bexp.explorer.cost_model.token_dropping import dropped_share
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PlanPart
+from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
 from bexp.explorer.search.confidence import confidence_score
-from bexp.explorer.search.expert_mode_report import best_plain_mesh, compare_expert_modes
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge, RankedCandidate
-from bexp.explorer.search.pipeline_picture import draw_pipeline
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
@@ -46,7 +48,7 @@ def recommend_mesh(
     """
     request, one = space.request, ranked[best]
     found, step = one.found, one.step
-    candidate, plain = (each.told for each in (found, base))
+    candidate, plain = (each.sharded for each in (found, base))
     check, tokens_per_second = checks.of(found), one.tokens_per_second
     base_tokens_per_second = space.ranked(base, simulate=True).tokens_per_second
     parts = mesh_parts(space, step)
@@ -195,3 +197,92 @@ def _note_of_experts(mesh: Mesh, *, is_mesh: bool) -> str:
         return note
     slower = f"computation beside an exchange of experts is taken to be slower by {ASSUMED_SLOWDOWN:.0%}"
     return f"{note}; {slower}, which no run has measured"
+
+
+WIDTH = 64
+"""Characters of a line."""
+MOST_LINES = 16
+"""Ranks that are drawn; of more, every second, every third and so on is."""
+WAITS = "."
+
+
+def draw_pipeline(run: PipelineRun) -> PipelinePicture:
+    """Draw a run from its beginning until the first rank has run as many backward passes as there are ranks.
+
+    A character is what the rank does in the middle of its share of the time: `F`, `B` and `W` are the passes of a
+    micro-batch, in small letters for every second micro-batch, and `.` is waiting.
+    """
+    by_rank: defaultdict[int, list[TimedPass]] = defaultdict(list)
+    for each in run.passes:
+        by_rank[each.rank].append(each)
+    ranks = sorted(by_rank)
+    first = [each.end for each in by_rank[ranks[0]] if each.action.kind is Pass.BACKWARD]
+    seconds = min(run.seconds, sorted(first)[min(len(ranks), len(first)) - 1])
+    drawn = ranks[:: -(-len(ranks) // MOST_LINES)]
+    lines = tuple(_line(by_rank[rank], seconds) for rank in drawn)
+    return PipelinePicture(seconds=seconds, ranks=tuple(drawn), lines=lines)
+
+
+def _line(passes: list[TimedPass], seconds: float) -> str:
+    begins = [each.begin for each in passes]
+    return "".join(_character(passes, begins, seconds * (i + 0.5) / WIDTH) for i in range(WIDTH))
+
+
+def _character(passes: list[TimedPass], begins: list[float], moment: float) -> str:
+    index = bisect_right(begins, moment) - 1
+    if index < 0 or passes[index].end <= moment:
+        return WAITS
+    kind, _, micro_batch = passes[index].action
+    return kind.value.lower() if micro_batch % 2 else kind.value
+
+
+def compare_expert_modes(
+    space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate
+) -> tuple[MeshAlternative, ...]:
+    """Return the best candidate of each other mode on the mesh of `best`, and the best whose experts are not spread.
+
+    If the experts of `best` itself are not spread, the best ranked mesh of each mode is named. Only what fits is named.
+    The result is empty if one mode is explored.
+    """
+    own = best.found.mesh
+    if len(space.request.parallelism.expert_modes) == 1:
+        return ()
+    if own.expert == 1:
+        spread = {one.found.mesh.expert_mode: one for one in reversed(ranked) if one.found.mesh.expert > 1}
+        return tuple(spread[mode].compared_with(best) for mode in ExpertMode if mode in spread)
+    same = [one for one in space.candidates if one.mesh.in_plain_mode == own.in_plain_mode and space.is_open(one)]
+    found = [
+        _fastest(space, [one for one in same if one.mesh.expert_mode is mode])
+        for mode in ExpertMode
+        if mode is not own.expert_mode
+    ]
+    found.append(next((one for one in ranked if one.found.mesh.expert == 1), None))
+    return tuple(one.compared_with(best) for one in found if one is not None)
+
+
+def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate) -> PlainMesh | None:
+    """Return the best candidate in plain mode; that of the same mesh if none is ranked, whether it fits or not."""
+    if best.found.mesh.expert_mode is ExpertMode.PLAIN:
+        return None
+    found = next((one for one in ranked if one.found.mesh.expert_mode is ExpertMode.PLAIN), None)
+    if found is None:
+        found = _step_of(space, MeshCandidate(best.found.mesh.in_plain_mode, best.found.candidate))
+    alternative = found.compared_with(best).model_copy(update={"candidate": found.found.sharded})
+    return PlainMesh(
+        **dict(alternative),
+        layers_per_stage=found.step.layers,
+        num_micro_batches=found.step.num_micro_batches,
+        fits=space.required_bytes(found.step) <= space.limit_bytes,
+    )
+
+
+def _fastest(space: MeshKnowledge, candidates: Iterable[MeshCandidate]) -> RankedCandidate | None:
+    steps = [(one, space.step(one)) for one in candidates]
+    fits = [(one, step) for one, step in steps if space.required_bytes(step) <= space.limit_bytes]
+    if not fits:
+        return None
+    return _step_of(space, max(fits, key=lambda pair: pair[1].tokens_per_second)[0])
+
+
+def _step_of(space: MeshKnowledge, found: MeshCandidate) -> RankedCandidate:
+    return space.ranked(found, simulate=True)

@@ -17,7 +17,7 @@ import pytest
 import uvicorn
 
 from bexp.api.connections import ConnectionLimits, guarded_protocol
-from bexp.api.log_lines import OneLineFormatter, RateFilter
+from bexp.api.serve import OneLineFormatter, RateFilter
 from bexp.api.settings import ServiceSettings
 from tests.api.serving import Served
 from tests.api.test_serve import started

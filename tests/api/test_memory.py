@@ -8,7 +8,7 @@ import sys
 import psutil
 import pytest
 
-from bexp.api.memory import keep_trimmed
+from bexp.api.service import keep_trimmed
 
 PIECE_BYTES, NUM_PIECES = 4000, 16_000
 

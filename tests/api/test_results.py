@@ -4,7 +4,7 @@ import pytest
 from fastapi.testclient import TestClient
 
 from bexp.api import results as api_results
-from bexp.explorer.exports.exploration import Exploration, ExportError
+from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
 from bexp.explorer.records.trial import Trial
@@ -74,9 +74,9 @@ def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queu
 def test_a_reused_answer_is_exported_from_the_trials_that_it_was_found_in(
     client: TestClient, queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    exported: list[Exploration] = []
+    exported: list[ExportSource] = []
 
-    def export(_: str, found: Exploration) -> None:
+    def export(_: str, found: ExportSource) -> None:
         exported.append(found)
         raise ExportError("nothing")
 

@@ -137,8 +137,10 @@ FAULTS = {
 
 def install() -> None:
     """Let a fault strike where a profiler process opens its device, begins a job and measures."""
+    from bexp.workers.instruments import device_instruments as instruments
+    from bexp.workers.instruments import phases
     from bexp.workers.profiler import device as opening
-    from bexp.workers.profiler import instruments, phases, session
+    from bexp.workers.profiler import session
 
     def before(owner: Any, name: str, place: str) -> None:
         original = getattr(owner, name)

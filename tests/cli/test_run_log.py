@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api.run_log import ObservationLog, log_path
+from bexp.api.run_log import RunLog, log_path
 from bexp.explorer.records.event import render_line
 from tests.cli.samples import EVENTS
 
@@ -14,7 +14,7 @@ LINES = [render_line(event) for event in EVENTS]
 
 
 def write(path: Path, count: int) -> None:
-    with ObservationLog(path) as log:
+    with RunLog(path) as log:
         for event in EVENTS[:count]:
             log.write(event)
 
@@ -28,7 +28,7 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
     folder = tmp_path / "local_compile_train"
     for path in (log_path(tmp_path, "train", name, "abc"), log_path(tmp_path, "train", "gpt2", name)):
         assert path.resolve().parent.parent == folder
-        with ObservationLog(path):
+        with RunLog(path):
             assert path.is_file()
 
 
@@ -48,7 +48,7 @@ def test_an_unfinished_line_is_written_anew(tmp_path: Path) -> None:
 
 def test_only_one_of_two_writes(tmp_path: Path) -> None:
     path = tmp_path / "run.log"
-    with ObservationLog(path) as first, ObservationLog(path) as second:
+    with RunLog(path) as first, RunLog(path) as second:
         assert (first.is_writing, second.is_writing) == (True, False)
         for event in EVENTS:
             first.write(event)

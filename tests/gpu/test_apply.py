@@ -323,7 +323,7 @@ def test_ligers_kernels_are_no_further_from_float64(model_type: str) -> None:
 def test_a_job_may_choose_ligers_kernels() -> None:
     """The probe's own check passes with the real package."""
     pytest.importorskip("liger_kernel")
-    from bexp.workers.profiler.instruments import Instruments
+    from bexp.workers.instruments.device_instruments import Instruments
     from bexp.workers.targets.transformers.target import TransformersTarget
     from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, request_for
 

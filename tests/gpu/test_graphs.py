@@ -16,17 +16,17 @@ import bexp
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.graphs import GraphedLoss
+from bexp.graphs.graphed_loss import GraphedLoss
 from bexp.transformers.graph import graphed
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
-from bexp.workers.profiler.training.run import ReferenceTrainingRun
 from bexp.workers.profiler.trials.whole_model import run_whole_model
+from bexp.workers.targets.reference.training_run import ReferenceTrainingRun
 from bexp.workers.targets.transformers.target import TransformersTarget
-from tests.bexp.recommendations import document
+from tests.bexp.trainer.recommendations import document
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 transformers = pytest.importorskip("transformers")

@@ -14,12 +14,12 @@ from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import OptimizerSpec
 from bexp.kernels.attention import attention_backend
+from bexp.workers.instruments.kernel_shapes import attention_shape
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.optimizer import TrainingOptimizer
-from bexp.workers.targets.reference.shapes import attention_shape
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets import references
 from tests.workers.targets.models import outcome, shake, small_model, small_moe

@@ -15,9 +15,9 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
 from bexp.measure.memory import ActivationBytes, measure_memory
+from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape
 from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.passes import BlockPasses
-from bexp.workers.targets.reference.shapes import attention_shape, experts_shape
+from bexp.workers.targets.reference.target import BlockPasses
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.models import outcome, shake
 

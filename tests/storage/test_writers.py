@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 
-from bexp.storage.writers import WriterTurns
+from bexp.storage.database import WriterTurns
 
 
 def _start_waiting(turns: WriterTurns, served: list[int], number: int) -> threading.Thread:

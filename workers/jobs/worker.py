@@ -8,6 +8,12 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from datetime import timedelta
+from importlib.metadata import PackageNotFoundError, version
+from types import TracebackType
+from typing import Self
+
+import sqlalchemy as sa
 
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -16,12 +22,12 @@ from bexp.storage.ids import worker_prefix
 from bexp.storage.leases import Claim
 from bexp.storage.notifications import Listener
 from bexp.storage.queue import Queue
-from bexp.storage.workers import WorkerInfo
-from bexp.target_registry import installed_targets
-from bexp.workers.jobs.registration import Registration
+from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, forget_worker, register_worker, worker_heartbeat
+from bexp.targets.registry import installed_targets
 from bexp.workers.jobs.runner import HOST_TROUBLE, Explore, JobEnd, run_job
-from bexp.workers.jobs.software import installed_software
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError, ProfilerInterruptedError, ProfilerStartError
+
+_log = logging.getLogger(__name__)
 
 MIN_POLL_SECONDS = 0.05
 MAX_POLL_SECONDS = 1.0
@@ -33,8 +39,6 @@ LISTENING_FACTOR = 4
 START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
 
-_log = logging.getLogger(__name__)
-
 
 class Worker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
@@ -43,8 +47,8 @@ class Worker:
     started in advance takes its place. `stop` may be called from any thread. With `job_ids`, the worker runs only those
     jobs; they are iterated over before each claim, so there may be others each time. `targets` has the version of each
     target by name, and `software` that of each package that the speed of a component depends on; the default is what is
-    installed here. An idle worker polls at intervals that grow to
-    `max_poll_seconds`. `hardware` is None until the device is ready.
+    installed here. An idle worker polls at intervals that grow to `max_poll_seconds`. `hardware` is None until the
+    device is ready.
     """
 
     def __init__(
@@ -202,3 +206,56 @@ class Worker:
             self._profiler.finish_job()
         else:
             self._profiler.close()
+
+
+class Registration:
+    """Registers a worker, and renews the entry in a thread. Leaving the context removes the entry."""
+
+    def __init__(self, database: Database, worker: WorkerInfo, *, every: timedelta = LIVE_WITHIN / 3) -> None:
+        self._database = database
+        self._worker = worker
+        self._every_seconds = every.total_seconds()
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._beat, name=f"registration-{worker.id}", daemon=True)
+
+    def __enter__(self) -> Self:
+        try:
+            register_worker(self._database, self._worker)
+        except DATABASE_TROUBLE as trouble:  # the thread does it later
+            _log.warning("worker %s is not in the list yet: %s", self._worker.id, str(trouble).splitlines()[0])
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._ended.set()
+        self._thread.join()
+        try:
+            forget_worker(self._database, self._worker.id)
+        except sa.exc.SQLAlchemyError as trouble:  # the entry expires
+            _log.warning("worker %s could not be removed from the list: %s", self._worker.id, trouble)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(self._every_seconds):
+            try:
+                if not worker_heartbeat(self._database, self._worker.id):
+                    register_worker(self._database, self._worker)
+            except sa.exc.SQLAlchemyError as error:
+                reason = str(error).splitlines()[0]
+                _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
+
+
+PACKAGES = ("bexp", "transformers", "liger-kernel", "peft", "flash-attn")
+"""Packages that the speed of a component depends on."""
+
+
+def installed_software() -> dict[str, str]:
+    """Return the version of each of `PACKAGES` that is installed, by name."""
+    found = {}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found

@@ -22,10 +22,9 @@ from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceLocks, lock_folder
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.device_process import DeviceProcess
-from bexp.workers.process.environment import profiler_environment
+from bexp.workers.process.environment import kernel_cache, profiler_environment
 from bexp.workers.process.exit_status import KILLED_HINT
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
-from bexp.workers.process.kernel_cache import kernel_cache
 from bexp.workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
 from bexp.workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
 

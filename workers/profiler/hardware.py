@@ -16,8 +16,8 @@ import torch
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
 from bexp.measure import host_limits as host
-from bexp.workers.profiler.instruments import clear_workspaces
-from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.instruments.device_instruments import clear_workspaces
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 CUDA_MATMUL_SIZE = 8192
 CUDA_COPY_BYTES = 1 << 30

@@ -14,6 +14,11 @@ from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.instruments.compilation import missing_compiler
+from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
+from bexp.workers.instruments.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
+from bexp.workers.instruments.phases import PhaseClock
+from bexp.workers.instruments.rank_group import RankGroup, single_rank
 from bexp.workers.process.protocol import (
     Begin,
     Command,
@@ -26,12 +31,7 @@ from bexp.workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from bexp.workers.profiler.compilation import missing_compiler
-from bexp.workers.profiler.failures import TargetKilledError, UnsupportedTrialError, classify, is_poisoned
 from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.profiler.instruments import Instruments, freeze_imports
-from bexp.workers.profiler.phases import PhaseClock
-from bexp.workers.profiler.rank_group import RankGroup, single_rank
 from bexp.workers.profiler.trials.communication import measure_communication
 from bexp.workers.profiler.trials.component import measure_component
 from bexp.workers.profiler.trials.exchange import measure_exchange

@@ -9,9 +9,9 @@ from importlib import import_module
 
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
-from bexp.target_registry import installed_targets, registered_targets
-from bexp.workers.profiler.failures import UnsupportedTrialError
-from bexp.workers.profiler.instruments import Instruments
+from bexp.targets.registry import installed_targets, registered_targets
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.settings import read_settings
 from bexp.workers.targets.custom.target import CustomTarget, TargetSource
 from bexp.workers.targets.target import Target, WholeTarget

@@ -18,7 +18,7 @@ from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.passes import MeteredPasses, Passes
 from bexp.measure.timestamps import Mark
-from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.instruments.phases import PhaseClock
 
 
 class ComponentPasses(Passes, MeteredPasses, Protocol):

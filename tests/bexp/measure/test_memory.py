@@ -13,7 +13,7 @@ from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.memory_meters import ByteMeter, byte_meter
 from bexp.measure.passes import ModulePasses
 from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.passes import BlockPasses
+from bexp.workers.targets.reference.target import BlockPasses
 from tests.workers.profiler.samples import MODEL, REQUEST
 
 CPU = torch.device("cpu")

@@ -22,7 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import bexp
 from bexp.transformers.layers import decoder_layers
-from tests.bexp.recommendations import document
+from tests.bexp.trainer.recommendations import document
 from tests.bexp.transformers import models
 from tests.forked_ranks import SHARDING, fork_ranks
 

@@ -106,7 +106,7 @@ def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(le
     asked: dict[str, Any] = {"sharding_levels": [level], "recompute": [recompute], "model": {**MODEL, "seq_length": 16}}
     found = space({"tensor": 1, "pipeline": 1}, num_devices=2, **asked)
     one = only(found)
-    table = SpaceTable([one.told], found.request.shapes, found.request)
+    table = SpaceTable([one.sharded], found.request.shapes, found.request)
     is_block = [c.kind not in (ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION) for c in table.components]
     costs = [found.predicted(c) for c, counts in zip(table.components, is_block, strict=True) if counts]
     sizes = []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from bexp.explorer.exports.exploration import Exploration
+from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Alternative, Recommendation
@@ -61,12 +61,12 @@ def exploration(
     final: bool = True,
     known: dict[str, Any] | None = None,
     **changes: Any,
-) -> Exploration:
+) -> ExportSource:
     """An exploration of OLMoE by target transformers, with the answer `best`; `changes` go to the request."""
     request = ExplorationRequest.model_validate(
         {"hf_config": CONFIG, "hf_seq_length": 4096, "batch_size": 512, "num_devices": 1, **changes}
     )
-    return Exploration(
+    return ExportSource(
         id="job1",
         request=request,
         report=device_report(),
@@ -76,7 +76,7 @@ def exploration(
     )
 
 
-def own_exploration(seq_length: int) -> Exploration:
+def own_exploration(seq_length: int) -> ExportSource:
     """An exploration of a target that a person has written; `seq_length` is 1 if it states none."""
     best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
     found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.exports.exploration import Exploration, ExportError, UnknownFormatError
+from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
 from bexp.explorer.exports.plan import Plan, build_plan
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.records.measurement import Outcome
@@ -16,7 +16,7 @@ from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, tr
 from tests.explorer.search.small import whole
 
 
-def plan(answer: Exploration, name: str = "transformers") -> Plan:
+def plan(answer: ExportSource, name: str = "transformers") -> Plan:
     return build_plan(FORMATS[name].framework, name, answer)
 
 
@@ -139,13 +139,13 @@ def test_sequences_that_devices_share_are_told_where_the_layout_is_the_same() ->
 
 def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
     answer = exploration()
-    waiting = Exploration("job1", answer.request, answer.report, None, missing="It has not started yet.")
+    waiting = ExportSource("job1", answer.request, answer.report, None, missing="It has not started yet.")
     with pytest.raises(ExportError, match="has not started yet"):
         plan(waiting)
     with pytest.raises(ExportError, match="mode: eval"):
         plan(exploration(mode="eval"))
     with pytest.raises(ExportError, match="cannot read it"):
-        plan(Exploration("job1", None, None, answer.recommendation))
+        plan(ExportSource("job1", None, None, answer.recommendation))
     with pytest.raises(UnknownFormatError, match="the formats are transformers, python, accelerate"):
         export("toml", answer)
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from bexp.explorer.exports.document import OF_THE_CODE, Export
+from bexp.explorer.exports.document import OF_THE_CODE, ExportDocument
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.formats.request import parse_request
@@ -26,7 +26,7 @@ LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps
 FULL = candidate(recompute=Recompute.FULL)
 
 
-def flags(made: Export, variable: str) -> list[str]:
+def flags(made: ExportDocument, variable: str) -> list[str]:
     """The array as bash reads it."""
     script = f'{made.text}\nprintf "%s\\n" "${{{variable}[@]}}"'
     return subprocess.run(["bash", "-c", script], capture_output=True, text=True, check=True).stdout.splitlines()

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.exports.exploration import Exploration, ExportError
+from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.records.plan import MeshPlan, PlainMesh
 from bexp.explorer.spec.mesh import Mesh, Schedule
@@ -21,7 +21,7 @@ from tests.explorer.exports.test_formats import flags
 MODEL = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
 
 
-def planned(**changes: Any) -> Exploration:
+def planned(**changes: Any) -> ExportSource:
     """A plan on 32 devices with tensor 2, pipeline 2 in two stages a rank, and expert 4."""
     values: dict[str, Any] = {"tensor": 2, "pipeline": 2, "virtual_stages": 2, "schedule": Schedule.INTERLEAVED}
     values |= {"expert": 4, "data": 8, "sharding": Sharding.ZERO1, **changes}
@@ -39,7 +39,7 @@ def planned(**changes: Any) -> Exploration:
         fullest_rank=0,
     )
     best = candidate(4, sharding=mesh.sharding)
-    return Exploration(
+    return ExportSource(
         id="job1",
         request=ExplorationRequest.model_validate(
             {
@@ -54,7 +54,7 @@ def planned(**changes: Any) -> Exploration:
     )
 
 
-def shadowed(**changes: Any) -> Exploration:
+def shadowed(**changes: Any) -> ExportSource:
     """The same with shadowed experts, and a plain mesh in their place."""
     exploration = planned(shadowed_experts=2)
     known = exploration.recommendation

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.cost_model.pipeline import StageCosts, simulate_pipeline
-from bexp.explorer.search import pipeline_picture
+from bexp.explorer.search import mesh_report
 from bexp.explorer.spec.mesh import Schedule
 
 
@@ -19,15 +19,15 @@ from bexp.explorer.spec.mesh import Schedule
 def test_a_picture_shows_the_passes_and_the_waiting_of_each_rank(
     schedule: Schedule, lines: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(pipeline_picture, "WIDTH", len(lines[0]))
+    monkeypatch.setattr(mesh_report, "WIDTH", len(lines[0]))
     run = simulate_pipeline([StageCosts(2.0, 4.0, 2.0)] * 2, schedule, 2, 8)
-    drawn = pipeline_picture.draw_pipeline(run)
+    drawn = mesh_report.draw_pipeline(run)
     assert drawn.seconds == len(lines[0]), "a character is a second"
     assert drawn.lines == lines
 
 
 def test_a_picture_of_many_ranks_shows_some_of_them() -> None:
     run = simulate_pipeline([StageCosts(1.0, 2.0)] * 40, Schedule.ONE_F_ONE_B, 40, 40)
-    drawn = pipeline_picture.draw_pipeline(run)
+    drawn = mesh_report.draw_pipeline(run)
     assert drawn.ranks == tuple(range(0, 40, 3))
-    assert {len(line) for line in drawn.lines} == {pipeline_picture.WIDTH}
+    assert {len(line) for line in drawn.lines} == {mesh_report.WIDTH}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 from importlib.metadata import version
 
-from bexp.workers.jobs.software import PACKAGES, installed_software
+from bexp.workers.jobs.worker import PACKAGES, installed_software
 
 
 def test_the_versions_of_installed_packages_are_named_and_no_others() -> None:

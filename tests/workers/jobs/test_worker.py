@@ -13,8 +13,7 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.workers import list_workers
-from bexp.workers.jobs.software import installed_software
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import Worker, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore

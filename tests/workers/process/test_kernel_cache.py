@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS, kernel_cache
+from bexp.workers.process.environment import LIBRARY_FOLDERS, kernel_cache
 from bexp.workers.process.profiler import Profiler
 
 

@@ -28,14 +28,14 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import LossSpec, Sharding, TrainingSpec
 from bexp.measure.passes import Passes
 from bexp.measure.timing import HostTimer
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
-from bexp.workers.profiler.training.mesh import MeshTrainingRun
 from bexp.workers.profiler.trials.component import measure_component
 from bexp.workers.profiler.trials.exchange import measure_exchange
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
+from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
 from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.targets.reference.target import ReferenceTarget
 from tests.forked_ranks import SHARDING, fork_ranks

@@ -21,12 +21,12 @@ from torch._C._distributed_c10d import FileStore
 from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
-from bexp.workers.profiler.training.choice import data_parallel
-from bexp.workers.profiler.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.optimizer import build_optimizer
-from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.training.choice import data_parallel
+from bexp.workers.training.data_parallel import DataParallel, SingleProcess
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate
 

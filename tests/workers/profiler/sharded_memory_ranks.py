@@ -21,11 +21,11 @@ from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
 from bexp.measure.cpu_storages import LiveStorages
-from bexp.workers.profiler.training.choice import data_parallel
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.optimizer import build_optimizer
-from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.training.choice import data_parallel
 from tests.forked_ranks import SHARDING, fork_ranks
 
 NUM_RANKS = 2

@@ -13,7 +13,7 @@ from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.passes import BlockPasses
+from bexp.workers.targets.reference.target import BlockPasses
 
 CPU = torch.device("cpu")
 PLAIN = (BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)

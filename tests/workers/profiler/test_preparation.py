@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from bexp.kernels.experts.registry import expert_backends
+from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.process.protocol import Command, EndJob
-from bexp.workers.profiler import preparation
-from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.profiler import device as preparation
 from bexp.workers.profiler.parent import CommandQueue
 from bexp.workers.targets import choice
 

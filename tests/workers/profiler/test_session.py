@@ -21,6 +21,9 @@ from bexp.explorer.spec.training import Sharding
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.probe import failure_of
 from bexp.measure.device_monitor import DeviceMonitor
+from bexp.workers.instruments import phases
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.protocol import (
     Begin,
     ComponentMeasured,
@@ -29,9 +32,6 @@ from bexp.workers.process.protocol import (
     RunTrial,
     TrialFinished,
 )
-from bexp.workers.profiler import phases
-from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError
-from bexp.workers.profiler.instruments import Instruments
 from bexp.workers.profiler.session import Session
 from bexp.workers.targets.reference import target as reference_target
 from tests.workers.profiler.fakes import FakeGpu

@@ -17,7 +17,7 @@ from bexp.measure.memory import measure_memory
 from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
-from bexp.workers.targets.reference.passes import BlockPasses
+from bexp.workers.targets.reference.target import BlockPasses
 from tests.workers.targets.models import CPU, small_model, small_moe
 
 BATCH = 4

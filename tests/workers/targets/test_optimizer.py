@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import OptimizerSpec
-from bexp.workers.targets.reference.optimizer import Hyperparameters, TrainingOptimizer, build_optimizer
+from bexp.workers.targets.reference.optimizer import OptimizerSettings, TrainingOptimizer, build_optimizer
 from tests.bexp.kernels.references import relative_error
 
-H = Hyperparameters()
+H = OptimizerSettings()
 SHAPES = ((7, 5), (300,), (4, 3, 2))
 
 

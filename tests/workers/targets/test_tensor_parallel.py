@@ -26,9 +26,9 @@ from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.passes import BlockPasses
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank, build_spread_experts
 from bexp.workers.targets.reference.stage import DecoderStage
+from bexp.workers.targets.reference.target import BlockPasses
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel, lose_alone, whole_parameters
 
 CPU = torch.device("cpu")

@@ -12,7 +12,7 @@ from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.trial import TrialPlan
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
-from bexp.workers.profiler.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
+from bexp.workers.instruments.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
 
 OPERATION_TIMEOUT = timedelta(hours=6)
 """This is longer than any trial's deadline, because the deadline should end a rank that waits for another."""

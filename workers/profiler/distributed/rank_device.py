@@ -11,12 +11,12 @@ from torch._C._distributed_c10d import PrefixStore
 from bexp.explorer.spec.base import Frozen
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.workers.devices.gpu import open_gpu
+from bexp.workers.instruments.device_instruments import freeze_imports
 from bexp.workers.process.protocol import Hello, Refused, RunTrial
 from bexp.workers.profiler.device import DeviceRefusedError, open_instruments
 from bexp.workers.profiler.distributed.message_queue import MessageQueue, join_store
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.hardware import used_bytes
-from bexp.workers.profiler.instruments import freeze_imports
 from bexp.workers.profiler.session import Session
 from bexp.workers.settings import read_settings
 

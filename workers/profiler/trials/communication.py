@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,12 +22,12 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
 from bexp.measure.timestamps import mark_of
 from bexp.measure.timing import Timing, collector_paused
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.kernel_shapes import torch_dtype
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
-from bexp.workers.profiler.trials.host_overhead import measure_host_overhead
-from bexp.workers.targets.reference.shapes import torch_dtype
-from bexp.workers.targets.target import Target
+from bexp.workers.targets.target import Target, TrainingRun
+from bexp.workers.training.data_parallel import EXCHANGING_MICRO_STEPS
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the communication; at most a sequence's length."""
@@ -279,3 +280,48 @@ def _widths(model: ExploredModel) -> tuple[int, int]:
 def _wait(works: list[Any]) -> None:
     for work in works:
         work.wait()
+
+
+STEPS = 5
+
+
+@dataclass(frozen=True, slots=True)
+class HostOverhead:
+    """Seconds of the host: `each` in every micro-step, `once` more in the first and the last of a step together."""
+
+    each: float
+    once: float
+
+
+def measure_host_overhead(
+    instruments: Instruments, target: Target, model: ExploredModel, request: ExplorationRequest
+) -> HostOverhead:
+    """The host's work in a step of the whole model. All ranks must call this at the same time."""
+    number = ExchangeUnits.of(model).number
+    seconds = []
+    for together in (True, False):
+        with target.miniature(model, request, together=together) as miniature:
+            share = number / miniature.num_units
+            seconds.append([share * each for each in _seconds(instruments, miniature.run)])
+    each, once = (max(0.0, a - b) for a, b in zip(*seconds, strict=True))
+    return HostOverhead(*instruments.rank_group.all_reduce_max(each, once))
+
+
+def _seconds(instruments: Instruments, training: TrainingRun) -> tuple[float, float]:
+    """Return host seconds in each micro-step, and additional ones once per step: medians of several steps."""
+    training.begin()
+    each, once = [], []
+    with collector_paused():
+        for _ in range(STEPS):
+            seconds = []
+            instruments.rank_group.all_reduce_max(0.0)  # all begin together
+            instruments.synchronize()
+            for i in range(EXCHANGING_MICRO_STEPS):
+                started = time.perf_counter()
+                training.micro_step(min(i, training.num_micro_steps - 1))
+                seconds.append(time.perf_counter() - started)
+            training.update()
+            each.append(seconds[1])
+            once.append(sum(seconds) - EXCHANGING_MICRO_STEPS * seconds[1])
+    training.finish()
+    return statistics.median(each), statistics.median(once)

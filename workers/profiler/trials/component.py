@@ -11,9 +11,9 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.memory import measure_memory
 from bexp.measure.passes import Passes
 from bexp.measure.timing import Timing
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.target import Target
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from bexp.explorer.cost_model.components import Component, ExchangeSpec, Operation
 from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
 
 ITEM_BYTES = 2

@@ -23,11 +23,11 @@ from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.failures import UnsupportedTrialError
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.profiler.failures import UnsupportedTrialError
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
-from bexp.workers.profiler.training.mesh import MeshTrainingRun
+from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
 from bexp.workers.targets.target import Target, TrainingRun
 
 MIN_STEPS = 3

@@ -17,8 +17,8 @@ import psutil
 
 from bexp.child_process import module_command, safe_environment
 from bexp.explorer.records.measurement import Outcome
+from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
-from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError
 
 TAIL_LINES = 20
 LAST_LINES = 3
@@ -27,11 +27,11 @@ END_SECONDS = 10.0
 
 
 class TargetProcess:
-    """`python -m bexp.target_process`. A process that has failed in any way is ended, and answers no more."""
+    """`python -m bexp.targets.process`. A process that has failed in any way is ended, and answers no more."""
 
     def __init__(self, environment: Mapping[str, str] | None = None) -> None:
         self._popen = subprocess.Popen(
-            module_command("bexp.target_process"),
+            module_command("bexp.targets.process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -22,9 +22,9 @@ from bexp.explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import OWN_ATTENTION
 from bexp.explorer.spec.training import Sharding
+from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.process.exit_status import KILLED_HINT
-from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
-from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.targets.custom.process import TargetProcess
 
 _log = logging.getLogger(__name__)

@@ -13,13 +13,13 @@ from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.context_parallel.attention import ContextParallel
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.embedding import Embedding
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.head import Head
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from bexp.workers.targets.reference.routes import device_routes
-from bexp.workers.targets.reference.shapes import torch_dtype
 from bexp.workers.targets.reference.shared_norm import norm_over_ranks, total_alone
 from bexp.workers.targets.reference.spread_experts import build_busiest_rank
 from bexp.workers.targets.reference.tensor_parallel import VocabularyEmbedding, lose_alone

@@ -69,6 +69,11 @@ class MoEFFN(ResidualBlock):
         """Make this block one rank's, which has a part of the experts: `run_experts` computes all of the routes."""
         self.run_experts, self.w_router, self.is_spread = run_experts, w_router, True
 
+    @property
+    def spread_parameters(self) -> tuple[nn.Parameter, ...]:
+        """The experts' matrices, if other ranks have others."""
+        return (self.w_in, self.w_out) if self.is_spread else ()
+
     def core(self, x_BSD: Tensor) -> Tensor:
         """The branch of a micro-batch."""
         h_BSD: Tensor = recomputable(self.norm, x_BSD)
@@ -98,9 +103,3 @@ class MoEFFN(ResidualBlock):
     def _gate(self, h_TD: Tensor) -> Tensor:
         assert self.w_shared_gate is not None
         return torch.sigmoid(F.linear(h_TD, self.w_shared_gate))
-
-
-def spread_parameters(module: nn.Module) -> set[nn.Parameter]:
-    """Return the matrices of experts that are spread over ranks, so that each rank has others."""
-    blocks = [each for each in module.modules() if isinstance(each, MoEFFN) and each.is_spread]
-    return {weight for block in blocks for weight in (block.w_in, block.w_out)}

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import OptimizerSpec
-from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 BUCKET_BYTES = 256 << 20
 """What a step may allocate at most to convert one tensor list between formats."""
 
 
 @dataclass(frozen=True)
-class Hyperparameters:
+class OptimizerSettings:
     """Of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) and of SGD with momentum; torch's defaults."""
 
     learning_rate: float = 1e-3
@@ -64,7 +64,7 @@ class TrainingOptimizer:
         spec: OptimizerSpec,
         dtype: DType,
         *,
-        hyperparameters: Hyperparameters = Hyperparameters(),
+        hyperparameters: OptimizerSettings = OptimizerSettings(),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.parameters = list(parameters)

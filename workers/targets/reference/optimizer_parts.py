@@ -13,10 +13,10 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.factory import build_block
 from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
-from bexp.workers.targets.reference.shapes import torch_dtype
 from bexp.workers.targets.target import OptimizerPart
 
 

@@ -10,7 +10,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.explorer.spec.model import ModelSpec
-from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 _BASE = 10_000.0
 

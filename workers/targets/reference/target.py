@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+
+import torch
+from torch import Tensor, nn
 
 from bexp.explorer.cost_model.collectives import ExchangeUnits
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
@@ -16,17 +19,97 @@ from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.experts.registry import expert_backend
-from bexp.workers.profiler.failures import UnsupportedTrialError
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.report import report_device
-from bexp.workers.profiler.training.run import ReferenceTrainingRun
-from bexp.workers.profiler.trials.ring import find_ring
+from bexp.measure.passes import ModulePasses
+from bexp.workers.instruments.back_ends import report_device
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.failures import UnsupportedTrialError
+from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape, torch_dtype
+from bexp.workers.instruments.ring import find_ring
+from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.factory import build_block, example_inputs
-from bexp.workers.targets.reference.miniature import miniature_of
 from bexp.workers.targets.reference.optimizer_parts import optimizer_parts
-from bexp.workers.targets.reference.passes import BlockPasses
-from bexp.workers.targets.reference.shapes import attention_shape, experts_shape, torch_dtype
+from bexp.workers.targets.reference.training_run import ReferenceTrainingRun
 from bexp.workers.targets.target import Miniature, OptimizerPart
+
+
+class BlockPasses(ModulePasses):
+    """A block with its inputs, of which those in floating point are hidden states.
+
+    The output of a residual block is shaped like its input, so that most such blocks can run in a row. Within the
+    context of `waiting`, `meet_waiting` is called in place of `meet`.
+    """
+
+    def __init__(
+        self,
+        block: nn.Module,
+        inputs: tuple[Tensor, ...],
+        *,
+        training: bool,
+        gradient_dtype: torch.dtype,
+        meet: Callable[[], None] | None = None,
+        meet_waiting: Callable[[], None] | None = None,
+    ) -> None:
+        super().__init__(
+            block,
+            tuple(x.detach().requires_grad_(x.is_floating_point()) for x in inputs),
+            training=training,
+            gradient_dtype=gradient_dtype,
+            chained=0 if isinstance(block, ResidualBlock) and block.is_repeatable else None,
+            meet=meet,
+        )
+        self._meet_waiting = meet_waiting
+
+    def waiting(self) -> AbstractContextManager[None] | None:
+        """The context in which the host waits as the block says; null if it never does."""
+        block = self.module
+        if not isinstance(block, ResidualBlock) or block.waiting is None:
+            return None
+        return self._run_waiting(block.waiting())
+
+    @contextmanager
+    def _run_waiting(self, waiting: AbstractContextManager[None]) -> Iterator[None]:
+        alone, self._meet = self._meet, self._meet_waiting
+        try:
+            with waiting:
+                yield
+        finally:
+            self._meet = alone
+
+    @contextmanager
+    def without_recomputation(self) -> Iterator[None]:
+        """The block without recomputation of the whole of it; its tiles and its single operations keep theirs."""
+        block = self.module
+        if not isinstance(block, ResidualBlock) or not block.recompute.is_whole:
+            yield
+            return
+        asked, block.recompute = block.recompute, BlockRecompute.NONE
+        try:
+            yield
+        finally:
+            block.recompute = asked
+
+
+NUM_LAYERS = 4
+WIDTH, HEADS, TOKENS, WORDS = 64, 2, 16, 64
+"""Sizes of the miniature. A head is 32 wide, so that rotary embeddings work."""
+
+
+def miniature_of(model: ModelSpec) -> ModelSpec:
+    """Return a small model of the same kind. Its FFNs are dense, because experts have as few parameter tensors."""
+    sizes = {
+        "num_layers": NUM_LAYERS,
+        "hidden_size": WIDTH,
+        "ffn_hidden_size": WIDTH,
+        "num_attention_heads": HEADS,
+        "num_query_groups": HEADS if model.query_groups == model.num_attention_heads else 1,
+        "head_dim": WIDTH // HEADS,
+        "rotary_fraction": 1.0,
+        "vocab_size": WORDS,
+        "seq_length": TOKENS,
+        "max_position_embeddings": None,
+        "moe": None,
+    }
+    return ModelSpec.model_validate(model.model_dump() | sizes)
 
 
 class ReferenceTarget:

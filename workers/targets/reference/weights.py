@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from bexp.explorer.spec.model import ModelSpec
-from bexp.workers.targets.reference.shapes import torch_dtype
+from bexp.workers.instruments.kernel_shapes import torch_dtype
 
 _STANDARD_DEVIATION = 0.02  # as GPT-2 and its successors draw theirs
 

@@ -2,27 +2,106 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.graph_recorder import CudaRecorder
+from bexp.graphs.recorder import CudaRecorder
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
-from bexp.workers.profiler.report import NO_GRAPHS, execution_support
+from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.builder import PartsBuilder
-from bexp.workers.targets.transformers.chosen_attention import recorded_choices
 from bexp.workers.targets.transformers.comparison import DifferenceError
-from bexp.workers.targets.transformers.kernel_check import require_alike, results_of, results_of_shell
+from bexp.workers.targets.transformers.layers import LayerPart
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.resolved import ResolvedModel
+from bexp.workers.targets.transformers.shell import ShellPart
+
+ROUNDING = 8 * torch.finfo(torch.bfloat16).eps
+"""How far off a result may be, relative to its norm. Kernels round to bfloat16 at other places than the library."""
+MOVED_TOKENS = 4
+"""How many times as far it may be off where rounding may send a token to another expert."""
+
+
+def results_of(part: LayerPart) -> dict[str, Tensor]:
+    """Return what a layer computes: its outputs and, in training, the gradients of its inputs and parameters."""
+    outputs = part.forward()
+    found = {f"output {place}": tensor.detach().clone() for place, tensor in enumerate(outputs)}
+    if part.settings.training:
+        part.clear_gradients()
+        part.backward(outputs)
+        inputs = ((f"input {place}", tensor) for place, tensor in enumerate(part.inputs))
+        for name, tensor in (*inputs, *part.module.named_parameters()):
+            if tensor.grad is not None:
+                found[f"gradient of {name}"] = tensor.grad.clone()
+        part.clear_gradients()
+    return found
+
+
+def results_of_shell(part: ShellPart) -> dict[str, Tensor]:
+    """Return the loss and, in training, the gradients of the parameters outside the layers."""
+    training = part.skeleton.settings.training
+    part.clear_gradients()
+    with torch.set_grad_enabled(training):
+        loss = part.forward()
+    found = {"loss": loss.detach().clone()}
+    if training:
+        loss.backward()
+        gradients = ((name, tensor.grad) for name, tensor in part.model.named_parameters())
+        found |= {f"gradient of {name}": grad.clone() for name, grad in gradients if grad is not None}
+        part.clear_gradients()
+    return found
+
+
+def require_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, moves_tokens: bool) -> None:
+    """Raise DifferenceError for the first result that is missing, or off by more than rounding."""
+    limit = ROUNDING * (MOVED_TOKENS if moves_tokens else 1)
+    for name, tensor in expected.items():
+        if name not in found:
+            raise DifferenceError(f"{name}: there is none with these kernels")
+        error = float((found[name].float() - tensor.float()).norm())
+        scale = float(tensor.float().norm())
+        if not error <= limit * scale:
+            raise DifferenceError(f"{name}: off by {error:.2g} with these kernels, where its norm is {scale:.2g}")
+
+
+_NAMES = {
+    SDPBackend.MATH.value: "math",
+    SDPBackend.FLASH_ATTENTION.value: "flash",
+    SDPBackend.EFFICIENT_ATTENTION.value: "efficient",
+    SDPBackend.CUDNN_ATTENTION.value: "cudnn",
+}
+
+
+@contextmanager
+def recorded_choices() -> Iterator[list[str]]:
+    """Within the context, the back end of each call of scaled_dot_product_attention is appended to the list."""
+    original, chosen = F.scaled_dot_product_attention, []
+
+    def attend(*args: Any, **kwargs: Any) -> Any:
+        scale, grouped = kwargs.pop("scale", None), kwargs.pop("enable_gqa", False)
+        kwargs |= {"scale": scale, "enable_gqa": grouped}
+        choice = torch._fused_sdp_choice(*args, **kwargs)
+        chosen.append(_NAMES.get(int(choice), str(choice)))
+        return original(*args, **kwargs)
+
+    F.scaled_dot_product_attention = attend
+    try:
+        yield chosen
+    finally:
+        F.scaled_dot_product_attention = original
+
 
 PINNED = {"cuda": ("flash", "cudnn", "efficient", "math"), "cpu": ("math",)}
 """Back ends of torch's attention that a device has more than one of."""

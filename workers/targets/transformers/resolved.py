@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import nn
 
-from bexp.workers.targets.transformers.batch import Padding
+from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
     MAX_LAYERS,
@@ -19,6 +19,7 @@ from bexp.workers.targets.transformers.config import (
     one_line,
     quiet_library,
     resolve_config,
+    with_values,
 )
 from bexp.workers.targets.transformers.feature_checks import find_experts
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
@@ -31,9 +32,54 @@ from bexp.workers.targets.transformers.parts import (
     matrix_width,
     shell_figures,
 )
-from bexp.workers.targets.transformers.positions import require_positions
 from bexp.workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
+from bexp.workers.targets.transformers.shrink import shrink
 from bexp.workers.targets.transformers.tiny import tiny_config
+
+_LIMIT = 16  # positions of the tiny model
+_LONGER = 24  # tokens that it is given
+
+
+def require_positions(resolved: ResolvedConfig) -> None:
+    """UnsupportedModelError if the sequence is longer than `max_position_embeddings` and the class cannot run it.
+
+    A class with a table of positions fails there; one with rotary positions or none runs on. A tiny model of the type
+    shows which it is.
+    """
+    stated = getattr(resolved.text_config, "max_position_embeddings", None)
+    if not isinstance(stated, int) or resolved.seq_length <= stated:
+        return
+    reason = _failure_of_longer(resolved)
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"seq_length {resolved.seq_length} is longer than max_position_embeddings {stated}, and "
+            f"{resolved.model_class.__name__} has no further positions: {reason}"
+        )
+
+
+def _failure_of_longer(resolved: ResolvedConfig) -> str | None:
+    config = with_values(resolved.config, _with_limit(shrink(resolved.config.to_dict(), 2), resolved.config))
+    tiny = replace(resolved, config=config, seq_length=_LONGER)
+    cpu = torch.device("cpu")
+    model = build_model(tiny, BuildSettings(dtype=torch.float32), cpu)
+    try:
+        with quiet_library(), torch.no_grad():
+            model(**make_batch(config, 1, _LONGER, cpu), use_cache=False)
+    except Exception as error:  # noqa: BLE001 - whatever the model's code raises is the reason
+        return one_line(error)
+    return None
+
+
+def _with_limit(values: dict[str, Any], config: Any) -> dict[str, Any]:
+    """`values` with `_LIMIT` positions, by the class's own name for them, also in a nested text configuration."""
+    text_config = config.get_text_config(decoder=True)
+    name = getattr(text_config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
+    limited = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
+    for part in [limited, *(value for value in limited.values() if isinstance(value, dict))]:
+        if isinstance(part.get(name), int):
+            part[name] = _LIMIT
+    return limited
+
 
 _ATTENTION = ("eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4")
 _EXPERTS = ("eager", "batched_mm", "grouped_mm")

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
-from bexp.workers.profiler.training.data_parallel import DataParallel, SingleProcess
-from bexp.workers.profiler.training.graphs import require_captured
 from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.training.graphs import require_captured
 
 MAX_GRADIENT_NORM = 1.0
 """TrainingArguments.max_grad_norm's default."""

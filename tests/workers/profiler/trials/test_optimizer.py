@@ -10,8 +10,8 @@ from bexp.explorer.spec.model import DType, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.trials.optimizer import measure_optimizer
 from bexp.workers.targets.reference.optimizer import TrainingOptimizer
 from bexp.workers.targets.reference.target import ReferenceTarget

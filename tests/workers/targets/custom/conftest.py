@@ -15,7 +15,7 @@ from tests.workers.targets.custom.samples import ProcessStandIn
 def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     """Targets are opened in the process of the test; the modules of its folder are forgotten afterwards."""
     monkeypatch.setattr("bexp.workers.targets.custom.target.TargetProcess", ProcessStandIn)
-    monkeypatch.setattr("bexp.target_process._limit_memory", lambda *_: None)
+    monkeypatch.setattr("bexp.targets.process._limit_memory", lambda *_: None)
     monkeypatch.setattr(sys, "path", [*sys.path])
     yield
     for name, module in list(sys.modules.items()):

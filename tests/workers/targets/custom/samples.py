@@ -15,9 +15,9 @@ from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.options import Budget
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
-from bexp.target_process import Served, answer
-from bexp.workers.profiler.failures import TrialFailedError
-from bexp.workers.profiler.phases import PhaseClock
+from bexp.targets.process import Served, answer
+from bexp.workers.instruments.failures import TrialFailedError
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.targets.custom.target import CustomTarget, TargetSource
 
 HARDWARE = HardwareSpec(

@@ -13,7 +13,7 @@ from unittest.mock import Mock
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.workers.profiler.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
+from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from bexp.workers.targets.custom.target import CustomTarget
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, ProcessStandIn, measure, open_custom, write
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.workers.profiler.failures import UnsupportedTrialError
-from bexp.workers.profiler.phases import PhaseClock
+from bexp.workers.instruments.failures import UnsupportedTrialError
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.targets.choice import find_source
 from tests.workers.targets.custom.samples import HARDWARE, PLAIN, candidate, measure, open_custom, write
 

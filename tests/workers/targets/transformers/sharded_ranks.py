@@ -24,15 +24,14 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.training import Sharding
+from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
-from bexp.workers.profiler.instruments import Instruments
-from bexp.workers.profiler.phases import PhaseClock
 from bexp.workers.profiler.trials import communication
 from bexp.workers.targets.reference.optimizer import own
-from bexp.workers.targets.transformers.candidate_settings import settings_of
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.self_check import SelfCheck
-from bexp.workers.targets.transformers.target import TransformersTarget
+from bexp.workers.targets.transformers.target import TransformersTarget, settings_of
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
 

@@ -8,7 +8,7 @@ import torch
 
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.profiler.instruments import Instruments
+from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.targets.transformers.target import TransformersTarget
 
 CPU = torch.device("cpu")

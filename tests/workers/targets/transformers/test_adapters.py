@@ -14,7 +14,7 @@ from bexp.explorer.cost_model.part_costs import PartsDecomposer
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import ModelParts
-from bexp.workers.profiler.failures import UnsupportedTrialError, classify
+from bexp.workers.instruments.failures import UnsupportedTrialError, classify
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.transformers import models
 from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for

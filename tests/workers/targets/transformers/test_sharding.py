@@ -11,7 +11,7 @@ import pytest
 from bexp.explorer.cost_model.step import gathered_bytes, static_parts
 from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.training import Sharding
-from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.instruments.failures import UnsupportedTrialError
 from tests.explorer.cost_model.described import parts
 from tests.forked_ranks import run_ranks
 from tests.workers.targets.transformers.sharded_ranks import LEVELS, NUM_RANKS, TRAINING

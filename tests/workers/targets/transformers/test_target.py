@@ -14,7 +14,7 @@ from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
-from bexp.workers.profiler.failures import UnsupportedTrialError
+from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 

@@ -1,0 +1,1 @@
+"""Micro-steps of a training loop as CUDA graphs."""

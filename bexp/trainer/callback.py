@@ -1,0 +1,271 @@
+"""A callback for transformers' Trainer that compares a run with the recommendation."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from transformers import TrainerCallback as _Callback
+
+from bexp.explorer.records.run_report import RunReport
+from bexp.trainer.model_setup import applied_to, device_name, inner_model, versions
+from bexp.trainer.recommended_setup import RecommendedSetup, Source
+from bexp.transformers.graph import GraphedForward, graphed
+
+_LOGGER = logging.getLogger(__name__)
+_WARM_UP_STEPS = 3
+_TIMEOUT_SECONDS = 5.0
+_SLOWER, _LARGER = 0.9, 1.05
+"""A run that reaches less than this share of the speed, or more than this share of the peak, is worth a warning."""
+
+
+class TrainerCallback(_Callback):
+    """Compares tokens/s and peak memory with the recommendation, and logs both when training ends.
+
+    The log level is a warning if the run is slower by more than 10%, or needs more memory by more than 5%. `report` and
+    `comparison()` have the figures afterwards.
+
+    Every micro-batch counts `seq_length` tokens per sequence (default: the recommendation's), padding included. If
+    batches are shorter than that, let the Trainer count: `include_num_input_tokens_seen="all"`. The first three steps
+    are left out because kernels are built in them. Evaluations and checkpoints, and their memory, are left out as well;
+    torch's counters of peak memory are reset after them. If `service` is set (its URL), the report is posted to
+    `POST /v1/explorations/{id}/run-reports`. A service that does not answer costs at most five seconds, and the
+    failure is logged. Only the first process reports, with the figures of its own device.
+    """
+
+    def __init__(
+        self,
+        recommendation: Source | RecommendedSetup,
+        *,
+        seq_length: int | None = None,
+        service: str | None = None,
+        token: str | None = None,
+        exploration_id: str | None = None,
+    ) -> None:
+        self.recommendation = RecommendedSetup.read(recommendation)
+        self.report: RunReport | None = None
+        self._seq_length = seq_length or self.recommendation.seq_length
+        self._service = service.rstrip("/") if service else None
+        self._token = token
+        self._exploration_id = exploration_id or self.recommendation.exploration_id
+        self._run = _Run()
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
+        """Start counting from zero."""
+        done = applied_to(model) if model is not None else None
+        self._run = _Run(
+            applied=done is not None and done.recommendation.settings == self.recommendation.settings,
+            graphed=None if model is None else graphed(inner_model(model)),
+        )
+        self.report = None
+        if done is not None and _recomputes_layers(args) and done.recommendation.settings.recompute != "full":
+            _LOGGER.warning(
+                "TrainingArguments recompute every layer, in place of the recommended recomputation '%s': "
+                "leave gradient checkpointing out of them",
+                done.recommendation.settings.recompute,
+            )
+        _reset_peak()
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Leave the time of an evaluation or a checkpoint since the last step out, and its memory."""
+        if self._run.interrupted:
+            self._run.resume()
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count a micro-batch that is not the last of its step."""
+        self._run.micro_batches += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Count a step and its last micro-batch."""
+        ends = control is not None and control.should_training_stop
+        run = self._run
+        run.micro_batches += 1
+        run.steps += 1
+        if run.steps == _WARM_UP_STEPS:
+            run.begin(state)
+        elif ends or _is_followed(control) or getattr(state, "global_step", 0) >= getattr(state, "max_steps", 0):
+            _wait()  # the step counts in full, and what follows does not
+        run.last_end = time.monotonic()
+        if _is_followed(control):
+            run.interrupt()
+
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note that an evaluation or a checkpoint follows, if the Trainer has them at the end of an epoch."""
+        if _is_followed(control) and not self._run.interrupted:
+            _wait()
+            self._run.last_end = time.monotonic()
+            self._run.interrupt()
+
+    def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note that an evaluation ran since the last step, whoever asked for it."""
+        self._run.interrupted = True
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note that a checkpoint was written since the last step, whoever asked for it."""
+        self._run.interrupted = True
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Log what the run reached, and post it if there is a service."""
+        run = self._run
+        if run.begun is None or run.steps <= _WARM_UP_STEPS:
+            _LOGGER.info("the run was too short to compare with the recommendation")
+            return
+        micro_batch_size = _micro_batch_size(args, state)
+        tokens = run.tokens_seen(state) / max(1, int(getattr(args, "world_size", 1)))
+        if not tokens and self._seq_length:
+            tokens = (run.micro_batches - run.micro_batches_before) * micro_batch_size * self._seq_length
+        if not tokens:
+            _LOGGER.info("the run cannot be compared with the recommendation: give seq_length")
+            return
+        run.note_peak()
+        seconds = max(1e-9, run.last_end - run.begun - run.paused)
+        self.report = RunReport(
+            tokens_per_second=tokens / seconds,
+            peak_bytes=run.peak_bytes,
+            peak_reserved_bytes=run.peak_reserved_bytes,
+            steps=run.steps - _WARM_UP_STEPS,
+            micro_batch_size=micro_batch_size,
+            seconds=seconds,
+            hardware=device_name(),
+            versions=versions(),
+            applied=run.applied and (run.graphed is None or run.graphed.loss.always_replays),
+            finished_at=datetime.now(UTC),
+        )
+        if getattr(state, "is_world_process_zero", True):
+            _LOGGER.log(logging.WARNING if self._misses(self.report) else logging.INFO, "%s", self.comparison())
+            self._post(self.report)
+
+    def _misses(self, reached: RunReport) -> bool:
+        told = self.recommendation
+        slower = told.tokens_per_second and reached.tokens_per_second < _SLOWER * told.tokens_per_second
+        larger = told.peak_bytes and reached.peak_bytes and reached.peak_bytes > _LARGER * told.peak_bytes
+        return bool(slower or larger)
+
+    def comparison(self) -> str:
+        """Return one line that compares what was reached with what was promised."""
+        if self.report is None:
+            return "nothing was measured"
+        reached, told = self.report, self.recommendation
+        text = f"{reached.tokens_per_second:,.0f} tokens/s per device"
+        if told.tokens_per_second:
+            share = reached.tokens_per_second / told.tokens_per_second
+            text += f" of {told.tokens_per_second:,.0f} promised ({share:.0%})"
+        if reached.peak_bytes is not None:
+            text += f", peak {reached.peak_bytes / 2**30:.1f} GiB"
+            if told.peak_bytes:
+                text += f" of {told.peak_bytes / 2**30:.1f} promised"
+        if reached.micro_batch_size != told.micro_batch_size:
+            text += f"; micro_batch_size {reached.micro_batch_size}, not the recommended {told.micro_batch_size}"
+        return text
+
+    def _post(self, report: RunReport) -> None:
+        if self._service is None or self._exploration_id is None:
+            return
+        url = f"{self._service}/v1/explorations/{self._exploration_id}/run-reports"
+        if not url.startswith(("http://", "https://")):
+            _LOGGER.warning("the run report was not sent: %s is not the URL of a service", self._service)
+            return
+        sender = threading.Thread(target=_send, args=(url, self._token, report.model_dump_json()), daemon=True)
+        sender.start()
+        sender.join(_TIMEOUT_SECONDS)
+        if sender.is_alive():
+            _LOGGER.warning("the run report was not sent: %s does not answer", self._service)
+
+
+def _send(url: str, token: str | None, report: str) -> None:
+    headers = {"Content-Type": "application/json"}
+    if token:
+        headers["Authorization"] = f"Bearer {token}"
+    request = urllib.request.Request(url, report.encode(), headers, method="POST")  # noqa: S310 - checked
+    try:
+        with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as response:  # noqa: S310 - checked above
+            response.read()
+    except (OSError, ValueError, urllib.error.URLError) as error:
+        _LOGGER.warning("the run report was not sent: %s", error)
+
+
+@dataclass
+class _Run:
+    """What is counted of a run. The peaks are those of training alone."""
+
+    applied: bool = False
+    steps: int = 0
+    micro_batches: int = 0
+    micro_batches_before: int = 0
+    tokens_before: int = 0
+    begun: float | None = None
+    last_end: float = 0.0
+    paused: float = 0.0
+    interrupted: bool = False
+    peak_bytes: int | None = None
+    peak_reserved_bytes: int | None = None
+    graphed: GraphedForward | None = None
+    _peak_is_noted: bool = False
+
+    def begin(self, state: Any) -> None:
+        """Begin to count for the report, after the first steps."""
+        _wait()
+        self.begun = time.monotonic()
+        self.micro_batches_before = self.micro_batches
+        self.tokens_before = int(getattr(state, "num_input_tokens_seen", 0))
+
+    def tokens_seen(self, state: Any) -> int:
+        """Tokens of all processes since then, if the Trainer counts them; else 0."""
+        return int(getattr(state, "num_input_tokens_seen", 0)) - self.tokens_before
+
+    def interrupt(self) -> None:
+        """Keep the peaks: what follows is no training."""
+        self.note_peak()
+        self._peak_is_noted = True
+        self.interrupted = True
+
+    def resume(self) -> None:
+        """Go on with training, and leave out what happened since the last step."""
+        if self.begun is not None:
+            self.paused += time.monotonic() - self.last_end
+        self.interrupted = False
+        if self._peak_is_noted:
+            self._peak_is_noted = False
+            _reset_peak()
+
+    def note_peak(self) -> None:
+        """Take the device's counters into account, unless they contain more than training."""
+        if torch.cuda.is_available() and not self._peak_is_noted:
+            graphs = 0 if self.graphed is None else self.graphed.loss.held_bytes
+            self.peak_bytes = max(self.peak_bytes or 0, torch.cuda.max_memory_allocated() + graphs)
+            self.peak_reserved_bytes = max(self.peak_reserved_bytes or 0, torch.cuda.max_memory_reserved())
+
+
+def _is_followed(control: Any) -> bool:
+    """Whether an evaluation or a checkpoint comes next."""
+    return control is not None and bool(control.should_evaluate or control.should_save)
+
+
+def _recomputes_layers(args: Any) -> bool:
+    """Whether the Trainer enables the library's checkpointing, under its present name or the older one."""
+    return any(getattr(args, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
+
+
+def _micro_batch_size(args: Any, state: Any) -> int:
+    """The sequences of a device's micro-batch; the Trainer may have found another size than it was told."""
+    found = getattr(state, "train_batch_size", None)
+    if not found:
+        return int(args.per_device_train_batch_size)
+    return int(found) // max(1, int(getattr(args, "n_gpu", 1)))
+
+
+def _reset_peak() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _wait() -> None:
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        torch.cuda.synchronize()

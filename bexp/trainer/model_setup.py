@@ -1,0 +1,191 @@
+"""Sets a model up as recommended, and takes that back."""
+
+from __future__ import annotations
+
+import logging
+import weakref
+from dataclasses import dataclass, replace
+from importlib import metadata
+from typing import Any
+
+import torch
+from torch import nn
+
+from bexp.allocator import set_allocator
+from bexp.measure.host_limits import processor_name
+from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source, execution_settings
+from bexp.transformers.set_up import Applied, set_up
+from bexp.transformers.undo import Changes
+
+_LOGGER = logging.getLogger(__name__)
+_APPLIED: weakref.WeakKeyDictionary[nn.Module, Report] = weakref.WeakKeyDictionary()
+_UNTOUCHED = "attention, experts, recomputation and loss: as your own code sets them, because that was measured"
+_MARK = "_bexp_applied"
+"""An attribute of a model that is set up. A deep copy has it, too, and is not in `_APPLIED`."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """What `apply` did: the recommendation, the settings of the model, and warnings for the user."""
+
+    recommendation: RecommendedSetup
+    applied: Applied
+    warnings: tuple[str, ...]
+
+    def __str__(self) -> str:
+        """One line for each thing that was done, and one for each warning."""
+        told = self.recommendation
+        lines = [f"micro_batch_size {told.micro_batch_size} is for the trainer to set (see bexp.training_arguments)"]
+        lines += self.applied.done
+        lines += [f"allocator: {told.settings.allocator}"]
+        lines += [f"warning: {warning}" for warning in self.warnings]
+        return "\n".join(lines)
+
+
+def apply(
+    model: nn.Module,
+    recommendation: Source | RecommendedSetup,
+    *,
+    seq_length: int | None = None,
+    strict: bool = False,
+    execution: str | None = None,
+) -> Report:
+    """Set a transformers model up as recommended, by the same code that measured it. `restore` takes it back.
+
+    `recommendation` is a path, a JSON text or a JSON object, as `bexp best ID --json` prints it. `seq_length`, if
+    given, is the length of the training sequences; it is compared with the measured length. Call this before the model
+    is wrapped (DDP, `fully_shard`, a Trainer) and before CUDA starts, because the allocator is part of what was
+    measured. A model that was set up before is restored first. What was done is logged and returned.
+
+    If the step of a target of your own was measured, only the allocator is set.
+
+    `execution` takes the place of the recommended one: `eager`, `compile`, `graph` or `compile+graph`. With graphs, the
+    micro-step is captured when it first runs. What cannot be captured runs operation by operation, and the log says why
+    (see `bexp.graphs.graphed_loss`).
+
+    Another device, version or sequence length is a warning; with `strict` it raises.
+    Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
+    cannot have a setting.
+    """
+    told = RecommendedSetup.read(recommendation)
+    if execution is not None:
+        compiled, replayed = execution_settings(execution)
+        told = replace(told, settings=replace(told.settings, compile=compiled, graph=replayed))
+    inner = inner_model(model)
+    _refuse_another_architecture(inner, told)
+    restore(inner)
+    warnings = [text for text in [set_allocator(told.settings.allocator)] if text]
+    warnings += _differences(told, seq_length, inner)
+    if _is_compiled(model):
+        warnings.append("the model was compiled before it was set up: call bexp.apply first, then torch.compile")
+    if strict and warnings:
+        raise RecommendationError("; ".join(warnings))
+    untouched = told.own_code and execution is None
+    applied = Applied(told.settings, (_UNTOUCHED,), Changes()) if untouched else set_up(inner, told.settings)
+    report = Report(told, applied, tuple(warnings))
+    _APPLIED[inner] = report
+    setattr(inner, _MARK, True)
+    for warning in warnings:
+        _LOGGER.warning("%s", warning)
+    _LOGGER.info("%s", report)
+    return report
+
+
+def restore(model: nn.Module) -> bool:
+    """Take back what `apply` set on a model; return false if nothing was set. The allocator's setting stays.
+
+    Raises RecommendationError for a deep copy of a model that was set up: it trains as the original does, but what was
+    set cannot be taken back.
+    """
+    inner = inner_model(model)
+    report = _APPLIED.pop(inner, None)
+    if report is None:
+        if _MARK in vars(inner):
+            raise RecommendationError("this is a copy of a model that was set up: copy the model before bexp.apply")
+        return False
+    report.applied.undo()
+    vars(inner).pop(_MARK)
+    return True
+
+
+def applied_to(model: nn.Module) -> Report | None:
+    """Return what `apply` did to a model; null if nothing."""
+    return _APPLIED.get(inner_model(model))
+
+
+def device_name() -> str:
+    """Return the name of the device that this process would train on, as a worker there names it."""
+    if torch.cuda.is_available():
+        return torch.cuda.get_device_name()
+    return f"{processor_name()} ({torch.get_num_threads()} cores)"
+
+
+def versions() -> dict[str, str]:
+    """Return the versions that a measurement depends on."""
+    found = {"torch": str(torch.__version__)}
+    if torch.version.cuda:
+        found["cuda"] = torch.version.cuda
+    try:
+        found["transformers"] = metadata.version("transformers")
+    except metadata.PackageNotFoundError:
+        return found
+    return found
+
+
+def inner_model(model: nn.Module) -> nn.Module:
+    """Return the model inside DDP, a compiled wrapper, or peft's wrapper of a model with adapters."""
+    inner = model._modules.get("_orig_mod")  # a compiled wrapper passes attributes on, `config` among them
+    if inner is None and not hasattr(model, "config"):
+        inner = model._modules.get("module")
+    if inner is not None:
+        return inner_model(inner)
+    base = getattr(model, "get_base_model", None)
+    return base() if callable(base) else model
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    compiled_in_place = getattr(inner_model(model), "_compiled_call_impl", None) is not None
+    return compiled_in_place or any("_orig_mod" in part._modules for part in model.modules())
+
+
+def _refuse_another_architecture(model: nn.Module, told: RecommendedSetup) -> None:
+    config: Any = getattr(model, "config", None)
+    if config is None:
+        raise RecommendationError(
+            f"{type(model).__name__} is not a transformers model: it has no configuration. If it holds one, as a "
+            "LightningModule may, pass that one"
+        )
+    differing = told.mismatches(config)
+    if differing:
+        raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")
+
+
+def _differences(told: RecommendedSetup, seq_length: int | None, model: nn.Module) -> list[str]:
+    """Return, in words, what was different when the recommendation was measured."""
+    found = []
+    parameter = next(model.parameters(), None)
+    on_accelerator = torch.cuda.is_initialized() or (parameter is not None and parameter.is_cuda)
+    # Asking for the device's name starts CUDA, after which the allocator is fixed: only ask if it has started.
+    if told.device_name and on_accelerator and device_name() != told.device_name:
+        found.append(f"it was measured on {told.device_name}, but this is {device_name()}")
+    if told.seq_length and seq_length and seq_length != told.seq_length:
+        found.append(f"it was measured with sequences of {told.seq_length} tokens, not {seq_length}")
+    if getattr(model, "is_quantized", False) and not told.own_code:
+        found.append("it was measured with plain weights, and those of this model are quantised")
+    elif told.library_code:
+        found += _other_weights(told, model)
+    here = versions()
+    found += [
+        f"it was measured with {name} {version}, and this is {here[name]}"
+        for name, version in told.versions.items()
+        if name in here and here[name] != version
+    ]
+    return found
+
+
+def _other_weights(told: RecommendedSetup, model: nn.Module) -> list[str]:
+    largest = max(model.parameters(), key=lambda parameter: parameter.numel(), default=None)
+    dtype = None if largest is None else str(largest.dtype).removeprefix("torch.")
+    if told.dtype is None or dtype in (None, told.dtype):
+        return []
+    return [f"it was measured with weights in {told.dtype}, and those of this model are in {dtype}"]

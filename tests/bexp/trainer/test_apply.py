@@ -1,0 +1,285 @@
+from __future__ import annotations
+
+import copy
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import bexp
+from bexp.allocator import current_allocator, set_allocator
+from bexp.trainer.model_setup import applied_to
+from bexp.trainer.recommended_setup import RecommendationError
+from bexp.transformers.layers import decoder_layers
+from bexp.transformers.recompute import is_checkpointing
+from bexp.transformers.settings import SettingsError
+from tests.bexp.trainer.recommendations import document
+from tests.bexp.transformers import models
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.setenv(name, "")
+
+
+def test_a_model_is_set_up_as_recommended_and_restored() -> None:
+    model = models.tiny("olmoe")
+    before = models.snapshot(model)
+    batch = models.batch()
+    wanted = models.step(model, batch)
+    report = bexp.apply(model, document())
+    settings = report.recommendation.settings
+    assert settings.to_json() == {
+        "attention": "sdpa:math",
+        "experts": "bexp_fused",
+        "recompute": "partial_50",
+        "bta_tile": 2,
+        "loss": "chunked",
+        "compile": False,
+        "allocator": "default",
+        "kernels": "library",
+        "graph": False,
+    }
+    assert models.snapshot(model) != before
+    assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))
+    models.assert_same(models.step(model, batch), wanted)
+    assert applied_to(model) is report
+    assert bexp.restore(model)
+    assert not bexp.restore(model)
+    assert models.snapshot(model) == before
+
+
+@pytest.mark.parametrize("recompute", ["layers_1", "groups_2"])
+def test_a_policy_with_a_number_of_layers_is_applied(recompute: str) -> None:
+    model = models.tiny("olmoe")
+    batch = models.batch()
+    wanted = models.step(model, batch)
+    report = bexp.apply(model, document(recompute=recompute))
+    assert f"recomputation: {recompute}" in str(report)
+    models.assert_same(models.step(model, batch), wanted)
+
+
+def test_a_model_that_uses_hidden_states_between_layers_takes_no_groups() -> None:
+    model = models.tiny("llama")
+    first: Any = decoder_layers(model)[0]
+    first.register_forward_hook(lambda _module, _inputs, output: output * 2)
+    bexp.apply(model, {"candidate": {"micro_batch_size": 4}, "settings": {"recompute": "groups_2"}})
+    with pytest.raises(SettingsError, match="hidden states between its layers"):
+        models.step(model, models.batch())
+
+
+def test_a_second_recommendation_replaces_the_first() -> None:
+    model = models.tiny("olmoe")
+    before = models.snapshot(model)
+    bexp.apply(model, document())
+    bexp.apply(model, document(bta_tile=None, recompute="none"))
+    bexp.restore(model)
+    assert models.snapshot(model) == before
+
+
+@pytest.mark.parametrize("recompute", ["partial_50", "groups_2", "experts"])
+def test_a_copy_of_a_model_computes_with_its_own_weights(recompute: str) -> None:
+    model, batch = models.tiny("olmoe"), models.batch()
+    bexp.apply(model, document(recompute=recompute))
+    copied = copy.deepcopy(model)
+    plain = models.tiny("olmoe")
+    with torch.no_grad():
+        for parameter in [*copied.parameters(), *plain.parameters()]:
+            parameter.mul_(1.5)
+    models.assert_same(models.step(copied, batch), models.step(plain, batch))
+    for refused in (lambda: bexp.restore(copied), lambda: bexp.apply(copied, document())):
+        with pytest.raises(RecommendationError, match="copy the model before"):
+            refused()
+    assert bexp.restore(model)
+
+
+@pytest.mark.parametrize("recompute", ["none", "selective", "experts"])
+def test_checkpointing_that_was_enabled_before_gives_way_and_comes_back(recompute: str) -> None:
+    model = models.tiny("olmoe")
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable()
+    report = bexp.apply(model, document(recompute=recompute))
+    assert "checkpointing: switched off" in str(report)
+    assert not is_checkpointing(model)
+    bexp.restore(model)
+    assert is_checkpointing(model)
+
+
+def test_a_compiled_wrapper_is_set_up_inside_and_warned_of() -> None:
+    model = models.tiny("olmoe")
+    wrapper: Any = torch.compile(model, backend="eager")
+    before = models.snapshot(model)
+    report = bexp.apply(wrapper, document())
+    assert any("then torch.compile" in warning for warning in report.warnings)
+    assert applied_to(model) is report
+    assert bexp.restore(wrapper)
+    assert models.snapshot(model) == before
+
+
+def test_a_recommendation_is_read_from_a_file_a_text_and_an_object(tmp_path: Path) -> None:
+    path = tmp_path / "best.json"
+    path.write_text(json.dumps(document()))
+    found = [bexp.RecommendedSetup.read(source) for source in (path, str(path), json.dumps(document()), document())]
+    assert all(recommendation == found[0] for recommendation in found)
+    assert found[0].exploration_id == "exp-1"
+
+
+def test_settings_that_are_written_out_come_first() -> None:
+    told = document()
+    told["recommendation"]["settings"] = {"attention": "eager", "allocator": "expandable_segments"}
+    settings = bexp.RecommendedSetup.read(told).settings
+    assert settings == bexp.Settings(attention="eager", allocator="expandable_segments")
+
+
+def test_a_model_whose_own_code_was_measured_stays_as_it_is() -> None:
+    told = document(attention_backend="own", expert_backend=None)
+    settings = bexp.RecommendedSetup.read(told).settings
+    assert (settings.attention, settings.loss) == (None, "library")
+    model = models.tiny("olmoe")
+    model.activation_checkpointing_enable()
+    before = models.snapshot(model)
+    assert "as your own code sets them" in str(bexp.apply(model, told))
+    changed = {key for key, value in models.snapshot(model).items() if before.get(key, None) != value}
+    assert changed == {"._bexp_applied"}
+    assert bexp.restore(model)
+
+
+def test_quantised_weights_are_a_warning() -> None:
+    model = models.tiny("olmoe")
+    model.is_quantized = True
+    assert any("plain weights" in warning for warning in bexp.apply(model, document()).warnings)
+
+
+def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
+    told = document()
+    request = told["job"]["request"]
+    sizes = {key: value for key, value in request.pop("model").items() if key in ("hidden_size", "vocab_size")}
+    request |= {"hf_config": {"model_type": "olmoe", **sizes}, "hf_seq_length": 12, "training": training}
+    return told
+
+
+@pytest.mark.parametrize(
+    ("training", "weights", "trainer"),
+    [
+        ({"precision": "pure"}, "bfloat16", None),
+        ({"precision": "autocast"}, "float32", True),
+        ({"precision": "pure", "lora": {"r": 8, "target_modules": "all-linear"}}, "bfloat16", True),
+    ],
+)
+def test_the_trainer_gets_the_number_formats_that_were_measured(
+    training: dict[str, Any], weights: str, trainer: bool | None
+) -> None:
+    told = bexp.RecommendedSetup.read(told_of_a_config(training))
+    assert told.dtype == weights
+    assert bexp.training_arguments(told).get("bf16") is trainer
+    for dtype in (torch.bfloat16, torch.float32):
+        found = bexp.apply(models.tiny("olmoe").to(dtype), told).warnings
+        assert any("measured with weights in" in warning for warning in found) == (str(dtype) != f"torch.{weights}")
+
+
+def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
+    settings = bexp.RecommendedSetup.read(document(kernels="liger", loss="liger")).settings
+    assert (settings.kernels, settings.loss) == ("liger", "liger")
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ({"recommendation": None}, "recommends nothing"),
+        ({}, "no micro_batch_size"),
+        ("{", "cannot read"),
+        ("/no/such/file", "cannot read"),
+        ("[1]", "cannot read"),
+        (document(recompute="qkv"), "qkv"),
+        (document(capacity_factor=1.25), "whose experts drop tokens"),
+    ],
+)
+def test_what_is_no_recommendation_is_refused(source: object, reason: str) -> None:
+    with pytest.raises(RecommendationError, match=reason):
+        bexp.RecommendedSetup.read(source)  # type: ignore[arg-type]  # wrong on purpose
+
+
+def test_another_architecture_is_refused() -> None:
+    with pytest.raises(RecommendationError, match="num_layers is 3, not 2"):
+        bexp.apply(models.tiny("olmoe", num_hidden_layers=3), document())
+    with pytest.raises(RecommendationError, match=r"not a transformers model.*LightningModule"):
+        bexp.apply(torch.nn.Linear(2, 2), document())
+
+
+def test_another_sequence_length_or_version_is_a_warning() -> None:
+    told = document()
+    told["recommendation"]["hardware"] = {"device_name": "cpu", "versions": {"torch": "1.0"}}
+    report = bexp.apply(models.tiny("olmoe"), told, seq_length=7)
+    assert any("sequences of 12 tokens, not 7" in text for text in report.warnings)
+    assert any("torch 1.0" in text for text in report.warnings)
+    with pytest.raises(RecommendationError, match="not 7"):
+        bexp.apply(models.tiny("olmoe"), told, seq_length=7, strict=True)
+
+
+def test_the_allocator_is_set_while_that_is_possible(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "max_split_size_mb:64")
+    assert set_allocator("expandable_segments") is None
+    assert os.environ["PYTORCH_ALLOC_CONF"] == "max_split_size_mb:64,expandable_segments:True"
+    assert current_allocator() == "expandable_segments"
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    told = set_allocator("default")
+    assert told is not None
+    assert "PYTORCH_ALLOC_CONF=expandable_segments:False" in told
+    assert current_allocator() == "expandable_segments"
+
+
+def test_training_arguments_keep_the_effective_batch() -> None:
+    fields = bexp.training_arguments(document(recompute="full"), world_size=2)
+    assert fields == {
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "activation_checkpointing": True,
+        "activation_checkpointing_kwargs": {"use_reentrant": False},
+        "torch_compile": False,
+        "bf16": True,
+    }
+    assert "activation_checkpointing" not in bexp.training_arguments(document())
+    with pytest.raises(RecommendationError, match="does not divide"):
+        bexp.training_arguments(document(micro_batch_size=3))
+
+
+def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> None:
+    told = document(micro_batch_size=6, recompute="full")
+    own = told["recommendation"]["candidate"]
+    assert bexp.RecommendedSetup.read(told).micro_batch_size == 6, "an earlier version names no other"
+    told["recommendation"]["dividing"] = {"candidate": own, "tokens_per_second": 1.0}
+    assert bexp.RecommendedSetup.read(told).tokens_per_second == 1000.0, "it is the recommended one itself"
+    told["recommendation"]["whole_model"] = {"tokens_per_second": 990.0, "measurement": {"peak_bytes": 7}}
+    told["recommendation"]["settings"] = {"attention": "eager"}
+    told["recommendation"]["dividing"] = {
+        "candidate": own | {"micro_batch_size": 8, "recompute": "none"},
+        "tokens_per_second": 950.0,
+        "confidence": 80,
+        "peak_bytes": 9,
+        "whole_model": None,
+    }
+    found = bexp.RecommendedSetup.read(told)
+    assert (found.micro_batch_size, found.settings.recompute, found.settings.attention) == (8, "none", "sdpa:math")
+    assert (found.tokens_per_second, found.confidence, found.peak_bytes) == (950.0, 80, 9)
+    fields = bexp.training_arguments(told, world_size=1)
+    assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 2)
+
+
+def test_importing_bexp_loads_neither_torch_nor_the_service(tmp_path: Path) -> None:
+    for name in ("api", "workers", "storage", "explorer"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text("raise RuntimeError('the folder of somebody else')")
+    root = Path(bexp.__file__).parents[1]
+    code = (
+        f"import sys; sys.path.append({str(root)!r}); import bexp; assert 'torch' not in sys.modules;"
+        "bexp.apply, bexp.Settings, bexp.training_arguments, bexp.explore;"
+        "assert not {'api', 'workers', 'storage', 'explorer'} & set(sys.modules)"
+    )
+    child = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr

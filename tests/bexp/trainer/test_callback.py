@@ -1,0 +1,224 @@
+from __future__ import annotations
+
+import json
+import logging
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+import bexp
+from bexp.explorer.records.run_report import RunReport
+from bexp.trainer.model_setup import device_name
+from bexp.transformers.set_up import set_up
+from bexp.transformers.settings import Settings
+from tests.bexp.trainer.recommendations import document
+from tests.bexp.transformers import models
+
+ARGS = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+STATE = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100, num_input_tokens_seen=0)
+
+
+def control(*, evaluates: bool = False, stops: bool = False) -> Any:
+    return SimpleNamespace(should_evaluate=evaluates, should_save=False, should_training_stop=stops)
+
+
+def step(callback: Any, state: Any = STATE, told: Any = None, micro_batches: int = 2) -> None:
+    callback.on_step_begin(ARGS, state, told)
+    for _ in range(micro_batches - 1):
+        callback.on_substep_end(ARGS, state, told)
+    callback.on_step_end(ARGS, state, told)
+
+
+def train(callback: Any, steps: int = 5, model: Any = None) -> None:
+    callback.on_train_begin(ARGS, STATE, None, model=model)
+    for _ in range(steps):
+        step(callback)
+    callback.on_train_end(ARGS, STATE, None)
+
+
+@pytest.fixture
+def service() -> Iterator[tuple[str, list[tuple[str, str | None, Any]]]]:
+    seen: list[tuple[str, str | None, Any]] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            seen.append((self.path, self.headers["Authorization"], json.loads(body)))
+            self.send_response(201)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    thread = threading.Thread(target=server.serve_forever, daemon=True)
+    thread.start()
+    yield f"http://127.0.0.1:{server.server_port}", seen
+    server.shutdown()
+    server.server_close()
+    thread.join()
+
+
+def test_the_report_is_logged_beside_the_promise_and_posted(
+    service: tuple[str, list[Any]], caplog: pytest.LogCaptureFixture
+) -> None:
+    url, seen = service
+    callback = bexp.TrainerCallback(document(), service=url, token="secret")
+    with caplog.at_level(logging.INFO, "bexp"):
+        train(callback)
+    assert "of 1,000 promised" in caplog.text
+    [(path, authorization, body)] = seen
+    assert path == "/v1/explorations/exp-1/run-reports"
+    assert authorization == "Bearer secret"
+    assert RunReport.model_validate(body).applied is False
+    assert body["hardware"] == device_name()
+    assert body["steps"] == 2
+    assert body["tokens_per_second"] == pytest.approx(2 * 4 * 2 * 12 / body["seconds"])
+
+
+@pytest.mark.parametrize(("execution", "applied"), [("eager", True), ("graph", False)])
+def test_a_run_whose_graphs_cannot_be_had_is_not_one_of_the_recommendation(execution: str, applied: bool) -> None:
+    told, model = document(execution=execution), models.tiny("olmoe")
+    bexp.apply(model, told)
+    callback = bexp.TrainerCallback(told)
+    model(**models.batch()).loss.backward()
+    train(callback, model=model)
+    assert callback.report is not None
+    assert callback.report.applied is applied
+
+
+def test_a_service_that_does_not_answer_hurts_nobody(caplog: pytest.LogCaptureFixture) -> None:
+    callback = bexp.TrainerCallback(document(), service="http://127.0.0.1:9")
+    train(callback)
+    assert callback.report is not None
+    assert "was not sent" in caplog.text
+
+
+def test_a_short_run_reports_nothing() -> None:
+    callback = bexp.TrainerCallback(document())
+    train(callback, steps=3)
+    assert callback.report is None
+    assert callback.comparison() == "nothing was measured"
+
+
+@pytest.fixture
+def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The time, to be set."""
+    found = [0.0]
+    monkeypatch.setattr("bexp.trainer.callback.time.monotonic", lambda: found[0])
+    return found
+
+
+@pytest.mark.parametrize("announced", [True, False])
+def test_evaluations_are_left_out(now: list[float], announced: bool) -> None:
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None)
+    for number in range(7):
+        callback.on_step_begin(ARGS, STATE, None)
+        now[0] += 1.0
+        callback.on_step_end(ARGS, STATE, control(evaluates=announced and number in {4, 6}))
+        if number in {4, 6}:
+            now[0] += 50.0
+            callback.on_evaluate(ARGS, STATE, None)
+    now[0] += 30.0  # the best model is loaded
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert callback.report.seconds == pytest.approx(4.0)
+
+
+def test_the_memory_of_an_evaluation_is_left_out(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    counted = {"peak": 0}
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: counted["peak"])
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: counted.update(peak=0))
+    monkeypatch.setattr("bexp.trainer.callback.device_name", lambda: "a device")
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None)
+    for number in range(6):
+        now[0] += 1.0
+        callback.on_step_begin(ARGS, STATE, None)
+        counted["peak"] = max(counted["peak"], 100 + number)
+        callback.on_step_end(ARGS, STATE, control(evaluates=number == 4))
+        if number == 4:
+            counted["peak"] = 999
+            callback.on_evaluate(ARGS, STATE, None)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert callback.report.peak_bytes == callback.report.peak_reserved_bytes == 105
+
+
+def test_the_memory_of_graphs_counts(now: list[float], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: 100)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda: 200)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: None)
+    monkeypatch.setattr("bexp.trainer.callback.device_name", lambda: "a device")
+    monkeypatch.setattr("bexp.graphs.graphed_loss.GraphedLoss.held_bytes", 60)
+    model = models.tiny("llama")
+    set_up(model, Settings(graph=True))
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None, model=model)
+    for _ in range(6):
+        now[0] += 1.0
+        step(callback, micro_batches=1)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert (callback.report.peak_bytes, callback.report.peak_reserved_bytes) == (160, 200)
+
+
+def test_an_epochs_last_step_counts_the_micro_batches_that_it_has(now: list[float]) -> None:
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(ARGS, STATE, None)
+    for number in range(6):
+        now[0] += 1.0
+        step(callback, micro_batches=1 if number == 4 else 2)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert callback.report.tokens_per_second == pytest.approx(5 * 4 * 12 / 3.0)
+
+
+def test_tokens_that_the_trainer_counts_come_first(now: list[float]) -> None:
+    callback = bexp.TrainerCallback(document())
+    state = SimpleNamespace(**vars(STATE) | {"train_batch_size": 3})
+    callback.on_train_begin(ARGS, state, None)
+    for _ in range(6):
+        now[0] += 1.0
+        state.num_input_tokens_seen += 70
+        step(callback, state)
+    callback.on_train_end(SimpleNamespace(**vars(ARGS), world_size=2), state, None)
+    assert callback.report is not None
+    assert callback.report.tokens_per_second == pytest.approx(35.0)
+    assert callback.report.micro_batch_size == 3
+
+
+def test_a_run_that_misses_what_was_promised_is_a_warning(caplog: pytest.LogCaptureFixture, now: list[float]) -> None:
+    for seconds, level in ((0.09, logging.INFO), (0.2, logging.WARNING)):
+        caplog.clear()
+        callback = bexp.TrainerCallback(document())  # 1000 tokens/s; a step has 96 tokens
+        callback.on_train_begin(ARGS, STATE, None)
+        for _ in range(6):
+            now[0] += seconds
+            step(callback)
+        with caplog.at_level(logging.INFO, "bexp"):
+            callback.on_train_end(ARGS, STATE, None)
+        assert [record.levelno for record in caplog.records] == [level]
+
+
+@pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])
+def test_checkpointing_by_the_trainer_that_replaces_the_policy_is_a_warning(
+    name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = models.tiny("olmoe")
+    for recompute, warned in (("partial_50", True), ("full", False)):
+        told = document(recompute=recompute)
+        bexp.apply(model, told)
+        caplog.clear()
+        arguments = SimpleNamespace(**vars(ARGS), **{name: True})
+        bexp.TrainerCallback(told).on_train_begin(arguments, STATE, None, model=model)
+        assert ("in place of the recommended recomputation" in caplog.text) is warned

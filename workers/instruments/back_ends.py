@@ -1,0 +1,64 @@
+"""Which back ends can serve a job's model on this device."""
+
+from __future__ import annotations
+
+import torch
+
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
+from bexp.explorer.spec.model import ModelSpec
+from bexp.kernels.attention import attention_support, default_attention_backend
+from bexp.kernels.context_parallel.attention import context_parallel_reason
+from bexp.kernels.experts.registry import default_expert_backend, expert_support
+from bexp.kernels.shapes import AttentionShape, Support
+from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape
+
+NO_GRAPHS = "CUDA graphs need a GPU"
+
+
+def report_device(
+    model: ModelSpec, hardware: HardwareSpec, device: torch.device, *, replays: bool = False
+) -> DeviceReport:
+    """Try every registered back end on a small example of `model`. With `replays`, the executions are reported, too."""
+    attention, experts = attention_shape(model), experts_shape(model)
+    expert_backends = expert_support(experts, device) if experts is not None else ()
+    return DeviceReport(
+        hardware=hardware,
+        attention_backends=tuple(
+            _attention(found, attention, device) for found in attention_support(attention, device)
+        ),
+        expert_backends=tuple(_record(found) for found in expert_backends),
+        executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if replays else (),
+        default_attention=default_attention_backend(attention, device),
+        default_experts=default_expert_backend(experts, device) if experts is not None else None,
+    )
+
+
+def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
+    """Return which executions can be had; `reason` says why none that replays CUDA graphs can."""
+    return tuple(
+        BackendSupport(name=one, usable=not one.replays or reason is None, reason=reason if one.replays else None)
+        for one in Execution
+    )
+
+
+def _record(found: Support) -> BackendSupport:
+    return BackendSupport(
+        name=found.name,
+        usable=found.usable,
+        reason=found.reason,
+        stock=found.stock,
+        only_when_named=found.only_when_named,
+    )
+
+
+def _attention(found: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:
+    """`found`, and whether it serves sequences that devices share; what their length admits is for the request."""
+    reason = found.reason
+    if found.usable:
+        try:
+            reason = context_parallel_reason(shape, 1, "ring", found.name, device)
+        except ValueError as error:
+            reason = str(error)
+    return _record(found).model_copy(update={"context_parallel": reason is None, "context_parallel_reason": reason})
