@@ -176,7 +176,6 @@ STEPS: dict[str, tuple[dict[int, Outcome], dict[str, Any]]] = {
     "memory": ({}, {}),
     "uncounted": ({48: Outcome.OUT_OF_MEMORY, 64: Outcome.OUT_OF_MEMORY}, {"memory_bytes": 0}),
     "crashes": ({16: Outcome.CRASHED, 24: Outcome.TIMED_OUT}, {}),
-    "short": ({}, {"max_seconds": 0.3}),
     "held": ({}, {"held_bytes": 60 * GIB}),
     "one": (dict.fromkeys((2, 4, 8, 16, 24, 32, 48, 64), Outcome.OUT_OF_MEMORY), {"memory_bytes": 0}),
     "cpu": ({}, {"device_kind": "cpu", "gradient_bytes": 0}),

@@ -1,0 +1,29 @@
+"""Known failures of what a command calls, as lines for a person and an exit code."""
+
+from __future__ import annotations
+
+from http import HTTPStatus
+
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.local_worker import WorkerEndedError
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.explorer.formats.document import FormatError, describe_problem
+
+_TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
+
+
+def describe_failure(error: Exception) -> CommandError | None:
+    """Return how a command ends after `error`; null if this is a defect."""
+    match error:
+        case FormatError():
+            return CommandError(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))
+        case ProblemError():
+            code = ExitCode.SERVICE if error.status in _TRY_AGAIN else ExitCode.USAGE
+            hint = ["set BEXP_API_TOKEN to a token from `bexp token create`"]
+            return CommandError(code, *error.lines(), *(hint if error.status == HTTPStatus.UNAUTHORIZED else []))
+        case WorkerEndedError():  # status 2: a --device that cannot be used
+            code = ExitCode.USAGE if error.status == ExitCode.USAGE else ExitCode.SERVICE
+            return CommandError(code, *str(error).splitlines())
+        case ServiceError():
+            return CommandError(ExitCode.SERVICE, *str(error).splitlines())
+    return None
