@@ -1,4 +1,4 @@
-"""The recommendations of a job: one row for each BEXP202, written with its event.
+"""The recommendations of a job: one row for each BEXP202, which `insert_events` writes with its event.
 
 The row and the event together hold what the recommendation says of its candidate, each figure once. How it compares
 with other candidates stands in the job's latest recommendation and in its answer, with its notes.

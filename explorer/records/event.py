@@ -87,8 +87,9 @@ def recommendation_event(recommendation: Recommendation) -> EventDraft:
 class Progress:
     """One step of an exploration, which is stored in one transaction: all of it or nothing.
 
-    `recommendation` is set when the main variant's recommendation changed, `space` when the legal space has been
-    enumerated (a JSON summary), `answer` on the last step.
+    `recommendation` is the main variant's as of now, for the job's row; a changed one, of whichever variant, is also a
+    BEXP202 among the `events`, which becomes a row of `bexp_recommendations`. `space` is set when the legal space has
+    been enumerated (a JSON summary), `answer` on the last step.
     """
 
     events: tuple[EventDraft, ...] = ()
