@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 VOCABULARY = 97
 _COMMON: dict[str, Any] = {
@@ -47,6 +46,8 @@ MIXTURES = ("olmoe", "qwen3_moe")
 
 def tiny(model_type: str, **changed: Any) -> Any:
     """A model with random weights, the same for each call, in training mode."""
+    from transformers import AutoConfig, AutoModelForCausalLM  # takes seconds, in each process that collects tests
+
     torch.manual_seed(0)
     config = AutoConfig.for_model(model_type, **{**CONFIGURATIONS[model_type], **changed})
     model: Any = AutoModelForCausalLM.from_config(config, dtype=torch.float32)

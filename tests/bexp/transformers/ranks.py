@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import FileStore
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import bexp
@@ -57,6 +56,8 @@ def run(folder: Path, rank: int) -> None:
 
 
 def _sharded(model: Any) -> Any:
+    from torch.distributed.fsdp import fully_shard  # takes seconds, in each process that collects tests
+
     mesh = init_device_mesh("cpu", (NUM_RANKS,))
     for layer in decoder_layers(model):
         fully_shard(layer, mesh=mesh)

@@ -25,7 +25,7 @@ from bexp.workers.targets.transformers.target import settings_of
 from tests.bexp.transformers import fake_liger
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, request_for
 
-modeling: Any = pytest.importorskip("transformers.modeling_utils")
+pytest.importorskip("transformers")
 
 NAMES = ("flash_attention_2", "flash_attention_3")
 
@@ -42,6 +42,8 @@ def builder(resolved: ResolvedModel) -> PartsBuilder:
 
 def install_flash(monkeypatch: pytest.MonkeyPatch, *versions: int) -> None:
     """Let transformers find these versions of flash-attention, and no other."""
+    from transformers import modeling_utils as modeling
+
     entries = {
         version: {**entry, "general_availability_check": lambda version=version: version in versions}
         for version, entry in modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items()
