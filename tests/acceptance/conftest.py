@@ -44,6 +44,7 @@ class Machine:
             "TMPDIR": str(folder),  # the locks of devices: other machines are none of this one's concern
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONPATH": str(Path(__file__).parents[2]),
         }
         self.database_url = f"sqlite:///{folder / 'data' / 'bexp' / 'bexp.db'}"
         self._started: list[subprocess.Popen[str]] = []
@@ -55,7 +56,7 @@ class Machine:
             process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "bexp.api.cli", *map(str, arguments)],
                 cwd=self.folder,
-                env=self.environment | {"PYTHONPATH": str(Path(__file__).parents[2])},
+                env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,

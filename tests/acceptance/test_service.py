@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 from collections.abc import Iterator
 
 import httpx
@@ -14,7 +13,7 @@ import pytest
 
 from bexp.client.client import Client
 from bexp.explorer.records.event import EventCode, render_line
-from tests.acceptance.conftest import Machine, await_gone, await_url, profilers_of, wait_for
+from tests.acceptance.conftest import Machine, await_gone, await_url, profilers_of
 
 pytestmark = pytest.mark.slow
 
@@ -32,15 +31,11 @@ def client(url: str) -> Iterator[Client]:
         yield client
 
 
-def start_worker(machine: Machine) -> subprocess.Popen[str]:
-    worker = machine.start("worker", "--device", "cpu")
-    wait_for(lambda: "is ready" in machine.err(worker), 300, "the worker's start")
-    return worker
-
-
-def test_submit_watch_and_resume_the_stream(machine: Machine, url: str, client: Client) -> None:
+def test_submit_watch_resume_the_stream_and_explore_with_the_idle_worker(
+    machine: Machine, url: str, client: Client
+) -> None:
     job_id = machine.run("submit", machine.configure()).strip()
-    worker = start_worker(machine)
+    worker = machine.start("worker", "--device", "cpu")
     watched = machine.run("watch", job_id)
     events = list(client.events(job_id))
     lines = [render_line(event) for event in events]
@@ -53,9 +48,13 @@ def test_submit_watch_and_resume_the_stream(machine: Machine, url: str, client: 
     assert re.findall(r"^id: ?(\d+)$", stream, re.MULTILINE) == [str(event.seq) for event in events[3:]]
     assert list(client.events(job_id, after=3)) == events[3:]
     assert httpx.get(f"{url}/v1/explorations/{job_id}/log?follow=true").text.splitlines() == lines
+    best = json.loads(machine.run("best", job_id, "--json"))["recommendation"]
+    assert best["candidate"]["micro_batch_size"] in {1, 2, 4}
 
-    best = int(machine.run("best", job_id))
-    assert json.loads(machine.run("best", job_id, "--json"))["recommendation"]["candidate"]["micro_batch_size"] == best
+    lines = machine.run("explore", machine.configure(), "--device", "cpu").splitlines()
+    (started,) = (line for line in lines if line.startswith("BEXP102"))
+    assert f"-{worker.pid}-" in started, "the command's own worker is not needed"
+    assert not any(line.startswith("BEXP105") for line in lines)
     profilers = profilers_of(psutil.Process(worker.pid))
     worker.send_signal(signal.SIGINT)
     assert worker.wait(300) == 0
