@@ -49,12 +49,12 @@ def request_of(case: Case) -> ExplorationRequest:
     sharding, dtype, gradients = case
     model = ModelSpec(
         name="deep",
-        num_layers=4,
-        hidden_size=256,
-        ffn_hidden_size=1024,
+        num_layers=3,
+        hidden_size=192,
+        ffn_hidden_size=768,
         num_attention_heads=4,
-        vocab_size=512,
-        seq_length=16,
+        vocab_size=384,
+        seq_length=8,
         dtype=dtype,
     )
     training = {"sharding": sharding, "optimizer": {"grad_dtype": gradients}}
@@ -64,7 +64,7 @@ def request_of(case: Case) -> ExplorationRequest:
 
 
 def measure(members: dist.ProcessGroup, case: Case, rank: int, meter: LiveStorages) -> int:
-    """Highest bytes of a step's micro-steps, once everything exists, in the best of three steps.
+    """Highest bytes of a step's micro-steps, once everything exists, in the better of two steps.
 
     On a busy host a reduction may still hold its gradients when those of the next layer are made.
     """
@@ -86,7 +86,7 @@ def measure(members: dist.ProcessGroup, case: Case, rank: int, meter: LiveStorag
     micro_steps()
     optimizer.step()
     peaks = []
-    for _ in range(3):
+    for _ in range(2):
         optimizer.zero_grad()
         meter.reset_peak()
         micro_steps()
