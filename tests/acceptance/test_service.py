@@ -59,16 +59,3 @@ def test_submit_watch_resume_the_stream_and_explore_with_the_idle_worker(
     worker.send_signal(signal.SIGINT)
     assert worker.wait(300) == 0
     await_gone(profilers, 300)
-
-
-def test_beyond_loopback_a_token_is_asked_for(machine: Machine) -> None:
-    server = machine.start("serve", "--host", "0.0.0.0", "--port", "0")
-    port = await_url(machine, server).rpartition(":")[2]
-    machine.environment["BEXP_API_URL"] = f"http://127.0.0.1:{port}"
-    refused = machine.start("list")
-    assert refused.wait(300) == 2
-    assert "BEXP_API_TOKEN" in machine.err(refused)
-    machine.environment["BEXP_API_TOKEN"] = machine.run("token", "create", "me").strip()
-    assert machine.run("list", "--json") == "[]\n"
-    server.terminate()
-    assert server.wait(300) == 0

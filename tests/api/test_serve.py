@@ -11,7 +11,9 @@ from pathlib import Path
 
 import httpx
 import pytest
+from typer.testing import CliRunner
 
+from bexp.api.cli import app
 from bexp.api.examples import REQUEST
 from bexp.api.serve import HOW_TO_ADMIT, ServeError, bind
 from bexp.storage.database import open_database
@@ -42,38 +44,41 @@ def started(host: str, database_url: str) -> Iterator[tuple[subprocess.Popen[str
             process.kill()
 
 
-@pytest.mark.parametrize("how", [signal.SIGTERM, signal.SIGINT])
-def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_path: Path, how: signal.Signals) -> None:
+def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_path: Path) -> None:
     with started("127.0.0.1", f"sqlite:///{tmp_path / 'new' / 'bexp.db'}") as (process, url):
         assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
         job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
         with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=60) as response:
             lines = response.iter_lines()
             assert next(lines).startswith("BEXP101")
-            process.send_signal(how)
+            process.terminate()
             assert [line for line in lines if not line.startswith("BEXP1")] == []
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0
         assert stderr == ""
 
 
-def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(tmp_path: Path) -> None:
+def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     database_url = f"sqlite:///{tmp_path / 'bexp.db'}"
     with started("0.0.0.0", database_url) as (process, url):
         local = url.replace("0.0.0.0", "127.0.0.1")
         assert httpx.get(f"{local}/healthz").status_code == 200
         assert httpx.get(f"{local}/v1/explorations").status_code == 401
+        monkeypatch.setenv("BEXP_API_URL", local)
+        monkeypatch.delenv("BEXP_API_TOKEN", raising=False)
+        refused = CliRunner().invoke(app, ["list"])
+        assert refused.exit_code == 2
+        assert "BEXP_API_TOKEN" in refused.stderr
         database = open_database(database_url)
-        secret = create_token(database, "test")
+        monkeypatch.setenv("BEXP_API_TOKEN", create_token(database, "test"))
         database.dispose()
-        headers = {"Authorization": f"Bearer {secret}"}
-        assert httpx.get(f"{local}/v1/explorations", headers=headers).status_code == 200
-        process.terminate()
+        assert CliRunner().invoke(app, ["list", "--json"]).stdout == "[]\n"
+        process.send_signal(signal.SIGINT)
         _, stderr = process.communicate(timeout=60)
+        assert process.returncode == 0
     assert stderr.strip() == HOW_TO_ADMIT
-    with started("0.0.0.0", database_url) as (process, _):
-        process.terminate()
-        assert process.communicate(timeout=60)[1] == ""
 
 
 def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> None:
@@ -93,6 +98,8 @@ def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> No
             assert httpx.get(f"{url}/v1/explorations", headers=named).status_code == 401
             admitted = named | {"Authorization": f"Bearer {secret}"}
             assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
+            process.terminate()
+            assert HOW_TO_ADMIT not in process.communicate(timeout=60)[1], "there is a token"
         finally:
             process.kill()
 

@@ -196,12 +196,12 @@ def test_runs_on_any_tables_and_writes_one_file(tmp_path: Path, capsys: pytest.C
     paths = [str(tmp_path / f"table-{seed}.jsonl") for seed in (0, 1)]
     names = [name for name in (*SAMPLERS, *STRATEGIES) if name not in {"gp", "tpe", "exhaustive"}]
     out = tmp_path / "replay.json"
-    arguments = [*paths, "--out", str(out), "--seeds", "2", "--processes", "1", "--full", "--strategies", *names]
+    arguments = [*paths, "--out", str(out), "--seeds", "1", "--processes", "1", "--full", "--strategies", *names]
     assert main(arguments) == 0
     found = json.loads(out.read_text())
     assert found["tables"].keys() == {"table-0", "table-1"}
     assert found["summary"]["strategies"].keys() == set(names)
-    assert len(found["runs"]) == 2 * 2 * len(names)
+    assert len(found["runs"]) == 2 * len(names)
     assert found["summary"]["calibration"]["num_tables"] == 2
     assert "expected_calibration_error" in found["summary"]["goals"]
     said = capsys.readouterr().out
@@ -265,11 +265,12 @@ def test_a_drawn_truth_differs_by_seed_and_its_runs_scatter_around_the_recorded_
     assert not np.array_equal(first.tokens_C, second.tokens_C)
     assert np.array_equal(DrawnTruth.draw(truth, 0).tokens_C, first.tokens_C)
     figures = compose(truth.recording, truth.table)
+    devices = [first.device(seed, VirtualClock()) for seed in range(200)]
     for ffn, std in ((True, FFN_RUN_STD), (False, RUN_STD)):
         component = next(
             c for c in truth.table.components if (c.kind in FFNS) is ffn and c in truth.recording.components
         )
-        rows = [first.device(seed, VirtualClock()).draw(component) for seed in range(200)]
+        rows = [device.draw(component) for device in devices]
         seconds = [row.figures.device_seconds for row in rows if row is not None and row.figures is not None]
         logs = np.log(seconds) - np.log(figures.device_seconds[truth.table.column[component]])
         assert logs.std() == pytest.approx(std, rel=0.2)

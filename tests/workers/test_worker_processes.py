@@ -230,7 +230,3 @@ def test_a_worker_may_end_with_its_standard_input(workers: Workers) -> None:
     assert worker.stdin is not None
     worker.stdin.close()
     assert worker.wait(300) == 0
-
-
-def test_a_wrong_device_is_a_usage_error(workers: Workers) -> None:
-    assert workers.start("--device", "tpu").wait(300) == 2

@@ -181,7 +181,7 @@ def test_ranks_that_run_out_of_memory_by_themselves_go_on(group: Profiler) -> No
     for process in before[1:]:
         small = process.memory_info().data + (48 << 20)
         process.rlimit(psutil.RLIMIT_DATA, (small, limits[0][1]))
-    chosen = candidate(64)
+    chosen = candidate(16)
     result = group.measure(plan(chosen, components_of(chosen, LARGE)[1:2], model=LARGE, num_processes=2))
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
     assert result.failed_component is not None

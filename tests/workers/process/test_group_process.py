@@ -99,7 +99,3 @@ def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database:
     assert best.communication_seconds is not None
     assert any("exchange of gradients between 2 devices is included in the time" in note for note in best.notes)
     assert not imported.exists(), imported.read_text()
-
-
-def test_twice_the_same_device_needs_a_group(sqlite_database: Database, tmp_path: Path) -> None:
-    assert run_worker(sqlite_database, tmp_path, "--device", "cpu,cpu") == 2

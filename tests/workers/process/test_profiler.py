@@ -16,6 +16,7 @@ from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.process.child import ProfilerProcess
@@ -141,10 +142,10 @@ def test_a_candidate_over_the_memory_limit_is_out_of_memory_and_the_next_trial_w
     profiler: Profiler,
 ) -> None:
     profiler.begin(REQUEST.model_copy(update={"memory_limit_gib": 0.25}))
-    chosen = candidate(64)
-    result = profiler.measure(plan(chosen, attention_of(64), model=HUGE))
+    chosen = candidate(16)
+    result = profiler.measure(plan(chosen, attention_of(16), model=HUGE))
     assert result.outcome is Outcome.OUT_OF_MEMORY, result.reason
-    assert result.failed_component == attention_of(64)[0]
+    assert result.failed_component == attention_of(16)[0]
     assert result.reason
     assert works(profiler)
     profiler.finish_job()
@@ -331,3 +332,29 @@ def test_a_replacement_is_told_who_held_the_device_when_the_job_began(
     assert profiler.measure(plan(candidate(1), components_of(candidate(1))[:1])).outcome in Outcome
     assert works(profiler)
     assert [command.others_bytes for command in commands if isinstance(command, Begin)] == [None, 5]
+
+
+def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:
+    compiled = REQUEST.model_copy(update={"execution": Execution.COMPILE})
+    with forked_profilers(), Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
+        assert spare_of(profiler) is None  # a clean process serves the next job itself
+        profiler.begin(compiled)
+        doomed = spare_of(profiler)
+        assert doomed is not None
+        os.kill(doomed, signal.SIGKILL)
+        wait_for(lambda: not psutil.pid_exists(doomed) or psutil.Process(doomed).status() == psutil.STATUS_ZOMBIE)
+        refused = candidate(1, attention="cudnn")  # at once, while compiling would take seconds
+        result = profiler.measure(plan(refused, components_of(refused)[1:2]))  # which also starts another spare
+        assert result.outcome is Outcome.UNSUPPORTED
+        spare = spare_of(profiler)
+        assert spare not in {None, doomed}
+        profiler.finish_job()
+        profiler.begin(REQUEST)
+        assert profiler.pid == spare
+        assert spare_of(profiler) is None
+        assert works(profiler)
+
+
+def spare_of(profiler: Profiler) -> int | None:
+    spare = profiler._process._spare
+    return None if spare is None else spare.pid

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import signal
 import subprocess
 import sys
 import time
@@ -12,8 +11,6 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.spec.execution import Execution
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from bexp.workers.process.profiler import Profiler
@@ -21,9 +18,7 @@ from tests.workers.process.profilers import (
     ENVIRONMENT,
     kill_while_starting,
     wait_for,
-    works,
 )
-from tests.workers.profiler.samples import REQUEST, candidate, components_of, plan
 
 pytestmark = pytest.mark.slow
 
@@ -59,32 +54,6 @@ def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(tmp_path:
         profiler.start()
     killer.join(60)
     profiler.close()
-
-
-def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless_it_was_killed(tmp_path: Path) -> None:
-    compiled = REQUEST.model_copy(update={"execution": Execution.COMPILE})
-    with Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
-        assert spare_of(profiler) is None  # a clean process serves the next job itself
-        profiler.begin(compiled)
-        doomed = spare_of(profiler)
-        assert doomed is not None
-        os.kill(doomed, signal.SIGKILL)
-        wait_for(lambda: not psutil.pid_exists(doomed) or psutil.Process(doomed).status() == psutil.STATUS_ZOMBIE)
-        refused = candidate(1, attention="cudnn")  # at once, while compiling would take seconds
-        result = profiler.measure(plan(refused, components_of(refused)[1:2]))  # which also starts another spare
-        assert result.outcome is Outcome.UNSUPPORTED
-        spare = spare_of(profiler)
-        assert spare not in {None, doomed}
-        profiler.finish_job()
-        profiler.begin(REQUEST)
-        assert profiler.pid == spare
-        assert spare_of(profiler) is None
-        assert works(profiler)
-
-
-def spare_of(profiler: Profiler) -> int | None:
-    spare = profiler._process._spare
-    return None if spare is None else spare.pid
 
 
 def test_the_process_does_not_outlive_a_parent_that_is_killed(tmp_path: Path) -> None:

@@ -46,7 +46,6 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     ("loss", "fields", "choice"),
     [
         ("full", {}, {}),
-        ("chunked", {}, {}),
         ("chunked", {"qk_norm": "head", "rotary_fraction": 0.5, "num_query_groups": 2}, {"recompute": "selective"}),
         (
             "chunked",
