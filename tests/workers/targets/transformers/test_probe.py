@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 from unittest.mock import Mock
@@ -42,8 +43,7 @@ def builder(resolved: ResolvedModel) -> PartsBuilder:
 
 def install_flash(monkeypatch: pytest.MonkeyPatch, *versions: int) -> None:
     """Let transformers find these versions of flash-attention, and no other."""
-    from transformers import modeling_utils as modeling
-
+    modeling: Any = import_module("transformers.modeling_utils")
     entries = {
         version: {**entry, "general_availability_check": lambda version=version: version in versions}
         for version, entry in modeling.FLASH_ATTENTION_COMPATIBILITY_MATRIX.items()
