@@ -143,7 +143,7 @@ def render_run_report(report: RunReport, best: Recommendation) -> str:
 
 
 def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] | None:
-    """Return the tokens/s and the peak bytes of the figure with this micro-batch size; null if neither has it."""
+    """Return the tokens/s and the peak bytes of the figure with this micro-batch size; None if neither has it."""
     if micro_batch_size == best.candidate.micro_batch_size:
         return best.expected_tokens_per_second, best.measured_peak_bytes
     other = best.dividing

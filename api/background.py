@@ -44,7 +44,7 @@ class Supervisor:
         self._running.append(asyncio.create_task(self._keep_running(task, run)))
 
     def find_trouble(self) -> str | None:
-        """Return what is wrong with the first task that does not do its work, or null if all do."""
+        """Return what is wrong with the first task that does not do its work, or None if all do."""
         now = time.monotonic()
         for task in self._tasks:
             if task.fault is not None:

@@ -58,7 +58,7 @@ class AnswerSource(BaseModel):
 
     @classmethod
     def of(cls, job: JobSummary) -> Self | None:
-        """Return where the answer of a job comes from; null if the job measured it."""
+        """Return where the answer of a job comes from; None if the job measured it."""
         if job.reused_from is None or job.measured_at is None:
             return None
         return cls(exploration=job.reused_from, measured_at=job.measured_at)
@@ -171,7 +171,7 @@ class RecommendationResource(BaseModel):
 
     @classmethod
     def of(cls, job: Job) -> Self:
-        """Return the recommendation of a job; the target and the allocator are null if its request cannot be read."""
+        """Return the recommendation of a job; the target and the allocator are None if its request cannot be read."""
         best = job.recommendation
         parts = job.report.parts if job.report else None
         return cls(

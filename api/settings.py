@@ -35,7 +35,7 @@ class ServiceSettings:
     only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
     start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
-    deleted after `keep_days`, and the oldest beyond `keep_jobs`; null: all stay. A token is looked up again after
+    deleted after `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
     `token_check_seconds`, so a revoked one works no longer than that. `token_rate` and `address_rate` limit the
     requests a second where tokens are required, `token_streams` the streams of events of a token that are open at once;
     0 is no limit. All streams together leave a quarter of `max_connections` to other requests.

@@ -51,7 +51,7 @@ class Tokens:
         self._streams: set[OpenStream] = set()
 
     async def find(self, secret: str) -> Token | None:
-        """Return the token with this secret, or null. A token that has expired is returned as well.
+        """Return the token with this secret, or None. A token that has expired is returned as well.
 
         Raises:
             sqlalchemy.exc.SQLAlchemyError: the database does not answer, and the token was not found lately.

@@ -17,14 +17,14 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.whole_model_check import check_whole_model
 from bexp.explorer.spec.candidate import Candidate, Recompute
@@ -95,7 +95,7 @@ def check(
     """Measure, compose and run every candidate of one configuration that fits."""
     report = profiler.begin(request)
     chosen = candidates(request, report, micro_batch_sizes)
-    table = SpaceTable(chosen, request.shapes, request, exchanges=is_exchange_timed(request, report.hardware))
+    table = Composition(chosen, request.shapes, request, exchanges=is_exchange_timed(request, report.hardware))
     state = Posterior.of(table, chosen, request, report.hardware)
     rows = []
     for row, candidate in enumerate(chosen):
@@ -140,10 +140,10 @@ def _plan(
     components: tuple[Component, ...] | None,
     request: ExplorationRequest,
     report: DeviceReport,
-) -> TrialPlan:
+) -> TrialTask:
     """Measure these components, or the whole model if there are none."""
     kind = TrialKind.WHOLE_MODEL if components is None else TrialKind.COMPONENTS
-    return TrialPlan(
+    return TrialTask(
         number=number,
         kind=kind,
         model=request.shapes,

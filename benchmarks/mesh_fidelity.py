@@ -28,7 +28,7 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
@@ -135,7 +135,7 @@ def measure(
 
     def run(kind: TrialKind, components: Sequence[Any] = (), mesh_run: MeshRun | None = None) -> Measurement:
         return profiler.measure(
-            TrialPlan(
+            TrialTask(
                 number=0,
                 kind=kind,
                 model=request.shapes,

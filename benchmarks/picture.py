@@ -20,7 +20,7 @@ from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.search.explore import explore
-from bexp.storage.steps import claim_event
+from bexp.storage.progress import claim_event
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
 

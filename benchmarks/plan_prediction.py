@@ -10,7 +10,7 @@ from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, judge
-from bexp.explorer.records.trial import Measure, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Measure, TrialKind, TrialTask
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.search.mesh_report import mesh_parts
 from bexp.explorer.spec.execution import Execution
@@ -71,7 +71,7 @@ def measure_block(
     Raises:
         RowError: it cannot be measured.
     """
-    plan = TrialPlan(
+    task = TrialTask(
         number=0,
         kind=TrialKind.COMPONENTS,
         model=request.shapes,
@@ -79,9 +79,9 @@ def measure_block(
         components=(component,),
         timeout_seconds=TIMEOUT_SECONDS,
     )
-    done = judge(measure(plan))
+    done = judge(measure(task))
     if done.outcome is Outcome.CONTAMINATED:
-        done = judge(measure(plan))
+        done = judge(measure(task))
     if done.outcome is not Outcome.OK:
         raise RowError(f"{component.key}: {done.outcome}: {done.reason or 'no reason given'}")
     return done.components[0]

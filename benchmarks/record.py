@@ -24,13 +24,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.feasibility import at_least
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -80,7 +80,7 @@ class Recorder:
         """Whether the budget is spent."""
         return time.monotonic() >= self._ends_at
 
-    def record(self, table: SpaceTable, *, runs: int, whole: str, whole_models: int) -> bool:
+    def record(self, table: Composition, *, runs: int, whole: str, whole_models: int) -> bool:
         """Everything that is not recorded yet; returns whether nothing is missing."""
         first = sorted(table.components, key=lambda c: c.micro_batch_size)
         done = self._components(table, [c for c in first if self._runs(c) == 0], "components")
@@ -92,7 +92,7 @@ class Recorder:
             done = self._components(table, [again[i] for i in order], f"run {run}") and done
         return done
 
-    def _components(self, table: SpaceTable, components: list[Component], what: str) -> bool:
+    def _components(self, table: Composition, components: list[Component], what: str) -> bool:
         done = True
         for index, component in enumerate(components):
             if self.is_over:
@@ -106,10 +106,10 @@ class Recorder:
         self._tell(what, len(components), len(components), last=True)
         return done
 
-    def _measure(self, table: SpaceTable, component: Component) -> bool:
+    def _measure(self, table: Composition, component: Component) -> bool:
         """Measure a component, and again while it is contaminated; returns whether the last run was not."""
         candidate = table.candidates[int(np.flatnonzero(table.uses_CK[:, table.column[component]])[0])]
-        plan = TrialPlan(
+        task = TrialTask(
             number=0,
             kind=TrialKind.COMPONENTS,
             model=table.model,
@@ -117,16 +117,16 @@ class Recorder:
             components=(component,),
             timeout_seconds=self._deadline_seconds,
         )
-        for measurement, replaced in self._attempts(plan):
+        for measurement, replaced in self._attempts(task):
             row = ComponentRow.of(component, self._runs(component), measurement, replaced=replaced)
             self._file.append(row)
         return row.outcome is not Outcome.CONTAMINATED
 
-    def _attempts(self, plan: TrialPlan) -> Iterator[tuple[Measurement, bool]]:
+    def _attempts(self, task: TrialTask) -> Iterator[tuple[Measurement, bool]]:
         """Yield measurements until one is not contaminated, and whether each one ended the profiler's process."""
         for _ in range(CONTAMINATED_ATTEMPTS):
             restarts = self._profiler.restarts
-            measurement = judge(self._profiler.measure(plan))
+            measurement = judge(self._profiler.measure(task))
             yield measurement, self._profiler.restarts > restarts
             if measurement.outcome is not Outcome.CONTAMINATED or self.is_over:
                 return
@@ -147,7 +147,7 @@ class Recorder:
                 )
         return None
 
-    def _whole_models(self, table: SpaceTable, whole: str, number: int) -> bool:
+    def _whole_models(self, table: Composition, whole: str, number: int) -> bool:
         rows = [int(r) for r in self._choose(table, whole, number)]
         ends_at = self._ends_at
         if whole == "share":
@@ -159,14 +159,14 @@ class Recorder:
                 return False
             self._tell("whole models", index, len(rows))
             candidate = table.candidates[row]
-            plan = TrialPlan(
+            task = TrialTask(
                 number=0,
                 kind=TrialKind.WHOLE_MODEL,
                 model=table.model,
                 candidate=candidate,
                 timeout_seconds=self._deadline_seconds,
             )
-            for measurement, replaced in self._attempts(plan):
+            for measurement, replaced in self._attempts(task):
                 self._file.append(WholeModelRow.of(candidate, 0, measurement, replaced=replaced))
             if measurement.outcome is Outcome.UNSUPPORTED:
                 print(f"no whole models: {measurement.reason}", flush=True)
@@ -175,7 +175,7 @@ class Recorder:
         self._tell("whole models", len(rows), len(rows), last=True)
         return done
 
-    def _choose(self, table: SpaceTable, whole: str, number: int) -> list[int]:
+    def _choose(self, table: Composition, whole: str, number: int) -> list[int]:
         """Return rows that fit as composed and have no whole model yet, in random order; half of them near the best."""
         figures = compose(self._recording, table)
         rows = fitting_rows(table, figures, self._recording.header.report.hardware)
@@ -200,7 +200,7 @@ class Recorder:
             print(f"{what}: {done} of {of}; {now - self._started:.0f} s, {left:.0f} s left", flush=True)
 
 
-def estimate_seconds(table: SpaceTable, hardware: HardwareSpec) -> float:
+def estimate_seconds(table: Composition, hardware: HardwareSpec) -> float:
     """Estimate the seconds that one run of every component takes."""
     request = table.request
     expected = [predict_component_seconds(c, table.model, request, hardware).device for c in table.components]
@@ -262,7 +262,7 @@ def _components(recording: Recording, request: ExplorationRequest) -> set[Compon
     return {component for table in tables if table is not None for component in table.components}
 
 
-def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[SpaceTable]:
+def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[Composition]:
     found = [recording.prune(recording.header.request, model).table for model in models]
     return [table for table in found if table is not None]
 

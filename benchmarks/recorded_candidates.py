@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints, SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints, required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -32,7 +32,7 @@ class ComponentArrays:
 
 
 def arrays_of(
-    table: SpaceTable, measured: Mapping[Component, ComponentMeasurement], *, host_is_device: bool
+    table: Composition, measured: Mapping[Component, ComponentMeasurement], *, host_is_device: bool
 ) -> ComponentArrays:
     """Measurements as arrays. A component that waits for its device, as all do on a CPU, has no host time beside it."""
     number = len(table.components)
@@ -50,7 +50,7 @@ def arrays_of(
     return ComponentArrays(known_K, device_K, host_K, bytes_3K)
 
 
-def compose(recording: Recording, table: SpaceTable) -> ComponentArrays:
+def compose(recording: Recording, table: Composition) -> ComponentArrays:
     """Every component by the geometric mean of its runs; one that failed in half of them or more is unknown."""
     averaged: dict[Component, ComponentMeasurement] = {}
     for component, rows in recording.components.items():
@@ -72,18 +72,20 @@ def compose(recording: Recording, table: SpaceTable) -> ComponentArrays:
     return arrays_of(table, averaged, host_is_device=host_is_device)
 
 
-def composed_tokens_per_second(table: SpaceTable, figures: ComponentArrays, rows: Ints | slice = slice(None)) -> Floats:
+def composed_tokens_per_second(
+    table: Composition, figures: ComponentArrays, rows: Ints | slice = slice(None)
+) -> Floats:
     """Return tokens/s of candidates, shape (C,). A candidate with an unknown component has no meaningful value."""
     with np.errstate(divide="ignore"):
         return np.asarray(table.tokens_per_second(figures.device_seconds[None, :], figures.host_seconds, rows)[0])
 
 
-def known_rows(table: SpaceTable, figures: ComponentArrays) -> Mask:
+def known_rows(table: Composition, figures: ComponentArrays) -> Mask:
     """Candidates whose every component is known, shape (C,)."""
     return np.logical_not((table.uses_CK & ~figures.known[None, :]).any(axis=1))
 
 
-def fitting_rows(table: SpaceTable, figures: ComponentArrays, hardware: HardwareSpec) -> Ints:
+def fitting_rows(table: Composition, figures: ComponentArrays, hardware: HardwareSpec) -> Ints:
     """Candidates whose every component is known and that need no more than the limit."""
     activations = np.add(*table.activation_bytes(*figures.sizes))
     required = required_table(table, activations, hardware)

@@ -21,8 +21,8 @@ from typing import Any
 import numpy as np
 
 from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
-from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
@@ -96,7 +96,7 @@ def _component_row(
 
 
 def _add_whole_models(
-    recording: Recording, device: SmoothDevice, table: SpaceTable, rng: np.random.Generator, share: float
+    recording: Recording, device: SmoothDevice, table: Composition, rng: np.random.Generator, share: float
 ) -> None:
     request, hardware = recording.header.request, recording.header.report.hardware
     pairs = [device.seconds(c, table.model) for c in table.components]

@@ -24,7 +24,7 @@ def current_allocator() -> Allocator:
 
 
 def set_allocator(allocator: Allocator) -> str | None:
-    """Set `allocator` in this process's environment; return null if that works, else what the user has to do.
+    """Set `allocator` in this process's environment; return None if that works, else what the user has to do.
 
     Child processes inherit the setting. The allocator no longer changes once CUDA has started.
     """

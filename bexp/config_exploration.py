@@ -34,7 +34,7 @@ class ExplorationError(Exception):
 class ExplorationResult:
     """An exploration that has ended. In a notebook it shows its table and its bars.
 
-    `recommendation` is what `bexp.apply` takes; it is null if nothing fits. `trials` are the service's documents of
+    `recommendation` is what `bexp.apply` takes; it is None if nothing fits. `trials` are the service's documents of
     every measurement. `document` is the whole answer.
     """
 

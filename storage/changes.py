@@ -32,7 +32,7 @@ def change_job(
 ) -> int | None:
     """Change the one job that meets `conditions` and append `drafts` to its log.
 
-    Returns the seq of its last event; null if no job meets the conditions.
+    Returns the seq of its last event; None if no job meets the conditions.
     """
     change = (
         sa.update(jobs)
@@ -88,10 +88,10 @@ def end_job(
     error: str | None = None,
 ) -> None:
     """End the job that meets `conditions`, if one does; no worker owns it."""
-    change_job(database, connection, conditions, [end_event(state, error)], **end_values(database, state, error))
+    change_job(database, connection, conditions, [job_end_event(state, error)], **end_values(database, state, error))
 
 
-def end_event(state: JobState, error: str | None) -> EventDraft:
+def job_end_event(state: JobState, error: str | None) -> EventDraft:
     """Return the event that closes the log."""
     return EventDraft(code=_END_EVENTS[state], message=f"Exploration {state}" + (f": {error}" if error else ""))
 

@@ -15,10 +15,10 @@ from bexp.storage.database import Database
 from bexp.storage.events import insert_events
 from bexp.storage.jobs import Job, JobState, describe_unreadable, job_from_row
 from bexp.storage.leases import Claim, Lease
+from bexp.storage.progress import claim_event
 from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.reuse import Offer, find_answer, software_of
 from bexp.storage.schema import refuse_later_version
-from bexp.storage.steps import claim_event
 from bexp.storage.tables import UTCDateTime, jobs
 from bexp.storage.trials import select_trials, trial_from_row
 from bexp.storage.turns import Conditions, await_turn, find_next, take_turn
@@ -119,13 +119,13 @@ def _values(database: Database, settings: QueueSettings, by: WorkerInfo) -> dict
 
 
 def _software(by: WorkerInfo) -> sa.ColumnElement[str | None]:
-    """Return what a job that is claimed has been measured with: null if an earlier claim had other versions."""
+    """Return what a job that is claimed has been measured with: None if an earlier claim had other versions."""
     own = sa.case({target: software_of(target, by.targets, by.versions) for target in by.targets}, value=jobs.c.target)
     return sa.case((sa.or_(jobs.c.attempt == 0, jobs.c.software == own), own), else_=None)
 
 
 def _open(database: Database, job: Job, worker: str, measured: Sequence[sa.Row[Any]]) -> Claim | None:
-    """Return the claim of a job that `worker` has just taken. If the job cannot be read, end it and return null."""
+    """Return the claim of a job that `worker` has just taken. If the job cannot be read, end it and return None."""
     lease = Lease(job.id, worker, job.attempt)
     history: tuple[Trial, ...] = ()
     unreadable = job.unreadable

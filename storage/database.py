@@ -203,7 +203,7 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
 
     Args:
         url: `sqlite:///path`, or `postgresql://user:password@host/name`.
-        limits: on waiting and on connections; null for those of the drivers.
+        limits: on waiting and on connections; None for those of the drivers.
 
     Raises:
         ValueError: the URL is malformed or names another kind of database.

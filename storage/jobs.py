@@ -75,11 +75,11 @@ SUMMARY_COLUMNS = tuple(jobs.c[part.name] for part in fields(JobSummary) if part
 class Job(JobSummary):
     """One exploration. `version` grows with every visible change; `last_seq` is its latest event.
 
-    A part that another version of this program stored may break the rules of this version. It is then null, and
+    A part that another version of this program stored may break the rules of this version. It is then None, and
     `unreadable` names the first such part with the rule.
 
-    `reused_from` is the exploration that measured the answer at `measured_at`; null if this one measured it.
-    `software` is what all claims measured with; null if its versions changed between two of them.
+    `reused_from` is the exploration that measured the answer at `measured_at`; None if this one measured it.
+    `software` is what all claims measured with; None if its versions changed between two of them.
     """
 
     attempt: int

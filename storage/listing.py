@@ -44,7 +44,7 @@ class JobFilter:
 def list_jobs(
     database: Database, wanted: JobFilter | None = None, *, limit: int = 50, cursor: str | None = None
 ) -> tuple[list[JobSummary], str | None]:
-    """Return a page of jobs, newest first, and the cursor of the next page (null at the end).
+    """Return a page of jobs, newest first, and the cursor of the next page (None at the end).
 
     A cursor is a place in the order of submission. So it stays good when jobs are added, changed or deleted, and
     whatever the filter is.

@@ -55,7 +55,7 @@ def parse_events_message(message: str) -> tuple[str, int]:
 class Listener:
     """A thread that listens to a channel of PostgreSQL, over one of the database's pooled connections.
 
-    `receive` gets each message, in that thread. After each connect it gets null: messages may have been missed, so the
+    `receive` gets each message, in that thread. After each connect it gets None: messages may have been missed, so the
     receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s. On SQLite
     nothing happens, and `is_listening` stays false.
     """

@@ -43,7 +43,7 @@ class Caller:
 
     @property
     def sees(self) -> str | None:
-        """The owner whose jobs the caller sees; null: those of all owners."""
+        """The owner whose jobs the caller sees; None: those of all owners."""
         return None if Scope.ADMIN in self.scopes else self.owner
 
 

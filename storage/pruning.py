@@ -33,8 +33,8 @@ def find_prunable(database: Database, *, older_than: timedelta | None = None, ke
 
     Args:
         database: to look in.
-        older_than: a job that finished earlier is not kept; null: age does not matter.
-        keep: the number of finished jobs to keep; null: any number. The oldest of the owner that has the most are not
+        older_than: a job that finished earlier is not kept; None: age does not matter.
+        keep: the number of finished jobs to keep; None: any number. The oldest of the owner that has the most are not
             kept, so that an owner with many jobs does not displace those of another.
     """
     newest_first = (jobs.c.finished_at.desc(), jobs.c.id.desc())

@@ -21,7 +21,7 @@ from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.audit import Action, note_action
-from bexp.storage.changes import change_job, end_event, end_job, end_values, fence, write_job
+from bexp.storage.changes import change_job, end_job, end_values, fence, job_end_event, write_job
 from bexp.storage.claims import claim_next, end_abandoned
 from bexp.storage.components import find_earlier_runs
 from bexp.storage.database import Database
@@ -29,10 +29,10 @@ from bexp.storage.jobs import Job, JobState, get_job, job_from_row, select_row
 from bexp.storage.leases import Claim, HardwareMismatchError, HeartbeatStatus, Lease, LeaseLostError, is_held
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
+from bexp.storage.progress import find_progress, progress_values
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.resuming import resume_job
 from bexp.storage.run_reports import find_reported_runs
-from bexp.storage.steps import find_step, step_values
 from bexp.storage.submission import Submission, insert_submission
 from bexp.storage.tables import jobs
 from bexp.storage.trials import insert_trial, trial_values
@@ -80,7 +80,7 @@ class Queue:
     def claim(
         self, worker: WorkerInfo, *, description: str | None = None, among: Collection[str] | None = None
     ) -> Claim | None:
-        """Take the next job that `worker` can run; return null if there is none.
+        """Take the next job that `worker` can run; return None if there is none.
 
         Owners take turns (`bexp.storage.turns`); within an owner, the highest priority and then the oldest is next.
 
@@ -152,19 +152,19 @@ class Queue:
             return _status(lease, connection.scalars(query).one_or_none())
 
     def record(self, lease: Lease, progress: Progress, *, after_seq: int | None = None) -> int:
-        """Store one step of an exploration, all of it or nothing, and extend the lease; return the log's last seq.
+        """Store progress, all of it or nothing, and extend the lease; return the log's last seq.
 
         Args:
             lease: of the job.
-            progress: the step.
-            after_seq: the log's last seq as this worker knows it. If the log has this step already, nothing is
+            progress: what the exploration has done since.
+            after_seq: the log's last seq as this worker knows it. If the log has it already, nothing is
                 written: its commit succeeded, and only the confirmation was lost.
 
         Raises:
             LeaseLostError: the lease is gone, and nothing was written.
         """
         assert not any(draft.code.ends_job for draft in progress.events), "an end is written by finish"
-        values, trial = {**step_values(progress), "waiting_reason": None}, trial_values(progress.trial)
+        values, trial = {**progress_values(progress), "waiting_reason": None}, trial_values(progress.trial)
         if trial is not None:
             values |= {"num_releases": jobs.c.attempt - 1, "num_faults": 0}
         with self.database.begin() as connection:
@@ -172,7 +172,7 @@ class Queue:
             conditions = [*fence(lease), *([] if after_seq is None else [jobs.c.last_seq == after_seq])]
             last_seq = change_job(self.database, connection, conditions, progress.events, **values)
             if last_seq is None:
-                last_seq, is_stored = find_step(connection, lease, progress, after_seq)
+                last_seq, is_stored = find_progress(connection, lease, progress, after_seq)
                 if is_stored:
                     return last_seq
                 last_seq = write_job(self.database, connection, lease, progress.events, **values)
@@ -190,7 +190,7 @@ class Queue:
         events: Sequence[EventDraft] = (),
         last: Progress | None = None,
     ) -> None:
-        """End a job, and store the `last` step of its exploration and further `events` with it.
+        """End a job, and store the `last` progress of its exploration and further `events` with it.
 
         The log ends with exactly one event that says so. If neither holds one, it is made from `state` and `error`.
 
@@ -201,9 +201,9 @@ class Queue:
         last = last or Progress()
         drafts = [*last.events, *events]
         if not any(draft.code.ends_job for draft in drafts):
-            drafts.append(end_event(state, error))
+            drafts.append(job_end_event(state, error))
         assert [draft.code.ends_job for draft in drafts].index(True) == len(drafts) - 1, "nothing follows the end"
-        values, trial = step_values(replace(last, answer=answer or last.answer)), trial_values(last.trial)
+        values, trial = progress_values(replace(last, answer=answer or last.answer)), trial_values(last.trial)
         with self.database.begin() as connection:
             write_job(self.database, connection, lease, drafts, **values, **end_values(self.database, state, error))
             if trial is not None:
@@ -212,7 +212,7 @@ class Queue:
     def release(self, lease: Lease, *, trouble: str | None = None) -> None:
         """Put a job back into the queue that its worker cannot finish; its trials stay.
 
-        If the worker only shuts down, `trouble` is null and the attempt is not counted. Otherwise `trouble` becomes an
+        If the worker only shuts down, `trouble` is None and the attempt is not counted. Otherwise `trouble` becomes an
         event, the attempt counts as the infrastructure's, and the job waits before its next attempt.
 
         Raises:
@@ -240,7 +240,7 @@ class Queue:
             if num_faults is None:
                 raise LeaseLostError(lease)
             if num_faults >= most:
-                drafts = [end_event(JobState.FAILED, error)]
+                drafts = [job_end_event(JobState.FAILED, error)]
                 ended = end_values(self.database, JobState.FAILED, error)
                 write_job(self.database, connection, lease, drafts, **ended)
                 return JobState.FAILED

@@ -18,7 +18,7 @@ EVERYBODY = "*"
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """The limits of one owner; null is no limit.
+    """The limits of one owner; None is no limit.
 
     A submission above `max_queued` is refused. `max_running` holds back claims; a job that runs is never stopped.
     """
@@ -37,7 +37,7 @@ class QueuedQuotaError(Exception):
 
 
 def set_quota(database: Database, owner: str, quota: Quota | None, *, by: Caller = LOCAL) -> None:
-    """Store the quota of an owner, or of EVERYBODY; null removes it.
+    """Store the quota of an owner, or of EVERYBODY; None removes it.
 
     Raises:
         ValueError: `owner` is not a name of an owner.

@@ -73,7 +73,7 @@ def software_of(target: str, targets: Mapping[str, str], versions: Mapping[str, 
 
 
 def find_answer_of_live(database: Database, request: ExplorationRequest, owner: str) -> StoredAnswer | None:
-    """Return a stored answer to an owner's request, measured with what a live worker has; null if there is none."""
+    """Return a stored answer to an owner's request, measured with what a live worker has; None if there is none."""
     if request.fresh:
         return None
     with database.read() as connection:
@@ -91,7 +91,7 @@ def find_answer_of_live(database: Database, request: ExplorationRequest, owner: 
 def find_answer(
     database: Database, request: ExplorationRequest, owner: str, offers: Iterable[Offer]
 ) -> StoredAnswer | None:
-    """Return the newest stored answer to a request that one of the offers would measure alike; null if there is none.
+    """Return the newest stored answer to a request that one of the offers would measure alike; None if there is none.
 
     It must belong to the `owner` of the request, because nobody learns what others have measured.
 

@@ -80,7 +80,7 @@ def create_token(
 
 
 def verify_token(database: Database, secret: str) -> Token | None:
-    """Return the token with this secret, or null if there is none. It may have expired."""
+    """Return the token with this secret, or None if there is none. It may have expired."""
     if not secret.startswith(MARK) or not secret.isascii() or not secret.isprintable():
         return None
     digest = digest_of(secret)

@@ -38,7 +38,7 @@ class ClaimQuota:
 def find_next(database: Database, connection: sa.Connection, conditions: Conditions) -> sa.Select[tuple[str]] | None:
     """Return the query for the id of the next job among those that meet `conditions`; it locks the job's row.
 
-    Returns null if there is none. `connection` only reads, so that an idle worker takes no lock.
+    Returns None if there is none. `connection` only reads, so that an idle worker takes no lock.
     """
     held_back = [owner for owner, quota in find_claim_quotas(database, connection).items() if quota.holds]
     if held_back:

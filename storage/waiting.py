@@ -55,7 +55,7 @@ def find_waiting(
 ) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
-    The reason is null when a live worker could run the job and is merely busy. `quotas` are those of the owners.
+    The reason is None when a live worker could run the job and is merely busy. `quotas` are those of the owners.
     The reason that one gave stays while the quota is the same: between two claims it does not hold for a moment.
     """
     found = []
@@ -140,7 +140,7 @@ def describe_duration(duration: timedelta) -> str:
 
 
 def waiting_reason(job: sa.Row[*tuple[Any, ...]], live: Sequence[WorkerInfo]) -> str | None:
-    """Return why none of the live workers can run a job, or null if one can."""
+    """Return why none of the live workers can run a job, or None if one can."""
     if not live:
         return "none is running"
     alike = [worker for worker in live if job.device_kind in {None, worker.device_kind}]

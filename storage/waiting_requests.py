@@ -21,7 +21,7 @@ def list_waiting_ids(database: Database, target: str) -> list[str]:
 
 
 def read_requests(database: Database, job_ids: Collection[str]) -> dict[str, ExplorationRequest | None]:
-    """Return the requests of these jobs by id; null where another version stored what this one cannot read."""
+    """Return the requests of these jobs by id; None where another version stored what this one cannot read."""
     with database.read() as connection:
         rows = connection.execute(sa.select(jobs.c.id, jobs.c.request).where(jobs.c.id.in_(job_ids))).all()
     return {row.id: _parse(row.request) for row in rows}

@@ -13,7 +13,7 @@ from bexp.workers.devices.discovery import visible_devices
 from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
-from bexp.workers.settings import Settings, read_settings
+from bexp.workers.settings import WorkerSettings, read_settings
 
 RECORDED = "replay:"
 """What a recorded table's path begins with, where a device is named."""
@@ -86,7 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return run_workers(workers, options.max_jobs, options.job)
 
 
-def _profilers(options: argparse.Namespace, settings: Settings) -> dict[str, DeviceProfiler]:
+def _profilers(options: argparse.Namespace, settings: WorkerSettings) -> dict[str, DeviceProfiler]:
     """Return the profilers by the names of their devices."""
     if options.ray is not None:
         from bexp.workers.ray.pool import RayDevicePool  # noqa: PLC0415 - few need it
@@ -105,7 +105,7 @@ def _profilers(options: argparse.Namespace, settings: Settings) -> dict[str, Dev
 
 
 def _devices(
-    given: str | None, num_devices: str | None, settings: Settings, *, group: bool
+    given: str | None, num_devices: str | None, settings: WorkerSettings, *, group: bool
 ) -> tuple[tuple[str, ...], ...]:
     """The devices of each worker: one device each, or all devices in one worker if `group` is set."""
     if given is None:

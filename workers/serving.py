@@ -26,7 +26,7 @@ from bexp.workers.jobs.worker import Worker
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError
 from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import ReplayProfiler
-from bexp.workers.settings import Settings
+from bexp.workers.settings import WorkerSettings
 
 SERVICE_FAILED = 3
 """The exit status if the database or a device cannot be used. argparse exits with 2 on wrong usage."""
@@ -41,7 +41,7 @@ _log = logging.getLogger("bexp.workers")
 
 
 def build_workers(
-    profilers: Mapping[str, DeviceProfiler], database_url: str, settings: Settings, own_job_id: str | None = None
+    profilers: Mapping[str, DeviceProfiler], database_url: str, settings: WorkerSettings, own_job_id: str | None = None
 ) -> list[Worker]:
     """A worker for each profiler, by the name of its device. With `own_job_id` they run that job alone.
 
@@ -85,7 +85,7 @@ def _upgrade(database: Database) -> None:
 
 
 def _worker(
-    database: Database, device: str, profiler: DeviceProfiler, settings: Settings, job_ids: list[str] | None
+    database: Database, device: str, profiler: DeviceProfiler, settings: WorkerSettings, job_ids: list[str] | None
 ) -> Worker:
     options: dict[str, Any] = {"job_ids": job_ids}
     if isinstance(profiler, ReplayProfiler):

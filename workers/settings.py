@@ -14,7 +14,7 @@ DEFAULT_MAX_POLL = timedelta(seconds=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Settings:
+class WorkerSettings:
     """BEXP_DATABASE_URL, BEXP_LOCAL_TARGET, the settings of the queue, and the environment that profilers inherit.
 
     `local_target` is the target that a person has named by its file, as `/home/me/train.py:Target`. An idle worker asks
@@ -30,7 +30,7 @@ class Settings:
     max_poll: timedelta = DEFAULT_MAX_POLL
 
 
-def read_settings(variables: Mapping[str, str] | None = None) -> Settings:
+def read_settings(variables: Mapping[str, str] | None = None) -> WorkerSettings:
     """Read `variables` (default: this process's environment). An empty variable counts as not set.
 
     Raises:
@@ -38,7 +38,7 @@ def read_settings(variables: Mapping[str, str] | None = None) -> Settings:
     """
     given = dict(os.environ if variables is None else variables)
     url = given.get("BEXP_DATABASE_URL") or default_database_url(given.get("XDG_DATA_HOME", ""))
-    return Settings(
+    return WorkerSettings(
         database_url=url,
         environment=given,
         local_target=given.get("BEXP_LOCAL_TARGET") or None,

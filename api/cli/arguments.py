@@ -17,7 +17,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON o
 
 
 def parse_labels(given: list[str] | None) -> dict[str, str] | None:
-    """Return the field of a request that `--label` stands for; null without any.
+    """Return the field of a request that `--label` stands for; None without any.
 
     Raises CommandError if one is no label.
     """

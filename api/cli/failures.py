@@ -13,7 +13,7 @@ _TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_M
 
 
 def describe_failure(error: Exception) -> CommandError | None:
-    """Return how a command ends after `error`; null if this is a defect."""
+    """Return how a command ends after `error`; None if this is a defect."""
     match error:
         case FormatError():
             return CommandError(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))

@@ -99,7 +99,7 @@ def open_output(job: Exploration, *, to_stderr: bool) -> Iterator[Output]:
 
 @contextmanager
 def open_run_log(job: Exploration) -> Iterator[RunLog | None]:
-    """Open the log file of `job` below the working directory; yield null, and say why, if it cannot be written."""
+    """Open the log file of `job` below the working directory; yield None, and say why, if it cannot be written."""
     if job.request is None:
         yield None
         return

@@ -29,7 +29,7 @@ class Mode(StrEnum):
     EVAL = "eval"
 
 
-class Execution(StrEnum):
+class ExecutionMode(StrEnum):
     """How torch runs the model."""
 
     EAGER = "eager"
@@ -104,7 +104,7 @@ ModeOption = Annotated[
     Mode | None, typer.Option(help="Train, or evaluate with forward passes only.", show_default=_default("mode"))
 ]
 ExecutionOption = Annotated[
-    Execution | None,
+    ExecutionMode | None,
     typer.Option(
         metavar="eager|compile|graph|compile+graph|explore",
         help="Run eagerly, with layers compiled by torch.compile, as CUDA graphs (one GPU, training), or find out "

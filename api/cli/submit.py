@@ -55,7 +55,7 @@ def submit(
 
 
 def missing_target(client: Explorations, job: Exploration, name: str) -> str | None:
-    """Return a note that no live worker has a target; null if one has, or if that is not known or needed.
+    """Return a note that no live worker has a target; None if one has, or if that is not known or needed.
 
     A service without workers says nothing of the targets that bexp itself brings: any worker will have them.
     """

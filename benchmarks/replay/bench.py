@@ -8,11 +8,11 @@ import numpy as np
 
 from benchmarks.recorded_candidates import arrays_of, composed_tokens_per_second
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.cost_model.candidate_table import required_table
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.device import VirtualClock
 
@@ -58,7 +58,7 @@ class TrialBench:
         missing = tuple(c for c in table.decompositions[row].components if c not in self._measured)
         failed = any(c in self._failed for c in missing)
         if missing and not failed:
-            plan = TrialPlan(
+            task = TrialTask(
                 number=len(self.tries),
                 kind=TrialKind.COMPONENTS,
                 model=table.model,
@@ -66,7 +66,7 @@ class TrialBench:
                 components=missing,
                 timeout_seconds=self.truth.request.budget.trial_timeout_seconds,
             )
-            found = self.device(plan)
+            found = self.device(task)
             self._measured |= {m.component: m for m in found.components}
             if found.outcome is not Outcome.OK:
                 failed = True

@@ -16,8 +16,8 @@ import numpy as np
 
 from benchmarks.recorded_candidates import compose
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.cost_model.candidate_table import Floats
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Floats
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds, WholeModelMeasurement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.device import RecordedDevice, VirtualClock

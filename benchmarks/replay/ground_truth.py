@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
-from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Floats
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
@@ -36,13 +36,13 @@ class GroundTruth:
     request: ExplorationRequest
     report: DeviceReport
     prune: PrunedSpace
-    table: SpaceTable
+    table: Composition
     tokens_C: Floats  # noqa: N815 - axes are in names
     legal_C: Mask  # noqa: N815 - axes are in names
     num_whole_models: int
     composition_errors: tuple[float, ...]
     exhaustive_seconds: float
-    _singles: dict[int, SpaceTable] = field(default_factory=dict, repr=False)
+    _singles: dict[int, Composition] = field(default_factory=dict, repr=False)
 
     @classmethod
     def of(cls, name: str, recording: Recording) -> GroundTruth:
@@ -105,10 +105,10 @@ class GroundTruth:
         """Tokens/s of the best legal candidate."""
         return float(self.tokens_C.max())
 
-    def single(self, row: int) -> SpaceTable:
+    def single(self, row: int) -> Composition:
         """The table of one candidate."""
         if row not in self._singles:
-            self._singles[row] = SpaceTable([self.table.candidates[row]], self.table.model, self.request)
+            self._singles[row] = Composition([self.table.candidates[row]], self.table.model, self.request)
         return self._singles[row]
 
     def regret(self, candidate: Candidate | None) -> float:
@@ -154,7 +154,7 @@ def run_std(recording: Recording) -> float | None:
     return float(np.sqrt(np.mean(squares))) if squares else None
 
 
-def _whole(recording: Recording, table: SpaceTable, candidate: Candidate) -> float | None:
+def _whole(recording: Recording, table: Composition, candidate: Candidate) -> float | None:
     well = [row.figures for row in recording.whole_models[candidate] if row.figures is not None]
     if not well:
         return None

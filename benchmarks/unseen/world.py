@@ -12,8 +12,8 @@ from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable, predict_memory, required_table
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Floats, Mask, predict_memory, required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
@@ -23,7 +23,7 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
 from bexp.explorer.spec.candidate import Candidate
@@ -56,7 +56,7 @@ class UnseenTruth:
     request: ExplorationRequest
     report: DeviceReport
     prune: PrunedSpace
-    table: SpaceTable
+    table: Composition
     tokens_C: Floats  # noqa: N815 - axes are in names
     speed_C: Floats  # noqa: N815 - axes are in names
     peak_C: Floats  # noqa: N815 - axes are in names
@@ -162,7 +162,7 @@ def _narrowed(
 
 
 def _complete(
-    seed: int, draws: Draws, request: ExplorationRequest, report: DeviceReport, prune: PrunedSpace, table: SpaceTable
+    seed: int, draws: Draws, request: ExplorationRequest, report: DeviceReport, prune: PrunedSpace, table: Composition
 ) -> UnseenTruth:
     hardware, model = report.hardware, request.shapes
     kernels = Kernels(draws, hardware)
@@ -212,19 +212,19 @@ def _sizes(draws: Draws, component: Component, request: ExplorationRequest) -> t
     return factor * found.saved, factor * found.forward_peak + workspace, factor * found.backward_peak + workspace
 
 
-def _memory_factors(draws: Draws, table: SpaceTable) -> Floats:
+def _memory_factors(draws: Draws, table: Composition) -> Floats:
     shared = MEMORY_MODEL_STD * draws.normal("memory")
     own = [MEMORY_OWN_STD * draws.normal("memory", candidate.describe()) for candidate in table.candidates]
     return np.asarray(np.exp(shared + np.array(own)))
 
 
-def _fragmentation(draws: Draws, table: SpaceTable, peak_C: Floats) -> Floats:
+def _fragmentation(draws: Draws, table: Composition, peak_C: Floats) -> Floats:
     scale_C = FRAGMENTATION_STD[table.request.allocator] * (1.0 + 2.0 * GIB / peak_C)
     drawn = [abs(draws.normal("fragmentation", candidate.describe())) for candidate in table.candidates]
     return np.asarray(scale_C * np.array(drawn))
 
 
-def _composition_factors(draws: Draws, table: SpaceTable) -> Floats:
+def _composition_factors(draws: Draws, table: Composition) -> Floats:
     """Return whole over composed seconds: shared, of a policy, of a size, and heavy-tailed of each candidate's own.
 
     CUDA graphs replay the same kernels, so they share all of that. They leave out gaps between kernels, but their
@@ -269,18 +269,18 @@ class UnseenDevice:
         self._phase = hidden.between(0.0, 2 * math.pi, "phase")
         self._outliers = hidden.between(0.0, 0.04, "outliers")
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
+    def __call__(self, task: TrialTask) -> Measurement:
         """Answer a plan."""
-        whole = plan.kind is TrialKind.WHOLE_MODEL
-        measurement = self._whole_model(plan) if whole else self._components(plan)
+        whole = task.kind is TrialKind.WHOLE_MODEL
+        measurement = self._whole_model(task) if whole else self._components(task)
         self._clock.advance(measurement.phases.total)
         return measurement
 
-    def _components(self, plan: TrialPlan) -> Measurement:
-        measured = tuple(self._component(component, plan.number) for component in plan.components)
+    def _components(self, task: TrialTask) -> Measurement:
+        measured = tuple(self._component(component, task.number) for component in task.components)
         seconds = [float(self._truth.device_K[self._truth.table.column[m.component]]) for m in measured]
         return Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=Outcome.OK,
             components=measured,
             phases=PhaseSeconds(
@@ -312,20 +312,20 @@ class UnseenDevice:
             backward_peak_bytes=backward,
         )
 
-    def _whole_model(self, plan: TrialPlan) -> Measurement:
+    def _whole_model(self, task: TrialTask) -> Measurement:
         truth, runs = self._truth, self._runs
-        row = truth.table.row[plan.candidate]
+        row = truth.table.row[task.candidate]
         true = float(truth.micro_step_C[row])
         phases = PhaseSeconds(build=0.5, warm_up=2 * true + 0.5, timed=6 * true + 0.5, messaging=0.05)
         if not truth.lasts_C[row]:
             self.num_out_of_memory += 1
-            return Measurement(candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, phases=phases)
+            return Measurement(candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, phases=phases)
         # Its blocks' noise averages out in part, because they differ by themselves.
-        noise = 0.4 * self._scale * runs.normal("whole", plan.candidate.describe(), plan.number)
-        seconds = true * math.exp(noise + self._drifted(plan.number))
+        noise = 0.4 * self._scale * runs.normal("whole", task.candidate.describe(), task.number)
+        seconds = true * math.exp(noise + self._drifted(task.number))
         peak = round(float(truth.peak_C[row]))
         return Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=Outcome.OK,
             whole_model=WholeModelMeasurement(
                 micro_step_seconds=seconds,

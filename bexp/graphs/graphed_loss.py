@@ -97,7 +97,7 @@ class GraphedLoss:
         self._state = None
 
     def _step(self, inputs: dict[str, Any]) -> _GraphedStep | None:
-        """Return the graphs for `inputs`, captured now if need be; null if the call runs as it is."""
+        """Return the graphs for `inputs`, captured now if need be; None if the call runs as it is."""
         if self.problem is not None or not (torch.is_grad_enabled() and self._module.training):
             return None
         if torch.compiler.is_compiling():

@@ -28,7 +28,7 @@ class Recorder(Protocol):
     """Turns work of a device into something that repeats it."""
 
     def find_problem(self, tensors: Sequence[Tensor]) -> str | None:
-        """Return why work on `tensors` cannot be recorded; null if it can."""
+        """Return why work on `tensors` cannot be recorded; None if it can."""
 
     def warm_up(self, work: Work) -> None:
         """Run `work` until nothing is built, tuned or allocated for the first time any more.

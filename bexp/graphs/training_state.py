@@ -157,7 +157,7 @@ def _in_same_memory(parameter: nn.Parameter) -> nn.Parameter:
 
 
 def _find_problem(module: nn.Module) -> str | None:
-    """Return why gradients do not simply add up in place; null if they do."""
+    """Return why gradients do not simply add up in place; None if they do."""
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return "processes exchange gradients by hooks, which no graph repeats"
     trained = [parameter for parameter in module.parameters() if parameter.requires_grad]

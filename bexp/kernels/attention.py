@@ -29,7 +29,7 @@ class AttentionBackend:
     """One implementation of causal attention.
 
     `run` takes q (B, H, S, D) and k, v (B, G, S, D), where G divides H. Any strides with a dense last axis will do. It
-    returns (B, H, S, D). `unsupported_reason` returns why the back end cannot serve a shape on a device, or null.
+    returns (B, H, S, D). `unsupported_reason` returns why the back end cannot serve a shape on a device, or None.
     """
 
     name: str

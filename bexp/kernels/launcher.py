@@ -108,7 +108,7 @@ class Launch:
         return self._prepared is not None
 
     def bind(self, addresses: Mapping[str, int]) -> _Bound | None:
-        """Everything that the driver needs for tensors at these addresses; null if only Triton can launch there."""
+        """Everything that the driver needs for tensors at these addresses; None if only Triton can launch there."""
         return None if self._prepared is None else self._prepared.bind(addresses)
 
     def by_triton(self, tensors: Mapping[str, Tensor]) -> None:
@@ -227,7 +227,7 @@ def _keep(kept: dict[K, V], key: K, value: V) -> None:
 def _prepare(
     compiled: Any, kernel: Any, grid: tuple[int, ...], given: Mapping[str, Any], dtypes: Mapping[str, torch.dtype]
 ) -> _Prepared | None:
-    """Return the prepared launch of a kernel that Triton has compiled; null if this Triton works in another way."""
+    """Return the prepared launch of a kernel that Triton has compiled; None if this Triton works in another way."""
     try:
         from triton import knobs  # noqa: PLC0415 - optional
         from triton.backends.nvidia.driver import make_tensordesc_arg  # noqa: PLC0415 - optional

@@ -11,7 +11,7 @@ from bexp.out_of_memory import is_out_of_memory
 
 
 def failure_of(run: Callable[[], torch.Tensor], device: torch.device) -> str | None:
-    """Run a small forward and backward; return null if both work, else the reason in one line.
+    """Run a small forward and backward; return None if both work, else the reason in one line.
 
     torch issues a warning for every reason to refuse a fused kernel. The last warning says more than the error.
 

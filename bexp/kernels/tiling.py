@@ -17,7 +17,7 @@ from bexp.kernels.recomputation import recomputed
 def tiled(
     function: Callable[[Tensor], Tensor], x_BSD: Tensor, tile: int | None, *, keep_inputs_only: bool = True
 ) -> Tensor:
-    """Return `function(x)`, computed in tiles of `tile` sequences. `tile` divides the batch; null means no tiling.
+    """Return `function(x)`, computed in tiles of `tile` sequences. `tile` divides the batch; None means no tiling.
 
     If `keep_inputs_only` is set, only the input of each tile, a view of x, is kept for backward. A tile as large as the
     batch is one recomputed block. If it is not set, nothing is differentiated, and the tiles only run forward.

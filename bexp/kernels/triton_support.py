@@ -25,7 +25,7 @@ _BULK_COPY_BYTES = 16
 
 @functools.cache
 def triton_reason(device: torch.device) -> str | None:
-    """Return why no Triton kernel can run on `device`; null if no reason is known. Nothing is compiled for this."""
+    """Return why no Triton kernel can run on `device`; None if no reason is known. Nothing is compiled for this."""
     if device.type != "cuda":
         return "Triton kernels need a CUDA device"
     if find_spec("triton") is None:
@@ -37,7 +37,7 @@ def triton_reason(device: torch.device) -> str | None:
 
 
 def triton_failure(run: Callable[[], torch.Tensor], device: torch.device) -> str | None:
-    """Compile and run a small forward and backward; return null if both work, else the reason in one line."""
+    """Compile and run a small forward and backward; return None if both work, else the reason in one line."""
     from triton.errors import TritonError  # noqa: PLC0415 - optional
 
     try:

@@ -23,7 +23,7 @@ CALM_POLL_SECONDS = 0.25
 
 @dataclass(frozen=True, slots=True)
 class DeviceConditions:
-    """The state of a device during the timed repeats; a field is null if the device does not report it.
+    """The state of a device during the timed repeats; a field is None if the device does not report it.
 
     `sm_clock_mhz` and `memory_clock_mhz` (MHz) and `power_watts` are medians. `sm_clock_min_mhz` is the lowest clock
     that was seen, `sm_clock_max_mhz` the highest that the device has, and `temperature_celsius` the highest value seen.

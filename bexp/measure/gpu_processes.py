@@ -23,7 +23,7 @@ OWN_GROWTH_BYTES = 2 << 30
 class ForeignProcesses:
     """What other processes have taken of the device since the job began.
 
-    `busy_share` (0..1) is their share of the device's time, null if it is not known.
+    `busy_share` (0..1) is their share of the device's time, None if it is not known.
     """
 
     processes: int = 0
@@ -69,7 +69,7 @@ class GpuProcessMonitor:
         self._since = 0
 
     def begin(self, others_bytes: int | None) -> int | None:
-        """A job begins; returns the bytes that others hold now, null if unknown.
+        """A job begins; returns the bytes that others hold now, None if unknown.
 
         A profiler process that replaces another within a job passes on what that one returned (`others_bytes`), so that
         processes that came since count as foreign.

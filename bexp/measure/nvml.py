@@ -1,4 +1,4 @@
-"""One GPU as NVML sees it. A query returns null if the driver, a right or a feature is missing."""
+"""One GPU as NVML sees it. A query returns None if the driver, a right or a feature is missing."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Gpu:
 
     @classmethod
     def open(cls, uuid: str) -> Self | None:
-        """The GPU of a UUID as NVML writes it (`GPU-...` or `MIG-...`); null if NVML does not know it."""
+        """The GPU of a UUID as NVML writes it (`GPU-...` or `MIG-...`); None if NVML does not know it."""
         try:
             pynvml.nvmlInit()
             return cls(pynvml.nvmlDeviceGetHandleByUUID(uuid))

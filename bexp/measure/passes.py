@@ -57,7 +57,7 @@ class MeteredPasses(Protocol):
     def waiting(self) -> AbstractContextManager[None] | None:
         """The context in which the host waits for the device in forward, as in training.
 
-        Outside of it, the host knows already what it would wait for. It is null if the host never waits.
+        Outside of it, the host knows already what it would wait for. It is None if the host never waits.
         """
 
     def metered_forward(self) -> list[Tensor]:
@@ -81,9 +81,9 @@ class ModulePasses:
         arguments: its positional arguments.
         keywords: its keyword arguments.
         training: whether there is a backward.
-        gradient_dtype: the dtype that gradients are accumulated in; null is each parameter's own.
+        gradient_dtype: the dtype that gradients are accumulated in; None is each parameter's own.
         chained: the positional argument (an index) or keyword argument (a name) that the module's output can replace;
-            null if none can.
+            None if none can.
         meet: called before each pass, untimed. Processes that communicate within a pass use it to begin together, so
             that no time contains the wait for another process.
     """

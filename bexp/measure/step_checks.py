@@ -63,7 +63,7 @@ class BatchShapes:
 
 
 def _wrong_size(size: int, shapes: list[torch.Size], other: int, earlier: list[torch.Size]) -> int | None:
-    """Return the number of sequences of a batch in which no tensor has `size` of them; null if nothing is wrong.
+    """Return the number of sequences of a batch in which no tensor has `size` of them; None if nothing is wrong.
 
     A first dimension of one is not a number of sequences, because texts may be packed into one row. Sequences may also
     lie along another dimension, and the first one may be their length, which happens to be a size.

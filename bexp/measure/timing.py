@@ -114,7 +114,7 @@ class BlockTimer(Protocol):
         """Repeat the passes and time them. `poll` is called when it cannot disturb the timing."""
 
     def time_waiting(self, passes: Passes) -> WaitingPasses | None:
-        """Time passes in which the host waits for the device; null if the host is the device."""
+        """Time passes in which the host waits for the device; None if the host is the device."""
 
 
 def standard_error(samples: list[float]) -> float:

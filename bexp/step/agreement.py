@@ -232,7 +232,7 @@ def _gloo_backends() -> list[Any]:
 
 
 def _operations() -> dict[str, int] | None:
-    """The number of collective operations that each group has begun; null if the groups were aborted."""
+    """The number of collective operations that each group has begun; None if the groups were aborted."""
     groups = _groups()
     return {name: int(group._get_sequence_number_for_group()) for name, group in groups} if groups else None
 

@@ -19,7 +19,7 @@ from bexp.allocator import current_allocator
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
 from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
-from bexp.step.measuring import OptimizerState, Step, left_alone
+from bexp.step.measuring import OptimizerState, TrainingStep, left_alone
 from bexp.step.results import StepRecommendation
 
 SCATTERED = 0.15
@@ -68,7 +68,7 @@ def explore(
     asked = _sizes(sizes, effective_batch_size)
     trained = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
     buffers = list(parameters.buffers()) if isinstance(parameters, nn.Module) else []
-    measured = Step(step, batch, no_sync, trained, _device(trained), repeats, deadline_seconds)
+    measured = TrainingStep(step, batch, no_sync, trained, _device(trained), repeats, deadline_seconds)
     processes = Together(deadline_seconds) if num_processes() > 1 else Alone()
     try:
         with left_alone(measured, buffers):
@@ -84,7 +84,7 @@ class _Exploration:
 
     def __init__(
         self,
-        step: Step,
+        step: TrainingStep,
         processes: Alone | Together,
         sizes: tuple[int, ...],
         state: OptimizerState,

@@ -23,11 +23,11 @@ WARM_UPS = 2
 
 
 @dataclass(frozen=True)
-class Step:
+class TrainingStep:
     """A training step, and how it is measured.
 
     `batch(m)` makes a micro-batch, `run(batch)` runs forward and backward. `no_sync` keeps a step from exchanging
-    gradients, and is null if nothing does.
+    gradients, and is None if nothing does.
     """
 
     run: Callable[[Any], Any]
@@ -115,7 +115,7 @@ class OptimizerState:
     def open(
         cls,
         make: Callable[[list[nn.Parameter]], torch.optim.Optimizer] | None,
-        step: Step,
+        step: TrainingStep,
         processes: Alone | Together,
     ) -> OptimizerState:
         """Make an optimizer and have it take steps of size zero. If that fails, `note` says why."""
@@ -148,7 +148,7 @@ class OptimizerState:
 
 
 @contextlib.contextmanager
-def left_alone(step: Step, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
+def left_alone(step: TrainingStep, buffers: Sequence[torch.Tensor]) -> Iterator[None]:
     """Save gradients, buffers (such as running means) and random states, and restore them at the end."""
     gradients = [parameter.grad for parameter in step.trained]
     kept = [buffer.detach().clone() for buffer in buffers]

@@ -32,7 +32,7 @@ class _DeadlineError(BaseException):
 
 
 def attempt(run: Callable[[], Any], deadline_seconds: float) -> Failure | None:
-    """Call `run`; return why it failed, or null if it did not.
+    """Call `run`; return why it failed, or None if it did not.
 
     If it returns a tensor or a float, that must be finite. The deadline works only in the main thread, and only if the
     step returns to Python now and then. A timer that the caller has set (`signal.setitimer`, `signal.alarm`) goes on

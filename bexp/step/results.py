@@ -13,8 +13,8 @@ class StepRecommendation:
     """The best size, and what is known of all that were tried.
 
     `confidence` is the probability, rounded down to 0..99, that the throughput of the size is within 1% of the best of
-    all requested sizes, measurement errors included. It is null if the search failed. A size that was
-    measured again, because the search wanted to be surer, has several results. The other fields are null if nothing
+    all requested sizes, measurement errors included. It is None if the search failed. A size that was
+    measured again, because the search wanted to be surer, has several results. The other fields are None if nothing
     fits. `group_is_usable` is false if processes were left in the middle of an exchange: the process group must then be
     made again before training.
     """

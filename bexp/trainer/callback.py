@@ -55,12 +55,12 @@ class TrainerCallback(_Callback):
         self._service = service.rstrip("/") if service else None
         self._token = token
         self._exploration_id = exploration_id or self.recommendation.exploration_id
-        self._run = _Run()
+        self._run = _RunCounts()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start counting from zero."""
         done = applied_to(model) if model is not None else None
-        self._run = _Run(
+        self._run = _RunCounts(
             applied=done is not None and done.recommendation.settings == self.recommendation.settings,
             graphed=None if model is None else graphed(inner_model(model)),
         )
@@ -192,7 +192,7 @@ def _send(url: str, token: str | None, report: str) -> None:
 
 
 @dataclass
-class _Run:
+class _RunCounts:
     """What is counted of a run. The peaks are those of training alone."""
 
     applied: bool = False

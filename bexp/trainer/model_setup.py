@@ -109,7 +109,7 @@ def restore(model: nn.Module) -> bool:
 
 
 def applied_to(model: nn.Module) -> Report | None:
-    """Return what `apply` did to a model; null if nothing."""
+    """Return what `apply` did to a model; None if nothing."""
     return _APPLIED.get(inner_model(model))
 
 

@@ -52,9 +52,9 @@ class RecommendedSetup:
     none.
 
     `architecture` holds the sizes of the model that was measured. `effective_batch_size` is the number of sequences in
-    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are null. `own_code`
+    a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are None. `own_code`
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
-    format of the weights, and `autocast` that of the computation under autocast; null: without autocast.
+    format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
     `library_code` says that the library's own classes were measured.
     """
 

@@ -76,7 +76,7 @@ def set_experts(module: nn.Module, experts: str | None, changes: Changes, *, as_
 
 
 def unsupported_reason(module: nn.Module, experts: str) -> str | None:
-    """Return why our implementation `experts` cannot run this module; null if it can."""
+    """Return why our implementation `experts` cannot run this module; None if it can."""
     if not getattr(module, "is_concatenated", True):
         return "gate and up projections are interleaved; our kernels need them one after the other"
     if getattr(module, "has_bias", False):

@@ -23,7 +23,7 @@ def set_graph(model: nn.Module, changes: Changes) -> None:
 
 
 def graphed(model: nn.Module) -> GraphedForward | None:
-    """Return what replays a model's micro-steps; null if nothing does."""
+    """Return what replays a model's micro-steps; None if nothing does."""
     found = vars(model).get("forward")
     while not isinstance(found, GraphedForward | None):  # others wrap a forward, as accelerate does
         found = getattr(found, "__wrapped__", None)

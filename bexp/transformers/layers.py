@@ -52,14 +52,14 @@ def decoder_layers(module: nn.Module) -> list[nn.Module]:
 
 
 def config_depth(config: Any) -> int | None:
-    """The number of decoder layers that a configuration states; null if it states none."""
+    """The number of decoder layers that a configuration states; None if it states none."""
     text_config = config.get_text_config(decoder=True)
     depth = getattr(text_config, "num_hidden_layers", None)
     return depth if isinstance(depth, int) else depth_of(text_config.to_dict())
 
 
 def depth_of(values: Mapping[str, Any]) -> int | None:
-    """The number of layers that a configuration's values state at their top level; null if they state none."""
+    """The number of layers that a configuration's values state at their top level; None if they state none."""
     named = (value for name, value in values.items() if DEPTH_NAMES.fullmatch(name))
     return next((value for value in named if isinstance(value, int) and not isinstance(value, bool)), None)
 

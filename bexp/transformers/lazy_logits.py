@@ -70,7 +70,7 @@ class LazyLogits(Tensor):
 
     @property
     def transform(self) -> Callable[[Tensor], Tensor] | None:
-        """The elementwise function that is applied to the products; null if there is none."""
+        """The elementwise function that is applied to the products; None if there is none."""
         steps = self._steps
         if not steps:
             return None

@@ -22,7 +22,7 @@ from bexp.transformers.undo import Changes
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
-class LayerGroup:
+class CheckpointedGroup:
     """`size` layers of a model, which calls them one after another, each with arguments of its own.
 
     Each layer but the last only notes its call, and returns the hidden states that it got. The last one runs all noted
@@ -147,7 +147,7 @@ def _group_functions(size: int, num_layers: int) -> list[Callable[..., Any]]:
     """Return what runs each layer; the last group may be smaller."""
     functions = []
     for start in range(0, num_layers, size):
-        group = LayerGroup(min(size, num_layers - start))
+        group = CheckpointedGroup(min(size, num_layers - start))
         functions += [group.function(place) for place in range(min(size, num_layers - start))]
     return functions
 

@@ -29,16 +29,16 @@ class SettingsError(ValueError):
 class Settings:
     """What is set on a model. Each default leaves the model as the library has it.
 
-    `attention`: null for the model's own, a name that transformers knows (`eager`, `sdpa`, `flex_attention`,
+    `attention`: None for the model's own, a name that transformers knows (`eager`, `sdpa`, `flex_attention`,
     `flash_attention_2`), or `sdpa:flash`, `sdpa:cudnn`, `sdpa:efficient`, `sdpa:math` for one pinned back end of torch.
-    `experts`: null for the model's own, a name that transformers knows (`eager`, `batched_mm`, `grouped_mm`), or one of
+    `experts`: None for the model's own, a name that transformers knows (`eager`, `batched_mm`, `grouped_mm`), or one of
     ours (`bexp_fused`, `bexp_triton_grouped`, `bexp_hopper_grouped`, and `bexp_auto`, which chooses among these and
     torch's own by a table that is measured beforehand).
     `recompute`: `none`; by layer `full`, `layers_N` (the first N) or `partial_25`, `partial_50`, `partial_75`;
     `groups_N` (groups of N consecutive layers, each recomputed as one); by operation `activations` (keeps the results
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
     attention core) and `experts`.
-    `bta_tile`: sequences of an attention tile, null for no tiling.
+    `bta_tile`: sequences of an attention tile, None for no tiling.
     `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
     `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
@@ -78,12 +78,12 @@ class Settings:
 
     @property
     def first_layers(self) -> int | None:
-        """N of `layers_N`; null for another policy."""
+        """N of `layers_N`; None for another policy."""
         return self._number("layers")
 
     @property
     def group_size(self) -> int | None:
-        """N of `groups_N`; null for another policy."""
+        """N of `groups_N`; None for another policy."""
         return self._number("groups")
 
     def _number(self, kind: str) -> int | None:

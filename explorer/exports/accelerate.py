@@ -11,7 +11,7 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.training import Sharding
@@ -19,52 +19,52 @@ from bexp.explorer.spec.training import Sharding
 FRAMEWORK = Framework(title="accelerate", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, compiled_layers=True)
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the YAML."""
     values: dict[str, Any] = {
         "compute_environment": "LOCAL_MACHINE",
-        "distributed_type": _distributed_type(plan),
-        "num_processes": plan.num_devices,
-        "mixed_precision": PRECISION.get(plan.dtype, "no"),
-        "use_cpu": plan.device_kind == "cpu",
+        "distributed_type": _distributed_type(settings),
+        "num_processes": settings.num_devices,
+        "mixed_precision": PRECISION.get(settings.dtype, "no"),
+        "use_cpu": settings.device_kind == "cpu",
     }
-    if plan.sharding is not Sharding.NONE:
+    if settings.sharding is not Sharding.NONE:
         values["fsdp_config"] = {
             "fsdp_version": 2,
             "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": plan.sharding is Sharding.ZERO3,
-            "fsdp_activation_checkpointing": plan.recompute is Recompute.FULL,
+            "fsdp_reshard_after_forward": settings.sharding is Sharding.ZERO3,
+            "fsdp_activation_checkpointing": settings.recompute is Recompute.FULL,
         }
-    if plan.compiled_layers:
+    if settings.compiled_layers:
         values["dynamo_config"] = {"dynamo_backend": "INDUCTOR", "dynamo_use_regional_compilation": True}
-    return yaml_export(plan, values, [*script_notes(plan, "Accelerator"), *gathering_notes(plan)])
+    return yaml_export(settings, values, [*script_notes(settings, "Accelerator"), *gathering_notes(settings)])
 
 
-def script_notes(plan: Plan, holder: str | None = None) -> list[str]:
+def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[str]:
     """Return what a script has to set itself; `holder` is the class that takes the accumulation steps, if it is one."""
     lines = []
     if holder is not None:
-        lines.append(f"in the script: DataLoader(batch_size={plan.micro_batch_size})")
-        lines.append(f"in the script: {holder}({_accumulation(plan)})")
-    chosen = {"attn_implementation": plan.attention, "experts_implementation": plan.experts}
+        lines.append(f"in the script: DataLoader(batch_size={settings.micro_batch_size})")
+        lines.append(f"in the script: {holder}({_accumulation(settings)})")
+    chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
     arguments = ", ".join(f'{name}="{value}"' for name, value in chosen.items() if value is not None)
     if arguments:
         lines.append(f"in the script: AutoModelForCausalLM.from_pretrained(..., {arguments})")
-    if plan.recompute is Recompute.FULL and (holder is None or plan.sharding is Sharding.NONE):
+    if settings.recompute is Recompute.FULL and (holder is None or settings.sharding is Sharding.NONE):
         lines.append("in the script: recompute every layer, for example model.gradient_checkpointing_enable()")
     return lines
 
 
-def _accumulation(plan: Plan) -> str:
-    if reduces_each_batch(plan):
-        plugin = f"GradientAccumulationPlugin(num_steps={plan.grad_accum_steps}, sync_each_batch=True)"
+def _accumulation(settings: TrainerSettings) -> str:
+    if reduces_each_batch(settings):
+        plugin = f"GradientAccumulationPlugin(num_steps={settings.grad_accum_steps}, sync_each_batch=True)"
         return f"gradient_accumulation_plugin={plugin}"
-    return f"gradient_accumulation_steps={plan.grad_accum_steps}"
+    return f"gradient_accumulation_steps={settings.grad_accum_steps}"
 
 
-def _distributed_type(plan: Plan) -> str:
-    if plan.num_devices == 1:
+def _distributed_type(settings: TrainerSettings) -> str:
+    if settings.num_devices == 1:
         return "NO"
-    if plan.sharding is not Sharding.NONE:
+    if settings.sharding is not Sharding.NONE:
         return "FSDP"
-    return "MULTI_CPU" if plan.device_kind == "cpu" else "MULTI_GPU"
+    return "MULTI_CPU" if settings.device_kind == "cpu" else "MULTI_GPU"

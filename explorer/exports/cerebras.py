@@ -6,7 +6,7 @@ from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.framework import Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.training import Sharding
@@ -19,19 +19,19 @@ FRAMEWORK = Framework(
 )
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the YAML. A system's compiler chooses its kernels, so none is named."""
-    tile = plan.candidate.bta_tile
-    settings = {"enable": tile is not None, "max_tile": tile}
-    flags: dict[str, Any] = {MICRO_BATCH_FLAG: plan.micro_batch_size}
-    flags |= {flag: settings[name] for flag, name in BTA_FLAGS.items() if settings[name] is not None}
+    tile = settings.candidate.bta_tile
+    bta = {"enable": tile is not None, "max_tile": tile}
+    flags: dict[str, Any] = {MICRO_BATCH_FLAG: settings.micro_batch_size}
+    flags |= {flag: bta[name] for flag, name in BTA_FLAGS.items() if bta[name] is not None}
     values = {
         "trainer": {
             "init": {
-                "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": plan.num_devices}},
+                "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": settings.num_devices}},
                 "callbacks": [{"ScopedTrainFlags": flags}],
             },
-            "fit": {"train_dataloader": {"batch_size": plan.batch_size}},
+            "fit": {"train_dataloader": {"batch_size": settings.batch_size}},
         }
     }
-    return yaml_export(plan, values, ["add the model, the optimizer and the data to these sections"])
+    return yaml_export(settings, values, ["add the model, the optimizer and the data to these sections"])

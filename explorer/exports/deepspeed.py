@@ -16,7 +16,7 @@ from typing import Any
 from bexp.explorer.exports.accelerate import script_notes
 from bexp.explorer.exports.document import ExportDocument, decided_fields
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.training import Sharding
 
@@ -30,41 +30,41 @@ BUCKET_GRADIENTS = 500_000_000
 GIB = 2**30
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the JSON."""
-    header = (*plan.header, *script_notes(plan), *_exchange_notes(plan))
-    stage: dict[str, Any] = {"stage": plan.sharding.level}
-    if plan.sharding is not Sharding.NONE:
+    header = (*settings.header, *script_notes(settings), *_exchange_notes(settings))
+    stage: dict[str, Any] = {"stage": settings.sharding.level}
+    if settings.sharding is not Sharding.NONE:
         stage["overlap_comm"] = True
     values: dict[str, Any] = {
         "_bexp": header,
-        "train_micro_batch_size_per_gpu": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.grad_accum_steps,
+        "train_micro_batch_size_per_gpu": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.grad_accum_steps,
         "zero_optimization": stage,
     }
-    if plan.dtype in PRECISION:
-        values[PRECISION[plan.dtype]] = {"enabled": True}
+    if settings.dtype in PRECISION:
+        values[PRECISION[settings.dtype]] = {"enabled": True}
     return ExportDocument(
-        json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n", "application/json", header
+        json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n", "application/json", header
     )
 
 
-def _exchange_notes(plan: Plan) -> list[str]:
+def _exchange_notes(settings: TrainerSettings) -> list[str]:
     """Return what DeepSpeed exchanges at other times than was measured, and what its buckets need."""
-    if plan.num_devices == 1:
+    if settings.num_devices == 1:
         return []
-    if plan.sharding is Sharding.NONE:
+    if settings.sharding is Sharding.NONE:
         return [
             "communication: without ZeRO, DeepSpeed reduces gradients when backward has ended, and nothing hides it; "
             "the measured step reduces them while backward goes on"
         ]
-    number = 1 if plan.sharding is Sharding.ZERO3 else 2
-    size = number * BUCKET_GRADIENTS * plan.dtype.itemsize / GIB
+    number = 1 if settings.sharding is Sharding.ZERO3 else 2
+    size = number * BUCKET_GRADIENTS * settings.dtype.itemsize / GIB
     lines = [
         f"memory: DeepSpeed's buckets of gradients ({number} x {BUCKET_GRADIENTS:,}) take {size:.1f} GiB besides what "
         "was measured; a smaller reduce_bucket_size takes less"
     ]
-    if plan.sharding is not Sharding.ZERO3:
+    if settings.sharding is not Sharding.ZERO3:
         lines.append(
             "communication: DeepSpeed gathers parameters after the optimizer, where nothing hides it; the measured "
             "step gathers them while forward goes on"

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from bexp.explorer.exports.plan import ALLOCATOR_VARIABLE, Plan
+from bexp.explorer.exports.trainer_settings import ALLOCATOR_VARIABLE, TrainerSettings
 
 OF_THE_CODE = frozenset(
     {
@@ -31,34 +31,34 @@ class ExportDocument:
     has_header: bool = True
 
 
-def json_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
+def json_export(settings: TrainerSettings, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
     """Return a JSON file. Its parser takes no comments and no unknown keys, so the header goes beside it."""
-    text = json.dumps(decided_fields(plan, values), indent=2, allow_nan=False) + "\n"
-    return ExportDocument(text, "application/json", (*plan.header, *notes), has_header=False)
+    text = json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n"
+    return ExportDocument(text, "application/json", (*settings.header, *notes), has_header=False)
 
 
-def yaml_export(plan: Plan, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
+def yaml_export(settings: TrainerSettings, values: dict[str, Any], notes: Iterable[str] = ()) -> ExportDocument:
     """Return a YAML file under its header."""
-    header = (*plan.header, *notes)
-    text = f"{comments(header)}{yaml.safe_dump(decided_fields(plan, values), sort_keys=False)}"
+    header = (*settings.header, *notes)
+    text = f"{comments(header)}{yaml.safe_dump(decided_fields(settings, values), sort_keys=False)}"
     return ExportDocument(text, "application/yaml", header)
 
 
-def python_export(plan: Plan, code: str, notes: Iterable[str] = ()) -> ExportDocument:
+def python_export(settings: TrainerSettings, code: str, notes: Iterable[str] = ()) -> ExportDocument:
     """Return Python code under its header; the allocator is set first, because it is read when CUDA starts."""
-    header = (*plan.header, *notes)
+    header = (*settings.header, *notes)
     setting = ""
-    if plan.allocator is not None:
-        setting = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{plan.allocator}"\n\n'
+    if settings.allocator is not None:
+        setting = f'import os\n\nos.environ["{ALLOCATOR_VARIABLE}"] = "{settings.allocator}"\n\n'
     return ExportDocument(f"{comments(header)}{setting}{code}", "text/x-python", header)
 
 
 def shell_export(
-    plan: Plan, variable: str, flags: Iterable[tuple[str, ...]], notes: Iterable[str] = ()
+    settings: TrainerSettings, variable: str, flags: Iterable[tuple[str, ...]], notes: Iterable[str] = ()
 ) -> ExportDocument:
     """Return a file for a shell to source, with an array `variable` of flags, one with its values on each line."""
-    header = (*plan.header, *notes)
-    setting = f"export {ALLOCATOR_VARIABLE}={plan.allocator}\n" if plan.allocator is not None else ""
+    header = (*settings.header, *notes)
+    setting = f"export {ALLOCATOR_VARIABLE}={settings.allocator}\n" if settings.allocator is not None else ""
     lines = "".join(f"  {shlex.join(flag)}\n" for flag in flags)
     return ExportDocument(f"{comments(header)}{setting}{variable}=(\n{lines})\n", "text/x-shellscript", header)
 
@@ -68,6 +68,6 @@ def comments(lines: Iterable[str]) -> str:
     return "".join(f"# {' '.join(line.split())}\n" for line in lines)
 
 
-def decided_fields(plan: Plan, values: dict[str, Any]) -> dict[str, Any]:
+def decided_fields(settings: TrainerSettings, values: dict[str, Any]) -> dict[str, Any]:
     """Return the fields that were decided; a framework keeps its own setting of a field that is left out."""
-    return {key: value for key, value in values.items() if not (plan.is_own_code and key in OF_THE_CODE)}
+    return {key: value for key, value in values.items() if not (settings.is_own_code and key in OF_THE_CODE)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.training import Sharding
@@ -69,39 +69,40 @@ def attention():
 """
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the module. Half precision is autocast, which Lightning calls `mixed`, so that the weights stay exact."""
     imports, functions = [], []
-    strategy = '"auto"' if plan.num_devices == 1 else '"ddp"'
-    if plan.sharding is not Sharding.NONE:
+    strategy = '"auto"' if settings.num_devices == 1 else '"ddp"'
+    if settings.sharding is not Sharding.NONE:
         imports.append("from lightning.pytorch.strategies import FSDPStrategy")
-        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(plan.sharding)}")'
-    if plan.recompute is not Recompute.NONE:
+        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}")'
+    if settings.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         imports.append(f"from {wrapper} import checkpoint_wrapper")
-        count, number, index = str(plan.num_recomputed_layers), f"{plan.num_recomputed_layers}, evenly spread,", _SPREAD
-        if plan.recompute is Recompute.FULL:
+        recomputed = str(settings.num_recomputed_layers)
+        count, number, index = recomputed, f"{recomputed}, evenly spread,", _SPREAD
+        if settings.recompute is Recompute.FULL:
             count, number, index = "len(layers)", "all", "i"
-        elif plan.recompute.first_layers is not None:
+        elif settings.recompute.first_layers is not None:
             number, index = f"the first {count}", "i"
         functions.append(_RECOMPUTE.format(count=count, number=number, index=index))
-    if plan.compiled_layers:
+    if settings.compiled_layers:
         functions.append(_COMPILE)
-    if plan.attention in KERNELS:
+    if settings.attention in KERNELS:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
-        functions.append(_ATTENTION.format(kernel=KERNELS[plan.attention]))
-    precision = f"{PRECISION[plan.dtype].replace('fp', '')}-mixed" if plan.dtype in PRECISION else "32-true"
+        functions.append(_ATTENTION.format(kernel=KERNELS[settings.attention]))
+    precision = f"{PRECISION[settings.dtype].replace('fp', '')}-mixed" if settings.dtype in PRECISION else "32-true"
     code = _TRAINER.format(
         imports="".join(f"{line}\n" for line in imports),
-        micro_batch_size=plan.micro_batch_size,
-        batch_size=plan.batch_size,
-        accelerator="cpu" if plan.device_kind == "cpu" else "gpu",
-        devices=plan.num_devices,
+        micro_batch_size=settings.micro_batch_size,
+        batch_size=settings.batch_size,
+        accelerator="cpu" if settings.device_kind == "cpu" else "gpu",
+        devices=settings.num_devices,
         strategy=strategy,
         precision=precision,
-        grad_accum_steps=plan.grad_accum_steps,
+        grad_accum_steps=settings.grad_accum_steps,
     )
-    return python_export(plan, code + "".join(functions), gathering_notes(plan))
+    return python_export(settings, code + "".join(functions), gathering_notes(settings))
 
 
 def _strategy(sharding: Sharding) -> str:

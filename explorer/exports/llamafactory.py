@@ -7,7 +7,7 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import precision_fields, sharding_fields
 from bexp.explorer.spec.candidate import Recompute
 
@@ -15,18 +15,18 @@ ATTENTION = {TORCH_CHOICE: "sdpa", "eager": "disabled", "flash_attention_2": "fa
 FRAMEWORK = Framework(title="LLaMA-Factory", attention=frozenset(ATTENTION))
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the YAML. LLaMA-Factory recomputes every layer unless it is told not to."""
     values: dict[str, Any] = {
-        "per_device_train_batch_size": plan.micro_batch_size,
-        "gradient_accumulation_steps": plan.grad_accum_steps,
-        "disable_gradient_checkpointing": plan.recompute is Recompute.NONE,
+        "per_device_train_batch_size": settings.micro_batch_size,
+        "gradient_accumulation_steps": settings.grad_accum_steps,
+        "disable_gradient_checkpointing": settings.recompute is Recompute.NONE,
         "use_reentrant_gc": False,
-        **precision_fields(plan),
-        **sharding_fields(plan),
+        **precision_fields(settings),
+        **sharding_fields(settings),
     }
-    if plan.attention is not None:
-        values["flash_attn"] = ATTENTION[plan.attention]
+    if settings.attention is not None:
+        values["flash_attn"] = ATTENTION[settings.attention]
     return yaml_export(
-        plan, values, ["add model_name_or_path, dataset and what decides the learning", *gathering_notes(plan)]
+        settings, values, ["add model_name_or_path, dataset and what decides the learning", *gathering_notes(settings)]
     )

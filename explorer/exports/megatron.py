@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
@@ -38,28 +38,28 @@ FRAMEWORK = Framework(
 VARIABLE = "MEGATRON_FLAGS"
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the flags."""
     flags: list[tuple[str, ...]] = [
-        ("--micro-batch-size", str(plan.micro_batch_size)),
-        ("--global-batch-size", str(plan.batch_size)),
-        *_mesh_flags(plan.mesh),
-        ("--context-parallel-size", str(plan.context_parallel_size)),
-        ("--attention-backend", ATTENTION[plan.attention or TORCH_CHOICE]),
-        *_recompute_flags(plan),
-        *_sharding_flags(plan),
+        ("--micro-batch-size", str(settings.micro_batch_size)),
+        ("--global-batch-size", str(settings.batch_size)),
+        *_mesh_flags(settings.mesh),
+        ("--context-parallel-size", str(settings.context_parallel_size)),
+        ("--attention-backend", ATTENTION[settings.attention or TORCH_CHOICE]),
+        *_recompute_flags(settings),
+        *_sharding_flags(settings),
     ]
-    if plan.context_parallel_size > 1:
+    if settings.context_parallel_size > 1:
         flags.append(("--cp-comm-type", "p2p"))
-    if plan.has_experts:
+    if settings.has_experts:
         flags.append(("--moe-grouped-gemm",))
-    if (factor := plan.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens
+    if (factor := settings.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens
         flags += [("--moe-expert-capacity-factor", f"{factor:.15g}"), ("--moe-token-drop-policy", "probs")]
         flags.append(("--moe-token-dispatcher-type", "alltoall"))
-    if plan.dtype in PRECISION:
-        flags.append((f"--{PRECISION[plan.dtype]}",))
-    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *_memory_notes(plan)]
-    return shell_export(plan, VARIABLE, flags, notes)
+    if settings.dtype in PRECISION:
+        flags.append((f"--{PRECISION[settings.dtype]}",))
+    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *_memory_notes(settings)]
+    return shell_export(settings, VARIABLE, flags, notes)
 
 
 def _mesh_flags(plan: MeshPlan | None) -> list[tuple[str, ...]]:
@@ -79,41 +79,43 @@ def _mesh_flags(plan: MeshPlan | None) -> list[tuple[str, ...]]:
     return flags
 
 
-def _recompute_flags(plan: Plan) -> list[tuple[str, ...]]:
+def _recompute_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
     """Return the flags of a policy. `block` recomputes the first layers of each pipeline stage, `uniform` chunks."""
-    if plan.recompute is Recompute.NONE:
+    if settings.recompute is Recompute.NONE:
         return []
-    if plan.recompute is Recompute.SELECTIVE:
+    if settings.recompute is Recompute.SELECTIVE:
         return [("--recompute-granularity", "selective"), ("--recompute-modules", "core_attn")]
-    chunk = 1 if plan.recompute is Recompute.FULL else plan.recompute.group_size
-    stages = 1 if plan.mesh is None else plan.mesh.mesh.pipeline * plan.mesh.mesh.virtual_stages
+    chunk = 1 if settings.recompute is Recompute.FULL else settings.recompute.group_size
+    stages = 1 if settings.mesh is None else settings.mesh.mesh.pipeline * settings.mesh.mesh.virtual_stages
     return [
         ("--recompute-granularity", "full"),
         ("--recompute-method", "block" if chunk is None else "uniform"),
-        ("--recompute-num-layers", str(chunk or -(-plan.num_recomputed_layers // stages))),
+        ("--recompute-num-layers", str(chunk or -(-settings.num_recomputed_layers // stages))),
     ]
 
 
-def _sharding_flags(plan: Plan) -> list[tuple[str, ...]]:
+def _sharding_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
     """Return the flags of data parallelism. By default Megatron exchanges everything when nothing else runs."""
-    if plan.data_parallel_size * plan.context_parallel_size == 1:
+    if settings.data_parallel_size * settings.context_parallel_size == 1:
         return []
     flags: list[tuple[str, ...]] = [("--overlap-grad-reduce",)]
-    if plan.sharding is not Sharding.NONE:
+    if settings.sharding is not Sharding.NONE:
         flags += [("--use-distributed-optimizer",), ("--overlap-param-gather",)]
-    if plan.sharding in _STATE:
+    if settings.sharding in _STATE:
         flags += [
             ("--use-megatron-fsdp",),
-            ("--data-parallel-sharding-strategy", _STATE[plan.sharding]),
+            ("--data-parallel-sharding-strategy", _STATE[settings.sharding]),
             ("--ckpt-format", "fsdp_dtensor"),
         ]
     return flags
 
 
-def _memory_notes(plan: Plan) -> list[str]:
+def _memory_notes(settings: TrainerSettings) -> list[str]:
     """Return that gradients need more than was measured: in bfloat16, Megatron accumulates them in float32."""
-    measured = DType.FLOAT32 if plan.autocast else plan.request.training.optimizer.gradient_dtype(plan.dtype)
-    if plan.dtype is not DType.BFLOAT16 or measured is DType.FLOAT32:
+    measured = (
+        DType.FLOAT32 if settings.autocast else settings.request.training.optimizer.gradient_dtype(settings.dtype)
+    )
+    if settings.dtype is not DType.BFLOAT16 or measured is DType.FLOAT32:
         return []
     return [
         f"memory: Megatron keeps gradients in float32, and they were measured in {measured}; --grad-reduce-in-bf16 "

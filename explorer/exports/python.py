@@ -7,7 +7,7 @@ from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
-from bexp.explorer.exports.plan import Plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
@@ -55,32 +55,33 @@ def training_arguments(**others):
 '''
 
 
-def render(plan: Plan) -> ExportDocument:
+def render(settings: TrainerSettings) -> ExportDocument:
     """Return the module. Sharding is left to the launcher."""
     notes = []
-    if plan.sharding is not Sharding.NONE:
-        notes.append(f"sharding: measured with '{plan.sharding}', which the launcher sets, not this module")
-    text = json.dumps(_recommendation(plan), indent=1, allow_nan=False, ensure_ascii=True)
+    if settings.sharding is not Sharding.NONE:
+        notes.append(f"sharding: measured with '{settings.sharding}', which the launcher sets, not this module")
+    text = json.dumps(_recommendation(settings), indent=1, allow_nan=False, ensure_ascii=True)
     return python_export(
-        plan,
-        _CODE.format(recommendation=text, seq_length=plan.seq_length, batch_size=plan.batch_size),
+        settings,
+        _CODE.format(recommendation=text, seq_length=settings.seq_length, batch_size=settings.batch_size),
         notes,
     )
 
 
-def _recommendation(plan: Plan) -> dict[str, Any]:
+def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
-    request = plan.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
-    request["training"] = plan.request.training.model_dump(mode="json", include={"loss", "precision", "lora"})
-    request |= plan.request.explored.as_fields(plan.seq_length)
-    candidate = plan.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": plan.recompute.value}
-    for key, kept in (("attention_backend", plan.attention), ("expert_backend", plan.experts)):
-        if kept is None and not plan.candidate.is_whole:  # the reader leaves a model that was measured whole as it is
+    request = settings.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
+    request["training"] = settings.request.training.model_dump(mode="json", include={"loss", "precision", "lora"})
+    request |= settings.request.explored.as_fields(settings.seq_length)
+    candidate = settings.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": settings.recompute.value}
+    for key, kept in (("attention_backend", settings.attention), ("expert_backend", settings.experts)):
+        # The reader leaves a model that was measured whole as it is.
+        if kept is None and not settings.candidate.is_whole:
             candidate.pop(key, None)
     return {
-        "recommendation": {"candidate": candidate, "dtype": plan.dtype.value},
-        "hardware": plan.report.hardware.model_dump(mode="json", include={"device_name", "versions"})
-        if plan.report is not None
+        "recommendation": {"candidate": candidate, "dtype": settings.dtype.value},
+        "hardware": settings.report.hardware.model_dump(mode="json", include={"device_name", "versions"})
+        if settings.report is not None
         else None,
         "request": request,
     }

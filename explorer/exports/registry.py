@@ -20,7 +20,7 @@ from bexp.explorer.exports import (
 from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
 from bexp.explorer.exports.framework import Framework
-from bexp.explorer.exports.plan import Plan, build_plan
+from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.recommendation import Recommendation
 
 
@@ -29,7 +29,7 @@ class Format:
     """A format: what its framework can be told, and the function that writes it."""
 
     framework: Framework
-    render: Callable[[Plan], ExportDocument]
+    render: Callable[[TrainerSettings], ExportDocument]
 
 
 FORMATS = {
@@ -74,4 +74,4 @@ def export(name: str, exploration: ExportSource) -> ExportDocument:
     Raises UnknownFormatError if there is no such format, ExportError if there is no answer that a trainer could run.
     """
     found = find_format(name)
-    return found.render(build_plan(found.framework, name, exploration))
+    return found.render(build_settings(found.framework, name, exploration))

@@ -28,7 +28,7 @@ VISION_WORDS = frozenset(
 def refuse_vision(model: Section, name_key: str | None) -> bool:
     """Refuse a network that takes images, at the field that shows this; return whether it was refused.
 
-    `name_key` is the field that names the kind of network; null if the format has none.
+    `name_key` is the field that names the kind of network; None if the format has none.
     """
     shown = next((key for key in VISION_FIELDS if model.values.get(key) is not None), None)
     if shown is None and name_key is not None:

@@ -199,7 +199,7 @@ class Conditions(Frozen):
 
     @property
     def contamination(self) -> str | None:
-        """Why a timing says little about the device itself; null if there is no such reason.
+        """Why a timing says little about the device itself; None if there is no such reason.
 
         A busy host is recorded and contaminates nothing, because it is usual on a machine of few cores, and repeats
         show it.

@@ -241,7 +241,7 @@ class Answer(Frozen):
 
     @property
     def serves_up_to(self) -> int | None:
-        """The highest confidence target of a request that this answers; null if a variant has no recommendation.
+        """The highest confidence target of a request that this answers; None if a variant has no recommendation.
 
         A search that ended by its own rule serves what asked for it, although whole models may have lowered the
         confidence after it.

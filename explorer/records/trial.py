@@ -26,7 +26,7 @@ class TrialKind(StrEnum):
     WHOLE_MODEL = "whole_model"
 
 
-class TrialPlan(Frozen):
+class TrialTask(Frozen):
     """A request to the profiler."""
 
     number: Annotated[int, Field(ge=0)]
@@ -99,7 +99,7 @@ def timeout_seconds(kind: TrialKind, request: ExplorationRequest) -> float:
     return factor * request.budget.trial_timeout_seconds
 
 
-Measure = Callable[[TrialPlan], Measurement]
+Measure = Callable[[TrialTask], Measurement]
 """Runs a trial. A crash, a hang or an OOM of a candidate is an `Outcome` and never an exception."""
 
 

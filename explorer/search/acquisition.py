@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Floats, Mask
 from bexp.explorer.search.confidence import Contenders
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
@@ -144,5 +144,5 @@ def _run_of_pair(
     return _Option(gain / cost, Suggestion(row, components, again=True, reason=reason))
 
 
-def _components(table: SpaceTable, row: int, chosen_P: Mask) -> tuple[Component, ...]:
+def _components(table: Composition, row: int, chosen_P: Mask) -> tuple[Component, ...]:
     return tuple(table.components[column] for column in table.columns_CP[row][chosen_P])

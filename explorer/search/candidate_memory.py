@@ -16,7 +16,7 @@ from collections.abc import Collection, Mapping
 import numpy as np
 from scipy.special import ndtri
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, required_table
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask, required_table
 from bexp.explorer.cost_model.step import FRAGMENTATION, GIB, MARGIN_BYTES, StepBytes, required_bytes
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.surrogate.gaussian_process import Surrogate
@@ -76,7 +76,7 @@ class CandidateMemory:
 
     def __init__(
         self,
-        table: SpaceTable,
+        table: Composition,
         surrogate: Surrogate,
         hardware: HardwareSpec,
         limit_bytes: int,

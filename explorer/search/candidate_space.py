@@ -11,7 +11,7 @@ from bexp.explorer.cost_model.step import GIB, memory_limit
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, count_processes, timeout_seconds
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes, timeout_seconds
 from bexp.explorer.search.candidate_report import (
     References,
     best_stock,
@@ -142,14 +142,14 @@ class CandidateSpace(SearchSpace):
 
     # -- trials of components ------------------------------------------------------------------------------------
 
-    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialPlan, StepFigures]:
+    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
         """The trial of a suggestion, which belongs to a trial of the study."""
         asked, self._asked = self._asked, None
         self._running[number] = AskedTrial(suggestion, asked) if asked else self._study.ask_for(suggestion)
-        plan = self._plan(number, suggestion.row, TrialKind.COMPONENTS, suggestion.components)
+        task = self._task(number, suggestion.row, TrialKind.COMPONENTS, suggestion.components)
         expected = self._figures(suggestion.row)
         self._posterior.knowledge.expect(number, suggestion)
-        return plan.model_copy(update={"again": suggestion.again}), expected
+        return task.model_copy(update={"again": suggestion.again}), expected
 
     def learn(
         self, number: int, suggestion: Suggestion, measurement: Measurement, awaited: Collection[Component]
@@ -221,9 +221,9 @@ class CandidateSpace(SearchSpace):
         self._posterior.knowledge.reject(measurement.candidate, reason)
         return measurement.model_copy(update={"outcome": Outcome.OUT_OF_MEMORY, "reason": reason})
 
-    def _plan(self, number: int, row: int, kind: TrialKind, components: tuple[Component, ...] = ()) -> TrialPlan:
+    def _task(self, number: int, row: int, kind: TrialKind, components: tuple[Component, ...] = ()) -> TrialTask:
         candidate = self._table.candidates[row]
-        return TrialPlan(
+        return TrialTask(
             number=number,
             kind=kind,
             model=self._table.model,
@@ -242,9 +242,9 @@ class CandidateSpace(SearchSpace):
         """The recommended candidate, then runners-up, unless the request wants no whole models."""
         return self._whole_models.next() if self._request.verify else None
 
-    def plan_whole_model(self, number: int, check: NextCheck) -> tuple[TrialPlan, StepFigures]:
+    def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """The whole model of a candidate, and its composed step."""
-        return self._plan(number, check.row, TrialKind.WHOLE_MODEL), self._figures(check.row)
+        return self._task(number, check.row, TrialKind.WHOLE_MODEL), self._figures(check.row)
 
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
         """Correct the other candidates by it; a changed answer is an event."""

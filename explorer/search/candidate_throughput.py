@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints, SpaceTable
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints
 from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.surrogate.blocks import sample_in_blocks
@@ -30,7 +30,7 @@ class CandidateThroughput:
 
     def __init__(
         self,
-        table: SpaceTable,
+        table: Composition,
         surrogate: Surrogate,
         errors: CompositionErrors,
         whole_models: Mapping[int, WholeModelRun],

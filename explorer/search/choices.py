@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Mask, SpaceTable
+from bexp.explorer.cost_model.composition import Composition, Mask
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
@@ -37,7 +37,7 @@ def nearest_batch_sizes(request: ExplorationRequest, candidates: Iterable[Candid
     return _neighbours(request, {_unit(request, candidate) for candidate in candidates})
 
 
-def dividing_rows(table: SpaceTable) -> Mask:
+def dividing_rows(table: Composition) -> Mask:
     """Return the candidates that divide the requested batch, shape (C,); none in eval mode, which has no batch."""
     request = table.request
     if request.mode == "eval":

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.search.candidate_memory import CandidateMemory, MemoryErrors
 from bexp.explorer.search.candidate_throughput import CandidateThroughput
 from bexp.explorer.surrogate.blocks import sample_in_blocks
@@ -110,7 +110,7 @@ class Contenders:
         return np.asarray((self.tokens_NA > (1.0 + margin) * self.tokens_NA[:, [position]]).mean(axis=0))
 
 
-def find_contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least_A: Floats) -> Ints:
+def find_contenders(table: Composition, surrogate: Surrogate, rows: Ints, least_A: Floats) -> Ints:
     """Those of `rows` whose optimistic throughput reaches its `least_A` tokens/s; no other can change the answer."""
     optimistic_K = np.exp(surrogate.log_center_K - OPTIMISTIC_DEVIATIONS * surrogate.log_std_K)
     host_K = surrogate.host_K * np.exp(-OPTIMISTIC_DEVIATIONS * surrogate.host_std_K)
@@ -119,7 +119,7 @@ def find_contenders(table: SpaceTable, surrogate: Surrogate, rows: Ints, least_A
 
 
 def compute_contenders(
-    table: SpaceTable,
+    table: Composition,
     surrogate: Surrogate,
     throughput: CandidateThroughput,
     memory: CandidateMemory,
@@ -166,13 +166,13 @@ def compute_contenders(
     )
 
 
-def wanted_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
+def wanted_components(table: Composition, surrogate: Surrogate, rows: Ints) -> Mask:
     """Return which components of candidates are neither measured nor predicted well enough, shape (rows, P)."""
     columns = table.columns_CP[rows]
     unsure = table.step_shares(surrogate.device_mean_K, rows) * surrogate.log_std_K[columns] > PREDICTED_STD
     return np.asarray(missing_components(table, surrogate, rows) & (unsure | surrogate.essential_K[columns]))
 
 
-def missing_components(table: SpaceTable, surrogate: Surrogate, rows: Ints) -> Mask:
+def missing_components(table: Composition, surrogate: Surrogate, rows: Ints) -> Mask:
     """Return which components of candidates are not measured, shape (rows, P)."""
     return np.asarray(table.used_CP[rows] & ~surrogate.known_K[table.columns_CP[rows]])

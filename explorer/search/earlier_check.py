@@ -13,8 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Ints, SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Ints
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS
@@ -124,7 +124,7 @@ class ComponentReuse:
 
 
 def choose_check(
-    table: SpaceTable,
+    table: Composition,
     surrogate: Surrogate,
     earlier: Mapping[Component, ComponentObservations],
     rows: Ints,

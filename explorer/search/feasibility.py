@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Mask, SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component
+from bexp.explorer.cost_model.composition import Composition, Floats, Mask
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.observations import ObservationLog
@@ -49,11 +49,11 @@ class Failures:
         if too_large:
             self._too_large.add(candidate)
 
-    def too_large(self, table: SpaceTable) -> list[int]:
+    def too_large(self, table: Composition) -> list[int]:
         """Return the rows whose whole model ran out of memory."""
         return sorted(table.row[c] for c in self._too_large if c in table.row)
 
-    def rejected(self, table: SpaceTable, required_C: Floats, explained: Collection[int] = ()) -> Mask:
+    def rejected(self, table: Composition, required_C: Floats, explained: Collection[int] = ()) -> Mask:
         """Return the rows that are ruled out, given their composed bytes, shape (C,).
 
         A whole model that was too large rules out all that need as much as composed, unless the error of its composed
@@ -68,7 +68,7 @@ class Failures:
             rejected_C |= required_C >= required_C[too_large].min()
         return rejected_C
 
-    def failing(self, table: SpaceTable, log: ObservationLog) -> Mask:
+    def failing(self, table: Composition, log: ObservationLog) -> Mask:
         """Return the rows that use a component that failed, or a larger one of the same kind, shape (C,)."""
         if not self.components and not log.num_contaminated:
             return np.zeros(len(table.candidates), dtype=np.bool_)

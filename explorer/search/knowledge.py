@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
@@ -31,7 +31,7 @@ class Knowledge:
 
     def __init__(
         self,
-        table: SpaceTable,
+        table: Composition,
         device_kind: str,
         reported: Sequence[ReportedRun] = (),
         earlier: EarlierRuns | None = None,

@@ -73,7 +73,7 @@ class SearchLoop:
                 pass
             if not self._scheduler.num_in_flight:
                 return
-            yield from self._report(self._scheduler.complete_next())
+            yield from self._emit(self._scheduler.complete_next())
 
     def _begin_next(self) -> bool:
         """Begin a trial that is due, else the one that the space suggests; returns whether there was one."""
@@ -111,9 +111,9 @@ class SearchLoop:
     def _complete_all(self) -> Iterator[Progress]:
         """Run what is due, and wait until nothing is in flight."""
         for completed in self._scheduler.complete_all():
-            yield from self._report(completed)
+            yield from self._emit(completed)
 
-    def _report(self, completed: CompletedTrial) -> Iterator[Progress]:
+    def _emit(self, completed: CompletedTrial) -> Iterator[Progress]:
         """Yield a trial that has ended. Once it is stored, tell it to the space."""
         suggestion, trial = completed
         events = self._space.trial_events(suggestion, trial)
@@ -122,17 +122,17 @@ class SearchLoop:
 
     def _run_whole_model(self, check: NextCheck) -> Iterator[Progress]:
         """Run a whole model with nothing else in flight, and learn from it."""
-        plan, expected = self._space.plan_whole_model(self._history.next_number, check)
+        task, expected = self._space.begin_whole_model(self._history.next_number, check)
         started = self._clock()
-        measurement = judge(self._context.executor(plan))
+        measurement = judge(self._context.executor(task))
         trial = Trial(
-            number=plan.number,
-            kind=plan.kind,
+            number=task.number,
+            kind=task.kind,
             measurement=measurement,
             predicted_peak_bytes=expected.peak_bytes,
             predicted_tokens_per_second=expected.tokens_per_second,
             seconds=self._clock() - started,
-            mesh_run=plan.mesh_run,
+            mesh_run=task.mesh_run,
         )
         trial, events = self._space.learn_whole_model(check, trial)
         self._history.add(trial)

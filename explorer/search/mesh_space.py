@@ -14,7 +14,7 @@ from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan, timeout_seconds
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, timeout_seconds
 from bexp.explorer.search.event_messages import whole_model_event
 from bexp.explorer.search.mesh_check import MeshChecks
 from bexp.explorer.search.mesh_events import blocks_event, exchange_event, space_events
@@ -132,11 +132,11 @@ class MeshSpace(SearchSpace):
 
     # -- trials of blocks and exchanges --------------------------------------------------------------------------
 
-    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialPlan, StepFigures]:
+    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
         """The blocks of a candidate, or exchanges, which belong to no candidate."""
         self._in_flight.add(number)
-        plan = self._plan(number, suggestion.row, suggestion.components)
-        return plan.model_copy(update={"again": suggestion.again}), self._figures(suggestion)
+        task = self._task(number, suggestion.row, suggestion.components)
+        return task.model_copy(update={"again": suggestion.again}), self._figures(suggestion)
 
     def learn(
         self, number: int, suggestion: Suggestion, measurement: Measurement, awaited: Collection[Component]
@@ -170,9 +170,9 @@ class MeshSpace(SearchSpace):
             return [exchange_event(trial, number)]
         return [blocks_event(trial, self._space.candidates[suggestion.row], number)]
 
-    def _plan(self, number: int, row: int, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialPlan:
+    def _task(self, number: int, row: int, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialTask:
         request, kind = self._request, TrialKind.COMPONENTS if run is None else TrialKind.WHOLE_MODEL
-        return TrialPlan(
+        return TrialTask(
             number=number,
             kind=kind,
             model=request.shapes,
@@ -205,12 +205,12 @@ class MeshSpace(SearchSpace):
         chance = None if wanted == best else ranking.chances[known[found.index(wanted)]]
         return NextCheck(self._rows[wanted], chance)
 
-    def plan_whole_model(self, number: int, check: NextCheck) -> tuple[TrialPlan, StepFigures]:
+    def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """The whole model of a candidate on its mesh, and its composed step."""
         found = self._space.candidates[check.row]
         run = self._checks.run_of(found, self._space.step(found, simulate=True))
         composed = self._space.step(found, simulate=True, run=run)
-        return self._plan(number, check.row, (), run), StepFigures(composed.memory.total, composed.tokens_per_second)
+        return self._task(number, check.row, (), run), StepFigures(composed.memory.total, composed.tokens_per_second)
 
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
         """Rank the candidates anew with what the whole model says."""

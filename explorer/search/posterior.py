@@ -11,8 +11,8 @@ from typing import Self
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.cost_model.step import StepBytes, StepSeconds, memory_limit
 from bexp.explorer.records.earlier_runs import EarlierRuns
 from bexp.explorer.records.run_report import ReportedRun
@@ -96,7 +96,7 @@ class Posterior:
     @classmethod
     def of(
         cls,
-        table: SpaceTable,
+        table: Composition,
         legal: Collection[Candidate],
         request: ExplorationRequest,
         hardware: HardwareSpec,

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
@@ -45,7 +45,7 @@ class PrunedSpace:
     legal: LegalSpace
     num_predicted_out: int
     bases: tuple[Candidate, ...]
-    table: SpaceTable | None
+    table: Composition | None
 
 
 PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
@@ -63,11 +63,11 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     bases = base_candidates(request, report, model)
     exchanges = is_exchange_timed(request, report.hardware)
     others = [c for c in bases if c not in members]
-    everything = SpaceTable((*space.candidates, *others), model, request, exchanges=exchanges)
+    everything = Composition((*space.candidates, *others), model, request, exchanges=exchanges)
     required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
     fits = required <= memory_limit(request, report.hardware)
     legal = space.restrict(compress(space.candidates, fits))
     fitting = (*legal.candidates, *compress(others, fits[len(space.candidates) :]))
     kept = compress(everything.decompositions, fits)
-    table = SpaceTable(fitting, model, request, decompositions=kept) if legal.candidates else None
+    table = Composition(fitting, model, request, decompositions=kept) if legal.candidates else None
     return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from bexp.explorer.cost_model.composition import Composition, predict_component_table
 from bexp.explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
@@ -150,7 +150,7 @@ def _underestimate(
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:
     space = _smallest_space(request, report, model)
-    table = SpaceTable(space.candidates, model, request)
+    table = Composition(space.candidates, model, request)
     saved, transient = table.activation_bytes(*predict_component_table(table))
     return round(float(np.min(table.static_bytes_C + saved + transient)))
 

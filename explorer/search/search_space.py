@@ -10,7 +10,7 @@ from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
-from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.suggestion import Suggestion
 
 
@@ -72,7 +72,7 @@ class SearchSpace(ABC):
     # -- trials of components ------------------------------------------------------------------------------------
 
     @abstractmethod
-    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialPlan, StepFigures]:
+    def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
         """Trial `number` is in flight: how to run it, and what is expected of its candidate."""
 
     @abstractmethod
@@ -110,7 +110,7 @@ class SearchSpace(ABC):
         """Which whole model to run next; None when the answer is settled."""
 
     @abstractmethod
-    def plan_whole_model(self, number: int, check: NextCheck) -> tuple[TrialPlan, StepFigures]:
+    def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """How to run a whole model, and what is expected of it."""
 
     @abstractmethod

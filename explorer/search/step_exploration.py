@@ -17,7 +17,7 @@ from bexp.explorer.records.measurement import (
     WholeModelMeasurement,
 )
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
@@ -152,27 +152,27 @@ class _Measurer:
         self._hardware = report.hardware
         self.request = request
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        shell = next((c for c in plan.components if c.kind is ComponentKind.SHELL), None)
-        if plan.kind is TrialKind.COMPONENTS and shell is None:
+    def __call__(self, task: TrialTask) -> Measurement:
+        shell = next((c for c in task.components if c.kind is ComponentKind.SHELL), None)
+        if task.kind is TrialKind.COMPONENTS and shell is None:
             return Measurement(
-                candidate=plan.candidate,
+                candidate=task.candidate,
                 outcome=Outcome.OK,
-                components=tuple(self._optimizer(component) for component in plan.components),
+                components=tuple(self._optimizer(component) for component in task.components),
             )
-        found = self._result(plan.candidate.micro_batch_size)
+        found = self._result(task.candidate.micro_batch_size)
         outcome = found.outcome
         if outcome is not Outcome.OK:
             reason = found.reason or outcome.value
             # What breaks one size need not break a larger one. Memory and time that are too short at one size are.
             failed = None if outcome is Outcome.CRASHED else shell
-            return Measurement(candidate=plan.candidate, outcome=outcome, reason=reason, failed_component=failed)
-        if plan.kind is TrialKind.WHOLE_MODEL:
-            return Measurement(candidate=plan.candidate, outcome=outcome, whole_model=self._whole(found))
+            return Measurement(candidate=task.candidate, outcome=outcome, reason=reason, failed_component=failed)
+        if task.kind is TrialKind.WHOLE_MODEL:
+            return Measurement(candidate=task.candidate, outcome=outcome, whole_model=self._whole(found))
         components = tuple(
-            self._step(c, found) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in plan.components
+            self._step(c, found) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in task.components
         )
-        return Measurement(candidate=plan.candidate, outcome=outcome, components=components)
+        return Measurement(candidate=task.candidate, outcome=outcome, components=components)
 
     def _result(self, size: int) -> SizeResult:
         if self._unused is not None and self._unused.micro_batch_size == size:

@@ -6,8 +6,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, Floats
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 
 TRIAL_OVERHEAD_SECONDS = 0.15
@@ -35,7 +35,7 @@ def measuring_seconds(seconds_K: Floats) -> Floats:
 
 
 def split_suggestion(
-    suggestion: Suggestion, most: int, table: SpaceTable, surrogate: Surrogate
+    suggestion: Suggestion, most: int, table: Composition, surrogate: Surrogate
 ) -> tuple[Suggestion, ...]:
     """Split a suggestion into at most `most` parts that take about equally long.
 

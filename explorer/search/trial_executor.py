@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Measure, TrialPlan
+from bexp.explorer.records.trial import Measure, TrialTask
 
 
 class TrialExecutor(ABC):
@@ -20,18 +20,18 @@ class TrialExecutor(ABC):
         """How many trials may be in flight, at least 1. It may change while a job runs."""
 
     @abstractmethod
-    def submit(self, plan: TrialPlan) -> None:
+    def submit(self, task: TrialTask) -> None:
         """Begin a trial; no other trial in flight has its number."""
 
     @abstractmethod
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         """Wait for the next trial in flight to end; there is at least one."""
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
+    def __call__(self, task: TrialTask) -> Measurement:
         """Run a trial while nothing else is in flight."""
-        self.submit(plan)
+        self.submit(task)
         done, measurement = self.wait()
-        assert done.number == plan.number, "another trial was in flight"
+        assert done.number == task.number, "another trial was in flight"
         return measurement
 
 
@@ -40,23 +40,23 @@ class OneAtATime(TrialExecutor):
 
     def __init__(self, measure: Measure) -> None:
         self._measure = measure
-        self._plan: TrialPlan | None = None
+        self._task: TrialTask | None = None
 
     @property
     def capacity(self) -> int:
         """One trial."""
         return 1
 
-    def submit(self, plan: TrialPlan) -> None:
-        """Keep the plan until it is waited for."""
-        assert self._plan is None, "a trial is in flight"
-        self._plan = plan
+    def submit(self, task: TrialTask) -> None:
+        """Keep the task until it is waited for."""
+        assert self._task is None, "a trial is in flight"
+        self._task = task
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
-        """Run the plan that was submitted."""
-        plan, self._plan = self._plan, None
-        assert plan is not None, "no trial is in flight"
-        return plan, self._measure(plan)
+    def wait(self) -> tuple[TrialTask, Measurement]:
+        """Run the task that was submitted."""
+        task, self._task = self._task, None
+        assert task is not None, "no trial is in flight"
+        return task, self._measure(task)
 
 
 def executor_of(measure: Measure) -> TrialExecutor:

@@ -67,10 +67,10 @@ class TrialScheduler:
             return False
         suggestion, suggest_seconds = self._due.popleft()
         started, number = self._clock(), self._history.next_number
-        plan, expected = self._space.begin(number, suggestion)
+        task, expected = self._space.begin(number, suggestion)
         self._in_flight[number] = _RunningTrial(suggestion, suggest_seconds, expected, started)
         self._history.begin(number)
-        self._executor.submit(plan)
+        self._executor.submit(task)
         return True
 
     def complete_all(self) -> Iterator[CompletedTrial]:
@@ -82,13 +82,13 @@ class TrialScheduler:
 
     def complete_next(self) -> CompletedTrial:
         """Wait for the next trial in flight to end, and learn from it."""
-        plan, measurement = self._executor.wait()
+        task, measurement = self._executor.wait()
         measured = self._clock()
-        running = self._in_flight.pop(plan.number)
-        judged, reached = self._space.learn(plan.number, running.suggestion, judge(measurement), self._awaited())
+        running = self._in_flight.pop(task.number)
+        judged, reached = self._space.learn(task.number, running.suggestion, judge(measurement), self._awaited())
         trial = Trial(
-            number=plan.number,
-            kind=plan.kind,
+            number=task.number,
+            kind=task.kind,
             measurement=judged,
             predicted_peak_bytes=running.expected.peak_bytes,
             measured_peak_bytes=reached.peak_bytes,

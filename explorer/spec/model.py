@@ -43,7 +43,7 @@ class LayerKind(StrEnum):
 class Variant(NamedTuple):
     """One of the models that a request compares.
 
-    `capacity_factor` is null for a model without experts, and for one whose experts drop no tokens.
+    `capacity_factor` is None for a model without experts, and for one whose experts drop no tokens.
     """
 
     num_query_groups: int

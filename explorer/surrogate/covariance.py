@@ -22,8 +22,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Floats
 
 KIND_STD = 0.7
 BACKEND_STD = 0.35

@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, SpaceTable
 from bexp.explorer.cost_model.collectives import FORWARD_SHARES
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition, Floats
 from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
 HOST_STD_RUN = 0.1
@@ -87,7 +87,7 @@ def estimate_bytes(
     return bytes_3K, std_K
 
 
-def estimate_forward_shares(table: SpaceTable, found: Mapping[Component, ComponentObservations]) -> Floats:
+def estimate_forward_shares(table: Composition, found: Mapping[Component, ComponentObservations]) -> Floats:
     """Share of each component's device seconds that its forward pass takes, shape (K,).
 
     It is the measured share of the component, else the mean of its kind with the same recomputation. Otherwise a

@@ -14,9 +14,9 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints, Mask, SpaceTable, predict_component_table
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask, predict_component_table
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -87,7 +87,7 @@ class Surrogate:
 
     def __init__(
         self,
-        table: SpaceTable,
+        table: Composition,
         hardware: HardwareSpec,
         *,
         num_samples: int,
@@ -203,7 +203,7 @@ class Surrogate:
             host_overhead_2K[:, column] = runs.host_overhead if runs is not None else 0.0
         return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, host_overhead_2K, self._host_is_device)
 
-    def step_run_std(self, table: SpaceTable, rows: Ints) -> Floats:
+    def step_run_std(self, table: Composition, rows: Ints) -> Floats:
         """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
         variance_K = np.zeros(len(self.components))
         for kind, prior in self._kinds.items():

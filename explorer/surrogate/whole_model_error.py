@@ -31,7 +31,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import Floats, Ints
+from bexp.explorer.cost_model.composition import Floats, Ints
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.whole_model_runs import WholeModelNoise, WholeModelRun
 

@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -70,7 +71,7 @@ def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
         supervisor.start("hang", hang, interval_seconds=1.0)
         now = time.monotonic()
-        monkeypatch.setattr("bexp.api.background.time.monotonic", lambda: now + 12.0)
+        monkeypatch.setattr("bexp.api.background.time", SimpleNamespace(monotonic=lambda: now + 12.0))
         try:
             return supervisor.find_trouble()
         finally:

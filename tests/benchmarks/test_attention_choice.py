@@ -11,7 +11,7 @@ from benchmarks.attention_choice import main, pick, request_of, summary, time_ba
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
 from bexp.measure.turns import TurnsBudget
@@ -42,10 +42,10 @@ class Device:
         self.seconds = seconds
         self.measured: list[str] = []
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        self.measured += [component.key for component in plan.components]
+    def __call__(self, task: TrialTask) -> Measurement:
+        self.measured += [component.key for component in task.components]
         measured = []
-        for component in plan.components:
+        for component in task.components:
             seconds = 1e-4
             if component.kind is ComponentKind.ATTENTION:
                 assert component.attention is not None
@@ -63,7 +63,7 @@ class Device:
                     backward_peak_bytes=1 << 20,
                 )
             )
-        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, components=tuple(measured))
+        return Measurement(candidate=task.candidate, outcome=Outcome.OK, components=tuple(measured))
 
 
 @pytest.mark.parametrize("fastest", ["flash", "efficient", "math"])
@@ -76,8 +76,8 @@ def test_the_pick_is_the_explorers_and_follows_its_trials(fastest: str) -> None:
 
 
 def test_a_failure_is_handed_on() -> None:
-    def fail(plan: TrialPlan) -> Measurement:
-        return Measurement(candidate=plan.candidate, outcome=Outcome.CRASHED, reason="no")
+    def fail(task: TrialTask) -> Measurement:
+        return Measurement(candidate=task.candidate, outcome=Outcome.CRASHED, reason="no")
 
     found = pick(request_of(CELL), REPORT, fail)
     assert found["picked"] is None

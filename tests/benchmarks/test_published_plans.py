@@ -10,7 +10,7 @@ from benchmarks import published_plans
 from benchmarks.published_plans import PUBLISHED, main, model_flops_per_token, request_of, summarize
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.mesh_knowledge import mesh_candidates
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
@@ -46,12 +46,12 @@ class SimulatedProfiler:
         self._device = SimulatedDevice(request, noise=0.0)
         return report()
 
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         assert self._device is not None
         type(self).measured += 1
-        if self.broken in plan.components[0].key:
-            return Measurement(candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="too large")
-        return self._device(plan)
+        if self.broken in task.components[0].key:
+            return Measurement(candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="too large")
+        return self._device(task)
 
     def finish_job(self) -> None:
         self._device = None

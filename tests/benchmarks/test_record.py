@@ -7,11 +7,11 @@ import pytest
 
 from benchmarks.record import Recorder, main, open_table, take_over
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.device import RecordedDevice
@@ -30,7 +30,7 @@ class TableProfiler:
 
     def __init__(self, recorded: Recording, *, too_large: int = 1000, device_name: str = "a") -> None:
         self.restarts = 0
-        self.plans: list[TrialPlan] = []
+        self.plans: list[TrialTask] = []
         self._recorded = recorded
         self._too_large = too_large
         self._device_name = device_name
@@ -45,15 +45,15 @@ class TableProfiler:
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         return self._recorded.header.report.model_copy(update={"hardware": self.hardware()})
 
-    def measure(self, plan: TrialPlan) -> Measurement:
-        self.plans.append(plan)
-        large = [c for c in plan.components if c.micro_batch_size >= self._too_large]
+    def measure(self, task: TrialTask) -> Measurement:
+        self.plans.append(task)
+        large = [c for c in task.components if c.micro_batch_size >= self._too_large]
         if large:
             self.restarts += 1
             return Measurement(
-                candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="full", failed_component=large[0]
+                candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="full", failed_component=large[0]
             )
-        return self._device(plan)
+        return self._device(task)
 
     def finish_job(self) -> None: ...
 
@@ -83,7 +83,7 @@ def record(
     return done, Recording.read(path)
 
 
-def space(recorded: Recording) -> SpaceTable:
+def space(recorded: Recording) -> Composition:
     return table_of(recorded)
 
 
@@ -123,10 +123,10 @@ def test_a_spent_budget_leaves_a_table_of_the_small_sizes(tmp_path: Path, monkey
     now = 0.0
 
     class Slow(TableProfiler):
-        def measure(self, plan: TrialPlan) -> Measurement:
+        def measure(self, task: TrialTask) -> Measurement:
             nonlocal now
             now += 0.01
-            return super().measure(plan)
+            return super().measure(task)
 
     monkeypatch.setattr("benchmarks.record.time", SimpleNamespace(monotonic=lambda: now))
 
@@ -201,8 +201,8 @@ class DisturbedProfiler(TableProfiler):
         super().__init__(recorded)
         self._disturbed = disturbed
 
-    def measure(self, plan: TrialPlan) -> Measurement:
-        measurement = super().measure(plan)
+    def measure(self, task: TrialTask) -> Measurement:
+        measurement = super().measure(task)
         if len(self.plans) - 1 not in self._disturbed:
             return measurement
         found = tuple(m.model_copy(update={"conditions": SHARED}) for m in measurement.components)

@@ -15,7 +15,7 @@ from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.searches import UnseenRun, run_searches
 from benchmarks.unseen.world import UnseenTruth, draw_truth
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.execution import Execution
 from bexp.workers.replay.device import VirtualClock
 
@@ -29,7 +29,7 @@ def truth() -> UnseenTruth:
 
 
 def measure(truth: UnseenTruth, row: int, kind: TrialKind, seed: int = 0, number: int = 1) -> Measurement:
-    plan = TrialPlan(
+    task = TrialTask(
         number=number,
         kind=kind,
         model=truth.table.model,
@@ -37,7 +37,7 @@ def measure(truth: UnseenTruth, row: int, kind: TrialKind, seed: int = 0, number
         components=truth.table.decompositions[row].components if kind is TrialKind.COMPONENTS else (),
         timeout_seconds=60,
     )
-    return truth.device(seed, VirtualClock())(plan)
+    return truth.device(seed, VirtualClock())(task)
 
 
 def test_everything_follows_from_the_seed(truth: UnseenTruth) -> None:

@@ -18,7 +18,7 @@ from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
 from bexp.client.client import Client
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.storage.database import Database, open_database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
@@ -40,9 +40,9 @@ class GatedProfiler(ReplayProfiler):
         self.gate = threading.Event()
         self.gate.set()
 
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         assert self.gate.wait(120)
-        return super().measure(plan)
+        return super().measure(task)
 
 
 @dataclass

@@ -11,7 +11,7 @@ import sys
 import time
 
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.workers.__main__ import main
 from bexp.workers.replay.profiler import ReplayProfiler
 
@@ -22,9 +22,9 @@ def slow_down(seconds: float) -> None:
     """Have each trial of this process take that much longer."""
     measure_at_once = ReplayProfiler.measure
 
-    def measure(self: ReplayProfiler, plan: TrialPlan) -> Measurement:
+    def measure(self: ReplayProfiler, task: TrialTask) -> Measurement:
         time.sleep(seconds)
-        return measure_at_once(self, plan)
+        return measure_at_once(self, task)
 
     ReplayProfiler.measure = measure  # type: ignore[method-assign]  # as itself, but slower
 

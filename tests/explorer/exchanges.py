@@ -6,7 +6,7 @@ from typing import Any
 
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
@@ -52,5 +52,5 @@ def run(
     return variant.recommendation, variant.reason, [step.trial for step in steps if step.trial is not None]
 
 
-def exchanges_in(plan: TrialPlan) -> bool:
-    return any(component.kind is ComponentKind.COMMUNICATION for component in plan.components)
+def exchanges_in(task: TrialTask) -> bool:
+    return any(component.kind is ComponentKind.COMMUNICATION for component in task.components)

@@ -9,9 +9,9 @@ from dataclasses import replace
 import numpy as np
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.collectives import FORWARD_SHARES, Overlap
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
@@ -26,7 +26,7 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
@@ -80,7 +80,7 @@ class SimulatedDevice:
         self.noise = noise
         self.activations = activations
         self.rng = np.random.default_rng(seed)
-        self.plans: list[TrialPlan] = []
+        self.plans: list[TrialTask] = []
         self.whole_model_outcomes: list[Outcome] = []
         self.whole_model_factor = 1.0
         self.whole_model_error = 0.001
@@ -89,7 +89,7 @@ class SimulatedDevice:
         self.slowdown = 0.3
         self.host_overhead = (0.0, 0.0)  # host seconds about it, in each micro-step and once a step more
         self.own_factors: dict[Candidate, float] = {}  # of whole models of single candidates, on top
-        self.conditions: Callable[[TrialPlan, Component | None], Conditions | None] = lambda plan, component: None
+        self.conditions: Callable[[TrialTask, Component | None], Conditions | None] = lambda plan, component: None
 
     def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
         """True device and host seconds."""
@@ -131,16 +131,16 @@ class SimulatedDevice:
         shard = expert_chunk if component.part == SPREAD_EXPERTS else shard_of
         return shard(component, model, self.request)
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
+    def __call__(self, task: TrialTask) -> Measurement:
         """Measure a plan as the profiler would."""
-        self.plans.append(plan)
-        if plan.kind is TrialKind.WHOLE_MODEL:
-            return self._whole_model(plan)
+        self.plans.append(task)
+        if task.kind is TrialKind.WHOLE_MODEL:
+            return self._whole_model(task)
         found = []
-        for component in plan.components:
-            device, host = self.seconds(component, plan.model)
+        for component in task.components:
+            device, host = self.seconds(component, task.model)
             device *= 1 + self.noise * float(self.rng.standard_normal())
-            saved, forward, backward = self.weigh(component, plan.model)
+            saved, forward, backward = self.weigh(component, task.model)
             exchange = component.kind is ComponentKind.COMMUNICATION
             gathered = self.forward_share(component) if exchange else 1 / 3
             found.append(
@@ -156,20 +156,20 @@ class SimulatedDevice:
                     backward_peak_bytes=backward,
                     slowdown=self.slowdown if exchange else None,
                     host_once_seconds=self.host_overhead[1] if exchange else None,
-                    conditions=self.conditions(plan, component),
+                    conditions=self.conditions(task, component),
                 )
             )
         phases = PhaseSeconds(timed=sum(12 * c.device_seconds for c in found), build=0.1 * len(found))
-        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, components=tuple(found), phases=phases)
+        return Measurement(candidate=task.candidate, outcome=Outcome.OK, components=tuple(found), phases=phases)
 
-    def true_tokens_per_second(self, table: SpaceTable) -> np.ndarray:
+    def true_tokens_per_second(self, table: Composition) -> np.ndarray:
         """Noise-free throughput of every candidate, shape (C,)."""
         pairs = [self.seconds(c, table.model) for c in table.components]
         device = np.array([[d for d, _ in pairs]])
         host = np.array([h for _, h in pairs])
         return np.asarray(table.tokens_per_second(device, host, overlap=self.overlap(table))[0])
 
-    def overlap(self, table: SpaceTable) -> Overlap:
+    def overlap(self, table: Composition) -> Overlap:
         """How the exchange passes beside computation."""
         shares = np.full(len(table.components), 1 / 3)
         for communication in table.communications:
@@ -183,28 +183,28 @@ class SimulatedDevice:
         """Of what is exchanged, what is gathered in forward."""
         return FORWARD_SHARES[self.request.sharded(communication.sharding).training.sharding]
 
-    def _whole_model(self, plan: TrialPlan) -> Measurement:
+    def _whole_model(self, task: TrialTask) -> Measurement:
         outcome = self.whole_model_outcomes.pop(0) if self.whole_model_outcomes else Outcome.OK
         if outcome is not Outcome.OK:
-            return Measurement(candidate=plan.candidate, outcome=outcome, reason="simulated")
-        factor = self.whole_model_factor * self.own_factors.get(plan.candidate, 1.0)
-        if plan.mesh_run is not None:
-            return self._mesh_model(plan, plan.mesh_run, factor)
-        exchanges = plan.num_processes > 1 and self.request.mode == "train"
-        table = SpaceTable([plan.candidate], plan.model, self.request, exchanges=exchanges)
-        pairs = [self.seconds(c, plan.model) for c in table.components]
+            return Measurement(candidate=task.candidate, outcome=outcome, reason="simulated")
+        factor = self.whole_model_factor * self.own_factors.get(task.candidate, 1.0)
+        if task.mesh_run is not None:
+            return self._mesh_model(task, task.mesh_run, factor)
+        exchanges = task.num_processes > 1 and self.request.mode == "train"
+        table = Composition([task.candidate], task.model, self.request, exchanges=exchanges)
+        pairs = [self.seconds(c, task.model) for c in table.components]
         device, host = np.array([[d for d, _ in pairs]]), np.array([h for _, h in pairs])
         micro_step = table.micro_step_seconds(device, host)
         communication = float(table.communication_seconds(device, host, micro_step, self.overlap(table))[0, 0])
         step = combine_seconds(
             float(micro_step[0, 0]),
             float(table.optimizer_seconds(device, host)[0, 0]),
-            plan.candidate.micro_batch_size,
-            plan.model,
+            task.candidate.micro_batch_size,
+            task.model,
             self.request,
-            context_parallel_size=plan.candidate.context_parallel_size,
+            context_parallel_size=task.candidate.context_parallel_size,
         )
-        sizes = np.array([self.weigh(c, plan.model) for c in table.components], dtype=np.float64).T
+        sizes = np.array([self.weigh(c, task.model) for c in table.components], dtype=np.float64).T
         peak = round(float((table.static_bytes_C + np.add(*table.activation_bytes(*sizes)))[0]))
         whole = WholeModelMeasurement(
             micro_step_seconds=factor * step.micro_step,
@@ -214,15 +214,15 @@ class SimulatedDevice:
             peak_bytes=peak,
             reserved_bytes=peak,
             repeats=3,
-            conditions=self.conditions(plan, None),
+            conditions=self.conditions(task, None),
         )
-        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)
+        return Measurement(candidate=task.candidate, outcome=Outcome.OK, whole_model=whole)
 
-    def _mesh_model(self, plan: TrialPlan, run: MeshRun, factor: float) -> Measurement:
+    def _mesh_model(self, task: TrialTask, run: MeshRun, factor: float) -> Measurement:
         space = MeshKnowledge(self.request, report())
-        found = MeshCandidate(run.mesh, plan.candidate)
+        found = MeshCandidate(run.mesh, task.candidate)
         components = (*space.exchanges, *space.composer.components(found))
-        space.learn(self(plan.model_copy(update={"kind": TrialKind.COMPONENTS, "components": components})).components)
+        space.learn(self(task.model_copy(update={"kind": TrialKind.COMPONENTS, "components": components})).components)
         self.plans.pop()
         step = space.step(found, simulate=True, run=run)
         whole = WholeModelMeasurement(
@@ -234,4 +234,4 @@ class SimulatedDevice:
             repeats=3,
             num_micro_batches=run.num_micro_batches,
         )
-        return Measurement(candidate=plan.candidate, outcome=Outcome.OK, whole_model=whole)
+        return Measurement(candidate=task.candidate, outcome=Outcome.OK, whole_model=whole)

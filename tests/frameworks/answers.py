@@ -6,7 +6,7 @@ from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.training import Sharding
 from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
-from tests.explorer.exports.test_plans import planned
+from tests.explorer.exports.test_meshes import planned
 
 FLAT = {"pipeline": 1, "virtual_stages": 1, "schedule": None}
 

@@ -14,7 +14,7 @@ from bexp.explorer.cost_model.collectives import ExchangeUnits
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
@@ -49,7 +49,7 @@ def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.CO
     )
     model = LONG if kind is TrialKind.COMPONENTS else MODEL
     components = Decomposer(model, training=True)(candidate).components if kind is TrialKind.COMPONENTS else ()
-    plan = TrialPlan(
+    task = TrialTask(
         number=0,
         kind=kind,
         model=model,
@@ -58,7 +58,7 @@ def run(group: Profiler, layout: str, m: int = 1, kind: TrialKind = TrialKind.CO
         timeout_seconds=120.0,
         num_processes=size,
     )
-    return group.measure(plan)
+    return group.measure(task)
 
 
 def test_layouts_on_two_devices(group: Profiler) -> None:
@@ -85,7 +85,7 @@ def together(group: Profiler, kind: TrialKind, *components: Component, layout: s
         context_parallel_size=1 if layout is None else 2,
         context_parallel_layout=layout,
     )
-    plan = TrialPlan(
+    task = TrialTask(
         number=0,
         kind=kind,
         model=MODEL,
@@ -94,7 +94,7 @@ def together(group: Profiler, kind: TrialKind, *components: Component, layout: s
         timeout_seconds=120.0,
         num_processes=2,
     )
-    return group.measure(plan)
+    return group.measure(task)
 
 
 def trained(sharding: Sharding, gradients: DType | None = None) -> ExplorationRequest:

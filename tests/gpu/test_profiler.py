@@ -13,7 +13,7 @@ from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -49,8 +49,8 @@ def profiler() -> Iterator[Profiler]:
 
 def plan(
     candidate: Candidate, *components: Component, kind: TrialKind = TrialKind.COMPONENTS, model: ModelSpec = MODEL
-) -> TrialPlan:
-    return TrialPlan(
+) -> TrialTask:
+    return TrialTask(
         number=0, kind=kind, model=model, candidate=candidate, components=components, timeout_seconds=120.0
     )
 

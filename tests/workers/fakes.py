@@ -9,7 +9,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
-from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Measure, Trial, TrialKind, TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
@@ -32,7 +32,7 @@ class FakeProfiler:
         self._hanging = set(hanging)
         self._outcomes = dict(enumerate(outcomes))
         self._interrupted = threading.Event()
-        self.before_measure: Callable[[TrialPlan], None] = lambda plan: None
+        self.before_measure: Callable[[TrialTask], None] = lambda plan: None
 
     def start(self) -> None:
         self.calls.append("start")
@@ -47,22 +47,22 @@ class FakeProfiler:
             raise ProfilerError(self.failures.pop(0))
         return make_report()
 
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         if self._interrupted.is_set():
             raise ProfilerInterruptedError
-        self.before_measure(plan)
-        if plan.number in self._hanging:
+        self.before_measure(task)
+        if task.number in self._hanging:
             self.is_hanging.set()
             assert self._interrupted.wait(90)
             raise ProfilerInterruptedError
-        self.measured.append(plan.number)
-        outcome = self._outcomes.get(plan.number, Outcome.OK)
+        self.measured.append(task.number)
+        outcome = self._outcomes.get(task.number, Outcome.OK)
         reason = None
         if outcome is not Outcome.OK:
             self.restarts += 1
             reason = "it was too large"
         phases = PhaseSeconds(process_start=5.0, build=0.25, timed=0.5)
-        return Measurement(candidate=plan.candidate, outcome=outcome, reason=reason, phases=phases)
+        return Measurement(candidate=task.candidate, outcome=outcome, reason=reason, phases=phases)
 
     def interrupt(self) -> None:
         self.calls.append("interrupt")
@@ -84,14 +84,14 @@ def fake_explore(
 ) -> Iterator[Progress]:
     """Three trials, numbered on from the history, and an answer; nothing is found when `seed` is 13."""
     for number in range(len(history), NUM_TRIALS):
-        plan = TrialPlan(
+        task = TrialTask(
             number=number,
             kind=TrialKind.COMPONENTS,
             model=request.shapes,
             candidate=make_candidate(number + 1),
             timeout_seconds=1.0,
         )
-        trial = Trial(number=number, kind=plan.kind, measurement=measure(plan))
+        trial = Trial(number=number, kind=task.kind, measurement=measure(task))
         event = EventDraft(code=EventCode.TRIAL, message=f"trial {number}", data={"number": number})
         yield Progress((event,), trial=trial, recommendation=make_recommendation(number + 1))
     found = None if request.seed == 13 else make_recommendation(NUM_TRIALS)

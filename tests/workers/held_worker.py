@@ -12,7 +12,7 @@ import signal
 import sys
 from pathlib import Path
 
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.base import Frozen
 from bexp.workers.__main__ import main
 from bexp.workers.process.child import ProfilerProcess
@@ -26,7 +26,7 @@ def hold(file: Path) -> None:
     send = ProfilerProcess.send
 
     def send_and_stop(self: ProfilerProcess, command: Frozen) -> None:
-        is_held = isinstance(command, RunTrial) and file.exists() and _is_named(command.plan, file.read_text())
+        is_held = isinstance(command, RunTrial) and file.exists() and _is_named(command.task, file.read_text())
         if is_held:
             os.kill(self._ranks[-1].pid if self._ranks else self.pid, signal.SIGSTOP)
         send(self, command)
@@ -36,8 +36,8 @@ def hold(file: Path) -> None:
     ProfilerProcess.send = send_and_stop  # type: ignore[method-assign]  # as itself, to a process that stands still
 
 
-def _is_named(plan: TrialPlan, name: str) -> bool:
-    return plan.mesh_run is not None if name == "whole" else plan.number == int(name)
+def _is_named(task: TrialTask, name: str) -> bool:
+    return task.mesh_run is not None if name == "whole" else task.number == int(name)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ def visible_devices(environment: Mapping[str, str]) -> tuple[str, ...]:
 
 
 def why_no_gpu(environment: Mapping[str, str]) -> str | None:
-    """Return why no CUDA device is visible; null if one is."""
+    """Return why no CUDA device is visible; None if one is."""
     if visible_gpus(environment):
         return None
     try:

@@ -9,7 +9,7 @@ from bexp.workers.devices.discovery import device_key
 
 
 def open_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
-    """The GPU that this process calls `device`; null for the CPU, and if NVML does not find the device."""
+    """The GPU that this process calls `device`; None for the CPU, and if NVML does not find the device."""
     try:
         key = device_key(device, environment)
     except ValueError:

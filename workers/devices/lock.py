@@ -59,7 +59,7 @@ class DeviceLock:
         `on_wait` is called once, with the reason for the wait. Returns False if `cancelled()` became true meanwhile.
 
         Raises:
-            DeviceBusyError: the device was not free within `timeout_seconds` (null: there is no limit).
+            DeviceBusyError: the device was not free within `timeout_seconds` (None: there is no limit).
         """
         if self._descriptor is not None:
             return True

@@ -31,7 +31,7 @@ def attention_shape(model: ModelSpec) -> AttentionShape:
 
 
 def experts_shape(model: ModelSpec) -> ExpertsShape | None:
-    """The routed experts of `model`; null if it has none."""
+    """The routed experts of `model`; None if it has none."""
     if model.moe is None:
         return None
     return ExpertsShape(

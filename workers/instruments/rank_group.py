@@ -7,7 +7,7 @@ from typing import Protocol
 import torch.distributed as dist
 
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.measure.timing import Reducer
 from bexp.workers.instruments.failures import UnsupportedTrialError
@@ -28,16 +28,16 @@ class RankGroup(Reducer, Protocol):
     size: int
     rank: int
     members: dist.ProcessGroup | None
-    """torch's group of all ranks; null for a single rank."""
+    """torch's group of all ranks; None for a single rank."""
 
     def context_parallel(self, size: int, layout: str) -> ContextParallel:
         """The ring of `size` ranks with which this rank shares its sequences."""
 
     def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
-        """The group of this rank among those of `size` ranks that are `stride` apart; null for a single rank."""
+        """The group of this rank among those of `size` ranks that are `stride` apart; None for a single rank."""
 
     def barrier(self, component: Component) -> Barrier | None:
-        """The barrier of the ranks that run the component together; null if each runs it without the others."""
+        """The barrier of the ranks that run the component together; None if each runs it without the others."""
 
 
 class SingleRank:
@@ -69,13 +69,13 @@ class SingleRank:
 SINGLE_RANK = SingleRank()
 
 
-def single_rank(plan: TrialPlan) -> RankGroup:
+def single_rank(task: TrialTask) -> RankGroup:
     """The group of a profiler with one device; UnsupportedTrialError if the trial needs more."""
-    check_size(plan, 1)
+    check_size(task, 1)
     return SINGLE_RANK
 
 
-def check_size(plan: TrialPlan, num_processes: int) -> None:
+def check_size(task: TrialTask, num_processes: int) -> None:
     """Raise UnsupportedTrialError if the trial needs more than `num_processes`."""
-    if plan.num_processes > num_processes:
-        raise UnsupportedTrialError(f"the trial needs {plan.num_processes} devices; the profiler has {num_processes}")
+    if task.num_processes > num_processes:
+        raise UnsupportedTrialError(f"the trial needs {task.num_processes} devices; the profiler has {num_processes}")

@@ -12,7 +12,7 @@ from bexp.workers.instruments.kernel_shapes import attention_shape
 def find_ring(
     instruments: Instruments, model: ModelSpec, size: int, layout: str | None, backend: str | None
 ) -> ContextParallel | None:
-    """The ring of this rank; null if there is no layout, because components without one need no other rank.
+    """The ring of this rank; None if there is no layout, because components without one need no other rank.
 
     Raises:
         UnsupportedTrialError: the sequences cannot be shared by so many, or not with this attention back end.

@@ -18,7 +18,7 @@ from typing import Protocol, TypeVar
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Measure, Trial, TrialPlan
+from bexp.explorer.records.trial import Measure, Trial, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.explorer.spec.request import ExplorationRequest
@@ -86,7 +86,7 @@ def run_job(
     host cannot go on, the job is put back with the reason.
     """
     with LeaseHeartbeat(queue, claim.lease, profiler.interrupt) as heartbeat:
-        run = _Run(claim, queue, profiler, heartbeat, stopping, software)
+        run = _JobRun(claim, queue, profiler, heartbeat, stopping, software)
         try:
             return run.explore(explore)
         except (ProfilerInterruptedError, _JobStoppedError, LeaseLostError):
@@ -99,7 +99,7 @@ def run_job(
             return run.report_fault(f"internal error: {type(error).__name__}: {error}")
 
 
-class _Run:
+class _JobRun:
     def __init__(
         self,
         claim: Claim,
@@ -207,27 +207,27 @@ class _Run:
                 self._profiler.start()
                 return self._profiler.begin(request)
 
-    def _measure(self, plan: TrialPlan) -> Measurement:
+    def _measure(self, task: TrialTask) -> Measurement:
         self.check()
-        return self.take(lambda: (plan, self._profiler.measure(plan)))[1]
+        return self.take(lambda: (task, self._profiler.measure(task)))[1]
 
-    def take(self, wait: Callable[[], tuple[TrialPlan, Measurement]]) -> tuple[TrialPlan, Measurement]:
+    def take(self, wait: Callable[[], tuple[TrialTask, Measurement]]) -> tuple[TrialTask, Measurement]:
         """Wait for a trial, and count its seconds."""
         restarts = self._profiler.restarts
         beside_others = isinstance(self._profiler, DevicePool)
         started = time.perf_counter()
-        plan, measurement = wait()
+        task, measurement = wait()
         self._account.add_trial(time.perf_counter() - started, measurement.phases, beside_others=beside_others)
         if self._profiler.restarts > restarts:
             reason = measurement.reason or "it could not go on"
             self._replacements.append(
                 EventDraft(
                     code=EventCode.PROFILER_REPLACED,
-                    message=f"The profiler process is replaced after trial {plan.number}: {reason}",
-                    data={"trial": plan.number, "reason": reason},
+                    message=f"The profiler process is replaced after trial {task.number}: {reason}",
+                    data={"trial": task.number, "reason": reason},
                 )
             )
-        return plan, measurement
+        return task, measurement
 
     def _with_replacements(self, step: Progress) -> Progress:
         drafts, self._replacements = self._replacements, []
@@ -269,7 +269,7 @@ class _Run:
 class _Trials(TrialExecutor):
     """The trials of a pool. The seconds of each are counted when it ends."""
 
-    def __init__(self, run: _Run, pool: DevicePool) -> None:
+    def __init__(self, run: _JobRun, pool: DevicePool) -> None:
         self._run = run
         self._pool = pool
 
@@ -277,9 +277,9 @@ class _Trials(TrialExecutor):
     def capacity(self) -> int:
         return self._pool.capacity
 
-    def submit(self, plan: TrialPlan) -> None:
+    def submit(self, task: TrialTask) -> None:
         self._run.check()
-        self._pool.submit(plan)
+        self._pool.submit(task)
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         return self._run.take(self._pool.wait)

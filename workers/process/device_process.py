@@ -31,7 +31,7 @@ class DeviceProcess:
         locks: of these devices; the process inherits them.
         environment: of the process.
         on_wait: called once, with the reason, if another profiler holds a device.
-        lock_timeout_seconds: how long to wait for the devices; null: as long as it takes.
+        lock_timeout_seconds: how long to wait for the devices; None: as long as it takes.
         start_timeout_seconds: how long to wait for the reply to a command before a trial.
     """
 

@@ -8,7 +8,7 @@ from typing import Protocol
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -54,7 +54,7 @@ class DeviceProfiler(Protocol):
         """Announce a job to every device, also to devices that join later."""
 
     @abstractmethod
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         """Run a trial while nothing else is in flight."""
 
     @abstractmethod
@@ -79,6 +79,6 @@ class DevicePool(TrialExecutor, DeviceProfiler):
     def take_events(self) -> list[EventDraft]:
         """Return the events since the last call: devices that were lost or left out, trials that began anew."""
 
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         """Run a trial while nothing else is in flight."""
-        return self(plan)
+        return self(task)

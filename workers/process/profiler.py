@@ -15,7 +15,7 @@ from typing import Self, TypeVar
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.discovery import device_key
@@ -58,7 +58,7 @@ class Profiler:
     Args:
         device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
         environment: of the profiler process; default: this process's own.
-        lock_timeout_seconds: how long to wait for the device; null: as long as it takes.
+        lock_timeout_seconds: how long to wait for the device; None: as long as it takes.
         lock_directory: where the host's device locks lie; default: see `bexp.workers.devices.lock`.
         start_timeout_seconds: for importing torch, and again for measuring the device.
         setup_allowance_seconds: added to the deadline of each trial.
@@ -118,7 +118,7 @@ class Profiler:
 
     @property
     def pid(self) -> int | None:
-        """The id of the profiler process, null while there is none."""
+        """The id of the profiler process, None while there is none."""
         process = self._process.current
         return None if process is None else process.pid
 
@@ -167,7 +167,7 @@ class Profiler:
         self._prepare_next()
         return report
 
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         """Run a trial. A candidate's crash, hang or lack of memory is the outcome.
 
         A process that is killed for no known reason, or a custom target's, may have been killed by somebody else. Its
@@ -178,11 +178,11 @@ class Profiler:
             ProfilerError: no process can be started on the device any more.
             ProfilerInterruptedError: `interrupt()` was called.
         """
-        first, was_killed = self._run(plan)
+        first, was_killed = self._run(task)
         if not was_killed:
             return first
-        _log.warning("trial %d runs once more: %s", plan.number, first.reason)
-        second, was_killed_again = self._run(plan)
+        _log.warning("trial %d runs once more: %s", task.number, first.reason)
+        second, was_killed_again = self._run(task)
         phases = second.phases
         changes: dict[str, object] = {
             "phases": phases.model_copy(update={"process_start": phases.process_start + first.phases.total})
@@ -195,7 +195,7 @@ class Profiler:
             changes["reason"] = f"{second.reason}; before, {first.reason}, and the trial ran once more"
         return second.model_copy(update=changes)
 
-    def _run(self, plan: TrialPlan) -> tuple[Measurement, bool]:
+    def _run(self, task: TrialTask) -> tuple[Measurement, bool]:
         """Run a trial once; return its measurement, and whether its process was killed for no known reason."""
         if self._job is None:
             raise ProfilerError("measure() was called before begin()")
@@ -204,8 +204,8 @@ class Profiler:
         started = time.perf_counter()
         run = TrialRun(
             process,
-            plan,
-            allowed_seconds=plan.timeout_seconds + self._setup_allowance_seconds,
+            task,
+            allowed_seconds=task.timeout_seconds + self._setup_allowance_seconds,
             ceiling=self._job.ceiling if self.devices[0] == "cpu" else None,
             replace=self._process.replace,
             check_interrupted=self._process.check_interrupted,

@@ -9,7 +9,7 @@ from pydantic import Field, TypeAdapter
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -44,7 +44,7 @@ class RunTrial(Frozen):
     """Command: run a trial. Answers: `ComponentStarted` and `ComponentMeasured`, then `TrialFinished`."""
 
     type: Literal["run_trial"] = "run_trial"
-    plan: TrialPlan
+    task: TrialTask
 
 
 class EndJob(Frozen):

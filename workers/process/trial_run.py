@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained, name_ended
 from bexp.workers.process.protocol import ComponentMeasured, ComponentStarted, RankLost, Reply, RunTrial, TrialFinished
@@ -44,9 +44,9 @@ class TrialRun:
 
     Args:
         process: what runs the trial.
-        plan: the trial.
+        task: the trial.
         allowed_seconds: after this time the trial has timed out.
-        ceiling: null where the device's allocator keeps the limit.
+        ceiling: None where the device's allocator keeps the limit.
         replace: ends the process, which gets this many seconds to end by itself; returns its exit status.
         check_interrupted: raises if the profiler was interrupted.
 
@@ -56,7 +56,7 @@ class TrialRun:
     def __init__(
         self,
         process: ProfilerProcess,
-        plan: TrialPlan,
+        task: TrialTask,
         *,
         allowed_seconds: float,
         ceiling: MemoryCeiling | None,
@@ -64,7 +64,7 @@ class TrialRun:
         check_interrupted: Callable[[], None],
     ) -> None:
         self._process = process
-        self._plan = plan
+        self._task = task
         self._allowed_seconds = allowed_seconds
         self._ceiling = ceiling
         self._replace = replace
@@ -75,7 +75,7 @@ class TrialRun:
         self.was_killed = False
 
     def follow(self) -> tuple[Measurement, float | None]:
-        """Run the trial; returns its measurement and the process's own seconds, null if these were lost with it.
+        """Run the trial; returns its measurement and the process's own seconds, None if these were lost with it.
 
         Raises:
             UnexpectedReplyError: the process did not keep to the protocol.
@@ -83,7 +83,7 @@ class TrialRun:
         kernel_kills = count_kernel_oom_kills()
         deadline = time.monotonic() + self._allowed_seconds
         try:
-            self._process.send(RunTrial(plan=self._plan))
+            self._process.send(RunTrial(task=self._task))
             while True:
                 reply = self._process.receive(TICK_SECONDS)
                 self._check_interrupted()
@@ -129,7 +129,7 @@ class TrialRun:
 
     def _failure(self, outcome: Outcome, reason: str) -> Measurement:
         return Measurement(
-            candidate=self._plan.candidate,
+            candidate=self._task.candidate,
             outcome=outcome,
             reason=reason,
             components=tuple(self._components),

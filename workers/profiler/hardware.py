@@ -179,7 +179,7 @@ def _synchronize(device: torch.device) -> None:
 
 
 def used_bytes(device: torch.device) -> int | None:
-    """Return the bytes of a CUDA device that all processes use; null if NVML cannot tell. It makes no context."""
+    """Return the bytes of a CUDA device that all processes use; None if NVML cannot tell. It makes no context."""
     try:
         return int(torch.cuda.device_memory_used(device))
     except (RuntimeError, ModuleNotFoundError, pynvml.NVMLError):

@@ -9,7 +9,7 @@ from bexp.explorer.cost_model.shards import shard_of
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, WholeModelMeasurement
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import ModelSpec
@@ -38,7 +38,7 @@ from bexp.workers.profiler.trials.exchange import measure_exchange
 from bexp.workers.profiler.trials.optimizer import measure_optimizer
 from bexp.workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
 from bexp.workers.targets.choice import import_target, open_target
-from bexp.workers.targets.target import Target, WholeTarget
+from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
 CALM_SECONDS = 5.0
 """The longest that a trial waits for the device to become calm if the previous trial was disturbed."""
@@ -52,7 +52,7 @@ class Session:
         instruments: Instruments,
         used_before: int | None,
         send: Callable[[Frozen], None],
-        select_ranks: Callable[[TrialPlan], RankGroup] = single_rank,
+        select_ranks: Callable[[TrialTask], RankGroup] = single_rank,
     ) -> None:
         self._instruments = instruments
         self._used_before = used_before
@@ -60,7 +60,7 @@ class Session:
         self._select_ranks = select_ranks
         self._request: ExplorationRequest | None = None
         self._was_disturbed = False  # in the last trial, by other processes or by throttling
-        self._target: Target | WholeTarget | None = None
+        self._target: ProfiledTarget | WholeTarget | None = None
 
     @property
     def has_job(self) -> bool:
@@ -74,7 +74,7 @@ class Session:
         elif isinstance(command, Begin):
             self._begin(command)
         elif isinstance(command, RunTrial):
-            return self._run_trial(command.plan)
+            return self._run_trial(command.task)
         elif isinstance(command, EndJob):
             self._end_job()
         return True
@@ -105,16 +105,16 @@ class Session:
         self._was_disturbed = False
         self._send(ReportReply(report=report, others_bytes=others_bytes))
 
-    def _run_trial(self, plan: TrialPlan) -> bool:
+    def _run_trial(self, task: TrialTask) -> bool:
         assert self._request is not None, "a job has begun"
         clock = PhaseClock()
         if self._was_disturbed:
             self._instruments.monitor.wait_until_calm(CALM_SECONDS)
-        measurement, target_killed = self._attempt(plan, self._request, clock)
+        measurement, target_killed = self._attempt(task, self._request, clock)
         poisoned = self._is_lost(measurement)
         if not poisoned:
             kept = 0 if self._target is None or isinstance(self._target, WholeTarget) else self._target.rest()
-            release = measurement.outcome is Outcome.OUT_OF_MEMORY or plan.kind is TrialKind.WHOLE_MODEL
+            release = measurement.outcome is Outcome.OUT_OF_MEMORY or task.kind is TrialKind.WHOLE_MODEL
             poisoned = self._instruments.settle(release=release, kept_bytes=kept) > 0
         measurement = measurement.model_copy(update={"phases": clock.seconds()})
         self._was_disturbed = measurement.contamination is not None
@@ -124,8 +124,8 @@ class Session:
         )
         return not poisoned
 
-    def _attempt(self, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock) -> tuple[Measurement, bool]:
-        """Measure what the plan asks for. An exception becomes the outcome, and keeps what came before it.
+    def _attempt(self, task: TrialTask, request: ExplorationRequest, clock: PhaseClock) -> tuple[Measurement, bool]:
+        """Measure what the task asks for. An exception becomes the outcome, and keeps what came before it.
 
         Also returns whether the target's own process was killed for no known reason.
         """
@@ -136,21 +136,21 @@ class Session:
         current: Component | None = None
         outcome, reason, target_killed = Outcome.OK, None, False
         try:
-            self._instruments.join(self._select_ranks(plan))
-            self._check_execution(plan.candidate, request)
-            if plan.kind is TrialKind.WHOLE_MODEL:
-                whole_model = self._run_whole_model(target, plan, request, clock)
-            for component in plan.components if plan.kind is TrialKind.COMPONENTS else ():
+            self._instruments.join(self._select_ranks(task))
+            self._check_execution(task.candidate, request)
+            if task.kind is TrialKind.WHOLE_MODEL:
+                whole_model = self._run_whole_model(target, task, request, clock)
+            for component in task.components if task.kind is TrialKind.COMPONENTS else ():
                 current = component
                 self._send(ComponentStarted(component=component))
-                measured.append(self._measure(target, plan, component, request, clock))
+                measured.append(self._measure(target, task, component, request, clock))
                 self._send(ComponentMeasured(measurement=measured[-1]))
                 current = None
         except Exception as error:  # noqa: BLE001 - whatever a candidate's kernels raise is the trial's outcome
             outcome, reason = classify(error)
             target_killed = isinstance(error, TargetKilledError)
         measurement = Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=outcome,
             reason=reason,
             components=tuple(measured),
@@ -160,16 +160,16 @@ class Session:
         return measurement, target_killed
 
     def _run_whole_model(
-        self, target: Target | WholeTarget, plan: TrialPlan, request: ExplorationRequest, clock: PhaseClock
+        self, target: ProfiledTarget | WholeTarget, task: TrialTask, request: ExplorationRequest, clock: PhaseClock
     ) -> WholeModelMeasurement:
         if isinstance(target, WholeTarget):
-            return target.measure_whole_model(plan.candidate, clock)
-        target.check(plan.candidate, plan.model)
-        if plan.mesh_run is not None:
-            assert isinstance(plan.model, ModelSpec), "meshes are for reference layers"
-            return run_mesh_model(self._instruments, plan.model, plan.candidate, plan.mesh_run, request, clock)
-        sharded = request.sharded(plan.candidate.sharding)
-        return run_whole_model(self._instruments, target, plan.model, plan.candidate, sharded, clock)
+            return target.measure_whole_model(task.candidate, clock)
+        target.check(task.candidate, task.model)
+        if task.mesh_run is not None:
+            assert isinstance(task.model, ModelSpec), "meshes are for reference layers"
+            return run_mesh_model(self._instruments, task.model, task.candidate, task.mesh_run, request, clock)
+        sharded = request.sharded(task.candidate.sharding)
+        return run_whole_model(self._instruments, target, task.model, task.candidate, sharded, clock)
 
     def _is_lost(self, measurement: Measurement) -> bool:
         """Whether the trial's failure leaves the device, or the group of ranks, unusable."""
@@ -184,19 +184,19 @@ class Session:
 
     def _measure(
         self,
-        target: Target | WholeTarget,
-        plan: TrialPlan,
+        target: ProfiledTarget | WholeTarget,
+        task: TrialTask,
         component: Component,
         request: ExplorationRequest,
         clock: PhaseClock,
     ) -> ComponentMeasurement:
         if isinstance(target, WholeTarget):
-            return target.measure_component(component, plan.candidate, clock)
-        request, model = request.sharded(component.sharding), plan.model
+            return target.measure_component(component, task.candidate, clock)
+        request, model = request.sharded(component.sharding), task.model
         if isinstance(model, ModelSpec):
             model, request = shard_of(component, model, request)
         if component.kind is ComponentKind.OPTIMIZER:
-            return measure_optimizer(self._instruments, target, model, component, plan.candidate, request, clock)
+            return measure_optimizer(self._instruments, target, model, component, task.candidate, request, clock)
         if component.kind is ComponentKind.EXCHANGE:
             return measure_exchange(self._instruments, component, request.seed, clock)
         if component.kind is ComponentKind.COMMUNICATION:

@@ -10,13 +10,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 
 OpenProfiler = Callable[[Sequence[str], Mapping[str, str], Path | None], DeviceProfiler]
-"""Makes a profiler from its devices, its environment, and the folder of its device locks (null: the host's)."""
+"""Makes a profiler from its devices, its environment, and the folder of its device locks (None: the host's)."""
 
 
 def open_profiler(devices: Sequence[str], environment: Mapping[str, str], locks: Path | None) -> DeviceProfiler:
@@ -50,9 +50,9 @@ class Actor:
         """Announce a job; returns a `DeviceReport`."""
         return self._profiler.begin(ExplorationRequest.model_validate_json(request)).model_dump_json()
 
-    def measure(self, plan: str) -> tuple[str, int]:
+    def measure(self, task: str) -> tuple[str, int]:
         """Run a trial; returns a `Measurement`, and how often the profiler process has been replaced so far."""
-        measurement = self._profiler.measure(TrialPlan.model_validate_json(plan))
+        measurement = self._profiler.measure(TrialTask.model_validate_json(task))
         return measurement.model_dump_json(), self._profiler.restarts
 
     def close(self) -> None:

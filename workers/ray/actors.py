@@ -108,7 +108,7 @@ class Actors:
             self.ready.remove(handle)
         self._cluster.end_actor(handle)
         at = f"on the node {handle.node} " if handle.node is not None else ""
-        during = f" in trial {handle.trial.plan.number}" if handle.trial is not None else ""
+        during = f" in trial {handle.trial.task.number}" if handle.trial is not None else ""
         self._warn(f"A device {at}of the cluster was lost{during}: {reason}")
         self._fill()
 

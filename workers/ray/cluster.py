@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.ray.actor import Actor, OpenProfiler
 
@@ -16,7 +16,7 @@ from bexp.workers.ray.actor import Actor, OpenProfiler
 class RunningTrial:
     """A trial, the actors that it has lost, and Ray's reference to its result with the time by which it is due."""
 
-    plan: TrialPlan
+    task: TrialTask
     losses: int = 0
     result: Any = None
     deadline: float = 0.0

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import DevicePool, ProfilerError, ProfilerInterruptedError
@@ -85,15 +85,15 @@ class RayDevicePool(DevicePool):
         self._check_interrupted()
         return self._actors.begin(request)
 
-    def submit(self, plan: TrialPlan) -> None:
+    def submit(self, task: TrialTask) -> None:
         """Give a trial to an idle actor, or to the next that is ready."""
         self._check_interrupted()
         if self._actors.request is None:
             raise ProfilerError("measure() was called before begin()")
-        self._waiting.append(RunningTrial(plan))
+        self._waiting.append(RunningTrial(task))
         self._assign()
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         """Wait for the next trial that ends.
 
         Raises:
@@ -144,14 +144,14 @@ class RayDevicePool(DevicePool):
                 return
             if handle.trial is None:
                 trial = self._waiting.popleft()
-                trial.result = handle.actor.measure.remote(trial.plan.model_dump_json())
+                trial.result = handle.actor.measure.remote(trial.task.model_dump_json())
                 # An actor whose profiler is killed runs the trial once more.
-                allowed_seconds = 2 * trial.plan.timeout_seconds + self._setup_allowance_seconds
+                allowed_seconds = 2 * trial.task.timeout_seconds + self._setup_allowance_seconds
                 trial.deadline = time.monotonic() + allowed_seconds
                 handle.trial = trial
 
-    def _collect(self, handle: ActorHandle) -> tuple[TrialPlan, Measurement] | None:
-        """The result of a trial that ended; null if its actor was lost, and it begins again."""
+    def _collect(self, handle: ActorHandle) -> tuple[TrialTask, Measurement] | None:
+        """The result of a trial that ended; None if its actor was lost, and it begins again."""
         trial = handle.trial
         assert trial is not None
         try:
@@ -161,9 +161,9 @@ class RayDevicePool(DevicePool):
         handle.trial = None
         self.restarts += restarts - handle.restarts
         handle.restarts = restarts
-        return trial.plan, Measurement.model_validate_json(document)
+        return trial.task, Measurement.model_validate_json(document)
 
-    def _retry(self, handle: ActorHandle, trial: RunningTrial, reason: str) -> tuple[TrialPlan, Measurement] | None:
+    def _retry(self, handle: ActorHandle, trial: RunningTrial, reason: str) -> tuple[TrialTask, Measurement] | None:
         """Begin a trial again after its actor was lost, unless it has lost too many."""
         self._actors.lose(handle, reason)
         trial.losses += 1
@@ -171,9 +171,9 @@ class RayDevicePool(DevicePool):
             self._waiting.appendleft(trial)
             return None
         reason = f"{trial.losses} devices of the cluster were lost in this trial, the last one with: {reason}"
-        return trial.plan, Measurement(candidate=trial.plan.candidate, outcome=Outcome.CRASHED, reason=reason)
+        return trial.task, Measurement(candidate=trial.task.candidate, outcome=Outcome.CRASHED, reason=reason)
 
-    def _give_up_overdue(self) -> tuple[TrialPlan, Measurement] | None:
+    def _give_up_overdue(self) -> tuple[TrialTask, Measurement] | None:
         """Retry a trial that is far beyond its deadline: its node does not answer."""
         for handle in self._actors.ready:
             if handle.trial is not None and time.monotonic() > handle.trial.deadline:

@@ -17,7 +17,7 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, WholeModelRow
@@ -61,20 +61,20 @@ class RecordedDevice:
         self._seed = seed
         self._restarting = False
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        """Answer a plan. The phases hold the recorded seconds."""
-        measurement = self._whole_model(plan) if plan.kind is TrialKind.WHOLE_MODEL else self._components(plan)
+    def __call__(self, task: TrialTask) -> Measurement:
+        """Answer a task. The phases hold the recorded seconds."""
+        measurement = self._whole_model(task) if task.kind is TrialKind.WHOLE_MODEL else self._components(task)
         if self._restarting:
             start = self.recording.header.process_start_seconds
             phases = measurement.phases.model_copy(update={"process_start": start})
             measurement = measurement.model_copy(update={"phases": phases})
-        self._restarting = self._replaces(plan, measurement)
+        self._restarting = self._replaces(task, measurement)
         self.replacements += self._restarting
         self.clock.advance(measurement.phases.total)
         return measurement
 
     def draw(self, component: Component, again: int | None = None) -> ComponentRow | None:
-        """Draw a run of a component, with the recorded noise; null if the component was never recorded.
+        """Draw a run of a component, with the recorded noise; None if the component was never recorded.
 
         `again` is the number of a trial that measures the component once more.
         """
@@ -103,12 +103,12 @@ class RecordedDevice:
             }
         )
 
-    def _components(self, plan: TrialPlan) -> Measurement:
+    def _components(self, task: TrialTask) -> Measurement:
         measured: list[ComponentMeasurement] = []
         phases: list[PhaseSeconds] = []
         outcome, reason, failed = Outcome.OK, None, None
-        for component in plan.components:
-            row = self.draw(component, plan.number if plan.again else None)
+        for component in task.components:
+            row = self.draw(component, task.number if task.again else None)
             if row is None:
                 outcome, reason, failed = Outcome.UNSUPPORTED, "never recorded", component
                 break
@@ -118,7 +118,7 @@ class RecordedDevice:
                 break
             measured.append(row.measurement())
         return Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=outcome,
             reason=reason,
             components=tuple(measured),
@@ -126,16 +126,16 @@ class RecordedDevice:
             phases=_sum(phases),
         )
 
-    def _whole_model(self, plan: TrialPlan) -> Measurement:
-        row = self._draw_whole_model(plan.candidate)
+    def _whole_model(self, task: TrialTask) -> Measurement:
+        row = self._draw_whole_model(task.candidate)
         if row is None:
             return Measurement(
-                candidate=plan.candidate,
+                candidate=task.candidate,
                 outcome=Outcome.UNSUPPORTED,
                 reason="the recorded table has no run of its whole model",
             )
         return Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=row.outcome,
             reason=row.reason,
             whole_model=row.figures,
@@ -156,9 +156,9 @@ class RecordedDevice:
         moved = figures.model_copy(update={"micro_step_seconds": factor * figures.micro_step_seconds})
         return row.model_copy(update={"figures": moved})
 
-    def _replaces(self, plan: TrialPlan, measurement: Measurement) -> bool:
-        if plan.kind is TrialKind.WHOLE_MODEL:
-            return any(r.replaced for r in self.recording.whole_models.get(plan.candidate, ()))
+    def _replaces(self, task: TrialTask, measurement: Measurement) -> bool:
+        if task.kind is TrialKind.WHOLE_MODEL:
+            return any(r.replaced for r in self.recording.whole_models.get(task.candidate, ()))
         failed = measurement.failed_component
         return failed is not None and any(r.replaced for r in self.recording.components.get(failed, ()))
 

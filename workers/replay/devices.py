@@ -5,7 +5,7 @@ from __future__ import annotations
 from heapq import heappop, heappush
 
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
@@ -23,22 +23,22 @@ class RecordedDevices(TrialExecutor):
         self._idle = [RecordedDevice(recording, seed=seed) for _ in range(number)]
         self._capacity = number
         self._clock = clock
-        self._running: list[tuple[float, int, TrialPlan, Measurement, RecordedDevice]] = []
+        self._running: list[tuple[float, int, TrialTask, Measurement, RecordedDevice]] = []
 
     @property
     def capacity(self) -> int:
         """The number of devices."""
         return self._capacity
 
-    def submit(self, plan: TrialPlan) -> None:
+    def submit(self, task: TrialTask) -> None:
         """Give a trial to the device that became idle last."""
         device = self._idle.pop()
-        measurement = device(plan)
-        heappush(self._running, (self._clock() + measurement.phases.total, plan.number, plan, measurement, device))
+        measurement = device(task)
+        heappush(self._running, (self._clock() + measurement.phases.total, task.number, task, measurement, device))
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         """Return the trial that ends first. If several end together, the lowest number comes first."""
-        ends, _, plan, measurement, device = heappop(self._running)
+        ends, _, task, measurement, device = heappop(self._running)
         self._idle.append(device)
         self._clock.advance(max(0.0, ends - self._clock()))
-        return plan, measurement
+        return task, measurement

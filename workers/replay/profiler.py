@@ -8,7 +8,7 @@ from pathlib import Path
 from bexp.explorer.cost_model.collectives import is_exchange_timed
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
@@ -71,7 +71,7 @@ class ReplayProfiler:
         unusable = tuple(BackendSupport(name=name, usable=False, reason=reason) for name in names)
         return report.model_copy(update={"attention_backends": unusable})
 
-    def measure(self, plan: TrialPlan) -> Measurement:
+    def measure(self, task: TrialTask) -> Measurement:
         """Answer from the table.
 
         Raises:
@@ -80,7 +80,7 @@ class ReplayProfiler:
         self._check_interrupted()
         if self._device is None:
             raise ProfilerError("measure() was called before begin()")
-        return self._device(plan)
+        return self._device(task)
 
     def interrupt(self) -> None:
         """Every later call raises ProfilerInterruptedError, until `start()`."""
@@ -100,7 +100,7 @@ class ReplayProfiler:
 
 
 def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
-    """Return why a table cannot answer a request; null if it can."""
+    """Return why a table cannot answer a request; None if it can."""
     header = recording.header
     recorded = header.request
     table = f"the recorded table '{header.name}'"

@@ -150,7 +150,7 @@ def encode_row(row: RecordingHeader | ComponentRow | WholeModelRow) -> str:
 
 
 def _condense(conditions: Conditions | None) -> Conditions | None:
-    """Round the conditions and drop clocks that never change; null if nothing is left."""
+    """Round the conditions and drop clocks that never change; None if nothing is left."""
     if conditions is None:
         return None
     watts, others = conditions.power_watts, conditions.host_busy_share

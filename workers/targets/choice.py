@@ -14,7 +14,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.settings import read_settings
 from bexp.workers.targets.custom.target import CustomTarget, TargetSource
-from bexp.workers.targets.target import Target, WholeTarget
+from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
 _NEEDED_BY = {
     BEXP: ("bexp.workers.targets.reference.target",),
@@ -27,7 +27,7 @@ _NEEDED_BY = {
 """The modules that a target is made of. The process of a target of somebody else imports its own."""
 
 
-def open_target(request: ExplorationRequest, instruments: Instruments) -> Target | WholeTarget:
+def open_target(request: ExplorationRequest, instruments: Instruments) -> ProfiledTarget | WholeTarget:
     """Open the request's target on the device of `instruments`.
 
     Raises:

@@ -30,7 +30,7 @@ class Optimizer(Protocol):
 
     @property
     def gradients(self) -> list[torch.Tensor | None]:
-        """The gradients that the next step reads; null for a parameter that has none yet."""
+        """The gradients that the next step reads; None for a parameter that has none yet."""
 
     def step(self) -> None:
         """Update the parameters."""
@@ -91,7 +91,7 @@ class WholeTarget(Protocol):
     """
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
-        """As of `Target`."""
+        """As of `ProfiledTarget`."""
 
     def measure_component(self, component: Component, candidate: Candidate, clock: PhaseClock) -> ComponentMeasurement:
         """Measure the whole of a micro-step, or the optimizer's step."""
@@ -106,7 +106,7 @@ class WholeTarget(Protocol):
         """End the process."""
 
 
-class Target(Protocol):
+class ProfiledTarget(Protocol):
     """What the profiler asks of the code that it measures.
 
     What a method builds is alone on its device: the caller drops it before it asks for the next.

@@ -17,7 +17,7 @@ def data_parallel(
     parameter_dtype: torch.dtype,
     gradient_dtype: torch.dtype,
 ) -> DataParallel:
-    """Return how the processes of `members` train together with this sharding; null if one process trains alone."""
+    """Return how the processes of `members` train together with this sharding; None if one process trains alone."""
     if members is None:
         return SingleProcess()
     separate = gradient_dtype is not parameter_dtype

@@ -114,7 +114,7 @@ class ContextParallel:
 def context_parallel_reason(
     shape: AttentionShape, num_ranks: int, layout: str, backend: str, device: torch.device
 ) -> str | None:
-    """Return why attention cannot be spread over `num_ranks` devices like `device`; null if it can.
+    """Return why attention cannot be spread over `num_ranks` devices like `device`; None if it can.
 
     Raises ValueError for an unknown layout or back end.
     """

@@ -29,7 +29,7 @@ class BlockAttention:
     output (B, H, S, D) and the natural logarithm of the sum of exponentials (B, H, S) in at least float32. Causal
     blocks have S = T. `backward(grad, q, k, v, out, lse, causal, scale)` takes the output and log-sum-exp of the whole
     softmax and returns dq, dk, dv in the inputs' dtype. All its tensors have a dense last axis.
-    `unsupported_reason` is null if the implementation supports a dtype and head size on a device.
+    `unsupported_reason` is None if the implementation supports a dtype and head size on a device.
     """
 
     name: str

@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 @dataclass(frozen=True, slots=True)
-class Step:
+class RingStep:
     """One block of attention: a rank's queries from `first_query` on, against the first `num_keys` keys.
 
     Both are counted in their rank's own order. A causal block is square: its query i attends to its keys 0 to i.
@@ -31,18 +31,18 @@ class Layout:
     """A way to spread S positions over N ranks. Each rank holds S / N of them, in increasing order.
 
     `chunks_per_rank` times N must divide S. `step` says which part of the block of another rank this rank's queries
-    attend to under a causal mask; null means none of it. Without a mask they attend to everything in every layout.
+    attend to under a causal mask; None means none of it. Without a mask they attend to everything in every layout.
     """
 
     name: str
     chunks_per_rank: int
     positions: Callable[[int, int, int], Tensor]
     """(seq_length, num_ranks, rank) -> the rank's positions, int64 (S / N) on the CPU."""
-    causal_step: Callable[[int, int, int], Step | None]
+    causal_step: Callable[[int, int, int], RingStep | None]
     """(rank, owner, local_length) -> the block."""
 
     def refusal(self, seq_length: int, num_ranks: int) -> str | None:
-        """Return why sequences of this length cannot be spread over `num_ranks` ranks; null if they can."""
+        """Return why sequences of this length cannot be spread over `num_ranks` ranks; None if they can."""
         multiple = self.chunks_per_rank * num_ranks
         if seq_length < multiple or seq_length % multiple:
             return (
@@ -51,10 +51,10 @@ class Layout:
             )
         return None
 
-    def steps(self, rank: int, num_ranks: int, local_length: int, *, causal: bool) -> tuple[Step | None, ...]:
+    def steps(self, rank: int, num_ranks: int, local_length: int, *, causal: bool) -> tuple[RingStep | None, ...]:
         """Return what the rank attends to in its own block, in its predecessor's, in the one before that, and so on."""
         if not causal:
-            return (Step(0, local_length, False),) * num_ranks
+            return (RingStep(0, local_length, False),) * num_ranks
         return tuple(self.causal_step(rank, (rank - i) % num_ranks, local_length) for i in range(num_ranks))
 
     def num_pairs(self, rank: int, num_ranks: int, seq_length: int, *, causal: bool) -> int:
@@ -86,23 +86,23 @@ def _zigzag_positions(seq_length: int, num_ranks: int, rank: int) -> Tensor:
     return torch.cat([torch.arange(start * chunk, (start + 1) * chunk) for start in starts])
 
 
-def _ring_step(rank: int, owner: int, length: int) -> Step | None:
+def _ring_step(rank: int, owner: int, length: int) -> RingStep | None:
     """Attend to all of an older block and to nothing of a newer one."""
-    return Step(0, length, owner == rank) if owner <= rank else None
+    return RingStep(0, length, owner == rank) if owner <= rank else None
 
 
-def _striped_step(rank: int, owner: int, length: int) -> Step | None:
+def _striped_step(rank: int, owner: int, length: int) -> RingStep | None:
     """Token i of rank r is at position iN + r. It sees token i of an earlier rank, but not of a later one."""
     if owner <= rank:
-        return Step(0, length, True)
-    return Step(1, length - 1, True) if length > 1 else None
+        return RingStep(0, length, True)
+    return RingStep(1, length - 1, True) if length > 1 else None
 
 
-def _zigzag_step(rank: int, owner: int, length: int) -> Step | None:
+def _zigzag_step(rank: int, owner: int, length: int) -> RingStep | None:
     """An earlier rank's first chunk is before both of ours, its second after them. A later rank's lie between ours."""
     if owner == rank:
-        return Step(0, length, True)
-    return Step(0, length // 2, False) if owner < rank else Step(length // 2, length, False)
+        return RingStep(0, length, True)
+    return RingStep(0, length // 2, False) if owner < rank else RingStep(length // 2, length, False)
 
 
 _LAYOUTS = {

@@ -18,7 +18,7 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.context_parallel.blocks import BlockAttention
-from bexp.kernels.context_parallel.layouts import Step
+from bexp.kernels.context_parallel.layouts import RingStep
 from bexp.kernels.context_parallel.merging import RunningAttention
 from bexp.kernels.context_parallel.ring import Passage, Ring
 
@@ -31,7 +31,7 @@ class RingAttention:
     """How one rank attends: which part of each block (its own first), and by which kernel."""
 
     ring: Ring
-    steps: tuple[Step | None, ...]
+    steps: tuple[RingStep | None, ...]
     block: BlockAttention
     scale: float
 
@@ -56,9 +56,9 @@ class RingAttention:
         self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the gradients of q, k and v, accumulated in at least float32."""
-        return _Backward(self, grad, q, k, v, out, lse).run()
+        return _RingBackward(self, grad, q, k, v, out, lse).run()
 
-    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[Step | None, Tensor, Tensor]]:
+    def blocks(self, k: Tensor, v: Tensor) -> Iterator[tuple[RingStep | None, Tensor, Tensor]]:
         """Yield the part of each block to attend to, with its keys and values, while the next block arrives."""
         if self.ring.size == 1:
             yield self.steps[0], k, v
@@ -75,7 +75,7 @@ class RingAttention:
                 held, spare = spare, held
 
 
-class _Backward:
+class _RingBackward:
     """One backward pass, with the tensors that its steps share."""
 
     def __init__(
@@ -120,7 +120,7 @@ class _Backward:
         dk, dv = (gradient.transpose(1, 2).to(self.k.dtype) for gradient in spare)
         return self.dq.to(self.q.dtype), dk, dv
 
-    def _block(self, step: Step, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def _block(self, step: RingStep, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradients of a step's keys and values; add the gradients of its queries to the sum."""
         first, last = step.first_query, step.num_keys
         if first not in self.rows:
@@ -139,7 +139,7 @@ class _Backward:
         self.dq[:, :, first:].add_(dq)
         return dk, dv
 
-    def _own(self, step: Step, part: _Part) -> tuple[Tensor, Tensor]:
+    def _own(self, step: RingStep, part: _Part) -> tuple[Tensor, Tensor]:
         """Return the gradients of some of this rank's own keys and values."""
         batch, heads, groups = part
         grad, out, lse = (x[batch, heads] for x in self.rows[0])

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from bexp.kernels.expert_parallel.peers import Peers, Splits
 
 
-class Exchange(ABC):
+class PendingCollective(ABC):
     """Collective operations that begin in one node of the autograd graph and end in another, in both directions.
 
     It holds references to the buffers of operations in progress, so that the allocator cannot give them to kernels of
@@ -51,7 +51,7 @@ class Exchange(ABC):
         self._works, self._buffers = [], []
 
     def _add(self, work: dist.Work | None, *buffers: Tensor) -> None:
-        """Note an operation that has begun, with the buffers that it reads and writes; null if its stream is ours."""
+        """Note an operation that has begun, with the buffers that it reads and writes; None if its stream is ours."""
         if work is not None:
             self._works.append(work)
             self._buffers.extend(buffers)
@@ -66,7 +66,7 @@ class Exchange(ABC):
         return found
 
 
-class RowExchange(Exchange):
+class RowExchange(PendingCollective):
     """All-to-all exchanges of tensors that travel together, each with its own splits.
 
     Both `start` and `finish` are called once, in this order, and all ranks of the group do so in the same order.
@@ -109,7 +109,7 @@ class RowExchange(Exchange):
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: PendingCollective, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         return exchange.launch(tensors)
 
@@ -122,7 +122,7 @@ class _Start(Function):
 
 class _Finish(Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, *buffers: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, exchange: PendingCollective, *buffers: Tensor) -> tuple[Tensor, ...]:
         ctx.exchange = exchange
         exchange.wait()
         return buffers

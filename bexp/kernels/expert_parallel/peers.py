@@ -24,7 +24,7 @@ class Splits(NamedTuple):
 class Peers(Protocol):
     """What `ExpertParallel` asks of its group. Each operation begins; its work says when it ends.
 
-    A null work says that the current stream already has the operation.
+    A None work says that the current stream already has the operation.
     """
 
     size: int

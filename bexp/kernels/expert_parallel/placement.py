@@ -78,7 +78,7 @@ class Placement:
     def place(self, routes_TK: Tensor, is_kept: Tensor | None = None) -> PlacedTokens:
         """Place the routes (T, K) of this rank's tokens. The host waits for the device once, for the counts.
 
-        `is_kept` (T * K,) says which pairs are not dropped; null if none is.
+        `is_kept` (T * K,) says which pairs are not dropped; None if none is.
         """
         num_tokens, top_k = routes_TK.shape
         if self._rank_and_place_2E.device != routes_TK.device:
@@ -134,7 +134,7 @@ class Placement:
 def refuse_placement(
     num_experts: int, num_ranks: int, overlap_degree: int, shadowed_experts: tuple[int, ...]
 ) -> str | None:
-    """Return why the experts cannot be spread over so many ranks like this; null if they can."""
+    """Return why the experts cannot be spread over so many ranks like this; None if they can."""
     if num_experts % num_ranks:
         return f"{num_experts} experts cannot be spread evenly over {num_ranks} ranks"
     if overlap_degree < 1:

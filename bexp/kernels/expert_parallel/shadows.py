@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from bexp.kernels.expert_parallel.exchange import Exchange
+from bexp.kernels.expert_parallel.exchange import PendingCollective
 from bexp.kernels.expert_parallel.peers import Peers
 
 
-class ShadowExchange(Exchange):
+class ShadowExchange(PendingCollective):
     """The broadcast of the shadowed experts' matrices and the reduction of their gradients, of one forward pass."""
 
     def __init__(self, peers: Peers, num_local: int, shadowed_experts: tuple[int, ...]) -> None:

@@ -39,7 +39,7 @@ class ExpertBackend:
     """One implementation of an expert FFN.
 
     `stock` marks back ends that torch itself has. `check` returns why the back end cannot serve a shape on a device, or
-    null. torch.compile can trace through the back end in `traceable_dtypes`, because it never waits for the device
+    None. torch.compile can trace through the back end in `traceable_dtypes`, because it never waits for the device
     there. In other dtypes it stays eager inside a compiled block. `only_when_named` is explained in `Support`. `waits`
     marks back ends that wait for the device in every forward, to learn how many rows each expert has.
     """
@@ -53,7 +53,7 @@ class ExpertBackend:
     waits: bool = False
 
     def unsupported_reason(self, shape: ExpertsShape, device: torch.device) -> str | None:
-        """Return why the back end cannot serve `shape` on `device`; null if it can."""
+        """Return why the back end cannot serve `shape` on `device`; None if it can."""
         known = get_args(Activation)
         if shape.activation not in known:
             return f"{self.name} knows the activations {', '.join(known)}, not {shape.activation}"

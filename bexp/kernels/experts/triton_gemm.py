@@ -120,11 +120,11 @@ def _multiply_rows(
     tiles: Tiles | None,
     device: int,
 ) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
-    """The result's shape and strides, and the launch; null if there is nothing to write.
+    """The result's shape and strides, and the launch; None if there is nothing to write.
 
     Without a stride the rows of x lie together.
     """
-    from bexp.kernels.experts.triton_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
+    from bexp.kernels.experts.triton_gemm_kernels import rows_kernel  # noqa: PLC0415 - imports Triton
 
     num_rows, k = x_shape
     num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
@@ -185,7 +185,7 @@ def _sum_over_rows(
     device: int,
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], Launches | None]:
     """The same for the sum over rows; without rows there is no launch."""
-    from bexp.kernels.experts.triton_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
+    from bexp.kernels.experts.triton_gemm_kernels import weights_kernel  # noqa: PLC0415 - imports Triton
 
     (num_rows, k), n, num_experts = x_shape, grad_shape[1], ends_shape[0]
     shape, strides = (num_experts, k, n), (k * n, n, 1)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -18,6 +19,11 @@ SECONDS, SHARE = device_monitor.POLL_SECONDS, device_monitor.POLL_SHARE
 def eager_polls(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device_monitor, "POLL_SECONDS", 0.0)
     monkeypatch.setattr(device_monitor, "POLL_SHARE", float("inf"))
+
+
+def set_clock(monkeypatch: pytest.MonkeyPatch, **clock: Callable[..., object]) -> None:
+    """Give the monitor a `time` of its own: a service in another thread of this process keeps the true one."""
+    monkeypatch.setattr(device_monitor, "time", SimpleNamespace(**clock))
 
 
 def watched(gpu: FakeGpu, polls: int = 3) -> DeviceConditions:
@@ -123,7 +129,7 @@ def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.Monk
         if len(naps) == 3:
             gpu.reasons = ("sw_power_cap",)
 
-    monkeypatch.setattr(time, "sleep", sleep)
+    set_clock(monkeypatch, monotonic=time.monotonic, sleep=sleep)
     assert monitor.wait_until_calm(60.0)
     assert len(naps) == 3
     gpu.reasons = ("hw_thermal_slowdown",)
@@ -174,7 +180,7 @@ def test_the_most_that_others_had_in_any_part_counts() -> None:
 
 
 def test_the_hosts_times_are_all_those_of_the_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(time, "process_time", lambda: 3.0)
+    set_clock(monkeypatch, process_time=lambda: 3.0)
     plain = SimpleNamespace(idle=100.0, user=10.0, system=5.0, nice=1.0)
     monkeypatch.setattr(psutil, "cpu_times", lambda: plain)
     assert device_monitor._host_seconds() == (116.0, 13.0)
@@ -199,8 +205,7 @@ def test_a_shared_device_is_not_calm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not monitor.wait_until_calm(0.0)
     moments = iter([10.0, 10.0, 10.5, 11.0, 11.5])
     naps: list[float] = []
-    monkeypatch.setattr(time, "monotonic", lambda: next(moments))
-    monkeypatch.setattr(time, "sleep", naps.append)
+    set_clock(monkeypatch, monotonic=lambda: next(moments), sleep=naps.append)
     assert not monitor.wait_until_calm(1.0)
     assert naps == [device_monitor.CALM_POLL_SECONDS] * 2, "it waits for the seconds that it is given"
 
@@ -212,7 +217,7 @@ def test_the_next_poll_is_due_after_a_while(monkeypatch: pytest.MonkeyPatch) -> 
     watch = Watch(gpu, None)
     for moments, polls in (([1.0, 1.001], 1), ([1.0499], 1), ([1.0511, 1.0611], 2), ([1.2610], 2), ([1.2612, 1.3], 3)):
         left = iter(moments)
-        monkeypatch.setattr(time, "monotonic", lambda left=left: next(left))
+        set_clock(monkeypatch, monotonic=lambda left=left: next(left))
         watch.poll()
         assert gpu.polls == polls, moments
 

@@ -108,10 +108,10 @@ def test_a_short_run_reports_nothing() -> None:
 
 @pytest.fixture
 def now(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """The time, to be set."""
-    found = [0.0]
-    monkeypatch.setattr("bexp.trainer.callback.time.monotonic", lambda: found[0])
-    return found
+    """The callback's time, to be set. Other threads of the process keep theirs."""
+    now = [0.0]
+    monkeypatch.setattr("bexp.trainer.callback.time", SimpleNamespace(monotonic=lambda: now[0]))
+    return now
 
 
 @pytest.mark.parametrize("announced", [True, False])

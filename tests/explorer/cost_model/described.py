@@ -8,7 +8,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.cost_model.test_candidate_table import MODEL
+from tests.explorer.cost_model.test_composition import MODEL
 from tests.explorer.simulator import report
 
 LAYERS = ("dense", "sliding", "experts", "sliding", "experts", "experts")

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
 from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.records.measurement import ComponentMeasurement
@@ -60,7 +60,7 @@ def test_the_first_unit_is_exposed_and_the_last_not_gathered_again(tied: bool) -
 @pytest.mark.parametrize("sharding", Sharding)
 def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -> None:
     req = request(sharding.value)
-    table = SpaceTable([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
+    table = Composition([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
     (communication,) = table.communications
     device = np.full((1, len(table.components)), 0.001)
     device[0, table.column[communication]] = 0.004
@@ -78,14 +78,14 @@ def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -
     for tokens, micro_steps in zip(found, (64 / 4 / 2, 64 / 4 / 8), strict=True):
         step = micro_steps * (micro + always) + once + 0.001
         assert tokens == pytest.approx(16 * 1024 / step)
-    plain = SpaceTable([candidate(2)], req.shapes, req)
+    plain = Composition([candidate(2)], req.shapes, req)
     assert not plain.communications
     assert plain.communication_seconds(device, host, np.ones((1, 1)), None)[0, 0] == 0.0
 
 
 def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_computes() -> None:
     req = request("zero3")
-    table = SpaceTable([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
+    table = Composition([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
     (communication,) = table.communications
     number = len(table.components)
     device_1K, host_K = np.full((1, number), 1e-3), np.full(number, 0.8e-3)

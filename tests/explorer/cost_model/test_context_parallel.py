@@ -10,8 +10,8 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition, predict_component_table
 from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport
@@ -185,7 +185,7 @@ def test_tokens_a_device_compare_across_sizes() -> None:
 def test_the_table_composes_as_one_step_is_combined(mode: str) -> None:
     req = request(mode=mode, recompute=["none"])
     chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(4, 4, "striped")]
-    table = SpaceTable(chosen, req.shapes, req)
+    table = Composition(chosen, req.shapes, req)
     device = np.linspace(0.1, 0.9, len(table.components))[None, :]
     host = np.zeros(len(table.components))
     micro, optimizer = table.micro_step_seconds(device, host)[0], table.optimizer_seconds(device, host)[0]
@@ -218,7 +218,7 @@ def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) 
         req = request(mode=mode, recompute=["none"], training={"loss": {"kind": loss}}, attention_backends=[backend])
         chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(2, 4, "zigzag")]
         chosen = [c.model_copy(update={"attention_backend": backend}) for c in chosen]
-        table = SpaceTable(chosen, req.shapes, req)
+        table = Composition(chosen, req.shapes, req)
         saved, transient = table.activation_bytes(*predict_component_table(table))
         total = saved + transient
         assert total[0] > total[1] > total[2]
@@ -228,7 +228,7 @@ def test_more_devices_a_sequence_need_less_memory_each(mode: str, backend: str) 
 
 def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
     req = request(training={"sharding": "zero3"})
-    parts = {SpaceTable([candidate(2, s, ly)], req.shapes, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
+    parts = {Composition([candidate(2, s, ly)], req.shapes, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
     assert len(parts) == 1
     assert req.devices.optimizer_shards == 4
 

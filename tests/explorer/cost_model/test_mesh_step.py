@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.fabric_exchange import Fabric, Group, Link
 from bexp.explorer.cost_model.mesh_costs import DeviceShare
 from bexp.explorer.cost_model.mesh_layers import Block, MeshCandidate
@@ -85,7 +85,7 @@ def test_a_mesh_of_one_device_takes_the_step_of_one_device() -> None:
     found = space({}, num_devices=1, recompute=["full"])
     one = only(found)
     step, request = found.step(one), found.request
-    table = SpaceTable([one.candidate], request.shapes, request)
+    table = Composition([one.candidate], request.shapes, request)
     costs = [found.predicted(component) for component in table.components]
     device = np.array([[cost.device_seconds for cost in costs]])
     host = np.array([cost.host_seconds for cost in costs])
@@ -106,7 +106,7 @@ def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(le
     asked: dict[str, Any] = {"sharding_levels": [level], "recompute": [recompute], "model": {**MODEL, "seq_length": 16}}
     found = space({"tensor": 1, "pipeline": 1}, num_devices=2, **asked)
     one = only(found)
-    table = SpaceTable([one.sharded], found.request.shapes, found.request)
+    table = Composition([one.sharded], found.request.shapes, found.request)
     is_block = [c.kind not in (ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION) for c in table.components]
     costs = [found.predicted(c) for c, counts in zip(table.components, is_block, strict=True) if counts]
     sizes = []

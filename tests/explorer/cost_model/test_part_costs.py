@@ -9,8 +9,8 @@ import pytest
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.back_end import BackEnd
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.part_costs import (
     COMPILED_SHARE,
     PartsDecomposer,
@@ -64,7 +64,7 @@ def test_partial_recomputation_takes_the_first_layers() -> None:
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL, Recompute.ACTIVATIONS])
 def test_seconds_and_bytes_add_up_over_the_layers_in_order(recompute: Recompute) -> None:
     chosen = candidate(recompute=recompute)
-    table = SpaceTable([chosen], parts(), request())
+    table = Composition([chosen], parts(), request())
     rng = np.random.default_rng(3)
     count = len(table.components)
     seconds_K, sizes_3K = rng.uniform(0.1, 1.0, count), rng.integers(1000, 90_000, (3, count)).astype(float)

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table, predict_memory
 from bexp.explorer.cost_model.collectives import Overlap, is_exchange_timed
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, predict_component_table, predict_memory
 from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.roofline import predict_component_seconds
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.request import ExplorationRequest
@@ -93,7 +93,7 @@ def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
     rep = there.model_copy(update={"parts": described.parts()}) if parts else there
     model = request.shapes if rep.parts is None else rep.parts
     space = enumerate_candidates(request, rep, model)
-    table = SpaceTable(space.candidates, model, request, exchanges=is_exchange_timed(request, rep.hardware))
+    table = Composition(space.candidates, model, request, exchanges=is_exchange_timed(request, rep.hardware))
     rows: list[Any] = []
     every: list[tuple[float, float]] = []
     for i, component in enumerate(table.components):
@@ -127,7 +127,7 @@ def mesh_rows(request: ExplorationRequest) -> list[Any]:
     rows: list[Any] = [known.summarize(), [component.key for component in known.exchanges]]
     rows += [["by formulas", found.describe(), _step(known, found)] for found in some]
     measured = tuple(dict.fromkeys(c for found in some[::2] for c in known.missing(found)))
-    plan = TrialPlan(
+    task = TrialTask(
         number=0,
         kind=TrialKind.COMPONENTS,
         model=request.shapes,
@@ -135,7 +135,7 @@ def mesh_rows(request: ExplorationRequest) -> list[Any]:
         components=(*known.exchanges, *measured),
         timeout_seconds=1.0,
     )
-    known.learn(SimulatedDevice(request, noise=0.0)(plan).components)
+    known.learn(SimulatedDevice(request, noise=0.0)(task).components)
     rows += [["measured", found.describe(), _step(known, found)] for found in some]
     return rows
 

@@ -7,12 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
 from bexp.explorer.cost_model.collectives import Overlap
 from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import base_candidates, enumerate_candidates
 from bexp.explorer.search.relaxations import smallest_requirement
@@ -74,7 +74,7 @@ def test_a_table_of_all_levels_is_the_tables_of_each() -> None:
     rep = report(experts=False, num_devices=4)
     space = enumerate_candidates(req, rep, req.shapes)
     assert {c.sharding for c in space.candidates} == set(LEVELS)
-    everything = SpaceTable(space.candidates, req.shapes, req, exchanges=True)
+    everything = Composition(space.candidates, req.shapes, req, exchanges=True)
     kinds = [c.kind for c in everything.components]
     assert kinds.count(ComponentKind.COMMUNICATION) == 4
     assert kinds.count(ComponentKind.OPTIMIZER) == 2, "a share of the state is the same share with every ZeRO level"
@@ -84,7 +84,7 @@ def test_a_table_of_all_levels_is_the_tables_of_each() -> None:
         fixed = request(level.value)
         rows = [i for i, c in enumerate(space.candidates) if c.sharding is level]
         plain = [space.candidates[i].model_copy(update={"sharding": None}) for i in rows]
-        table = SpaceTable(plain, fixed.shapes, fixed, exchanges=True)
+        table = Composition(plain, fixed.shapes, fixed, exchanges=True)
         np.testing.assert_allclose(found[rows], device_of(fixed).true_tokens_per_second(table))
         np.testing.assert_allclose(needs[rows], predict_memory(table, rep.hardware))
         assert everything.static_parts(rows[0]) == table.static_parts(0)
@@ -102,7 +102,7 @@ def test_traffic_slows_each_level_down_as_it_was_measured() -> None:
         Candidate(micro_batch_size=2, attention_backend="flash", num_query_groups=8, sharding=level)
         for level in (Sharding.NONE, Sharding.ZERO3)
     ]
-    table = SpaceTable(candidates, req.shapes, req, exchanges=True)
+    table = Composition(candidates, req.shapes, req, exchanges=True)
     device_1K, shares = np.full((1, len(table.components)), 1e-3), np.full(len(table.components), 0.3)
     micro, nothing = np.full((1, 2), 1.0), np.zeros((2, len(shares)))
     added = []
@@ -126,7 +126,7 @@ def test_an_exploration_chooses_the_level(factor: float) -> None:
     assert [plan.candidate.sharding for plan in first] == list(LEVELS)
     assert all(plan.components[0].sharding is plan.candidate.sharding for plan in first)
     space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes)
-    table = SpaceTable(space.candidates, req.shapes, req, exchanges=True)
+    table = Composition(space.candidates, req.shapes, req, exchanges=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
     assert found.base.sharding is Sharding.NONE
@@ -139,7 +139,7 @@ def test_memory_decides_what_may_be_chosen() -> None:
     free = choosing()
     rep = report(experts=False, num_devices=4)
     space = enumerate_candidates(free, rep, free.shapes)
-    needs = predict_memory(SpaceTable(space.candidates, free.shapes, free, exchanges=True), rep.hardware)
+    needs = predict_memory(Composition(space.candidates, free.shapes, free, exchanges=True), rep.hardware)
     least = {
         level: min(n for n, c in zip(needs, space.candidates, strict=True) if c.sharding is level) for level in LEVELS
     }
@@ -172,12 +172,12 @@ def test_a_level_that_cannot_be_exchanged_leaves_the_others() -> None:
     req = choosing()
 
     class Broken(SimulatedDevice):
-        def __call__(self, plan: TrialPlan) -> Measurement:
-            failed = plan.components[0] if plan.components else None
-            if failed is None or not exchanges_in(plan) or failed.sharding in {Sharding.ZERO2, Sharding.ZERO3}:
-                return super().__call__(plan)
+        def __call__(self, task: TrialTask) -> Measurement:
+            failed = task.components[0] if task.components else None
+            if failed is None or not exchanges_in(task) or failed.sharding in {Sharding.ZERO2, Sharding.ZERO3}:
+                return super().__call__(task)
             return Measurement(
-                candidate=plan.candidate, outcome=Outcome.CRASHED, reason="no link", failed_component=failed
+                candidate=task.candidate, outcome=Outcome.CRASHED, reason="no link", failed_component=failed
             )
 
     found, reason, trials = run(req, Broken(req, noise=0.0))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
+from bexp.explorer.cost_model.composition import Composition, predict_component_table
 from bexp.explorer.cost_model.part_costs import part_work, predict_part_bytes
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.records.measurement import ComponentMeasurement
@@ -12,9 +12,9 @@ from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.cost_model.tiny import parts, request
 
 
-def table() -> SpaceTable:
+def table() -> Composition:
     chosen = Candidate(micro_batch_size=3, attention_backend="sdpa", num_query_groups=1, loss="library")
-    return SpaceTable([chosen], parts(), request())
+    return Composition([chosen], parts(), request())
 
 
 def test_bytes_are_saved_then_at_the_peak_of_forward_then_of_backward() -> None:

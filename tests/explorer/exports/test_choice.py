@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
-from bexp.explorer.exports.plan import Plan, build_plan
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
+from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
 from bexp.explorer.records.trial import TrialKind
@@ -16,8 +16,8 @@ from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, tr
 from tests.explorer.search.small import whole
 
 
-def plan(answer: ExportSource, name: str = "transformers") -> Plan:
-    return build_plan(FORMATS[name].framework, name, answer)
+def plan(answer: ExportSource, name: str = "transformers") -> TrainerSettings:
+    return build_settings(FORMATS[name].framework, name, answer)
 
 
 def test_a_trial_that_fits_and_is_faster_goes_before_the_stock_candidate() -> None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import pytest
 
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.trial_executor import TrialExecutor
 from tests.explorer.explorations import pruned, request
@@ -24,16 +24,16 @@ class OneSecondEach(TrialExecutor):
         self.now = 0.0
         self._device = device
         self._capacity = capacity
-        self._in_flight: list[tuple[float, TrialPlan]] = []
+        self._in_flight: list[tuple[float, TrialTask]] = []
 
     @property
     def capacity(self) -> int:
         return self._capacity
 
-    def submit(self, plan: TrialPlan) -> None:
-        self._in_flight.append((self.now + 1.0, plan))
+    def submit(self, task: TrialTask) -> None:
+        self._in_flight.append((self.now + 1.0, task))
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         self.now, plan = self._in_flight.pop(0)
         return plan, self._device(plan)
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Outcome
@@ -232,7 +232,7 @@ def exchanging_state(sharding: str = "none") -> Posterior:
     req = small_request(num_devices=2, batch_size=24, training={"sharding": sharding})
     assert req.model is not None
     candidates = small_state().table.candidates
-    table = SpaceTable(candidates, req.model, req, exchanges=True)
+    table = Composition(candidates, req.model, req, exchanges=True)
     hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
     return Posterior.of(table, candidates, req, hardware)
 

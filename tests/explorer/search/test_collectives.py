@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
@@ -45,7 +45,7 @@ def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share
     assert found.whole_model is not None
     assert found.whole_model.measurement.communication_seconds is not None
     assert abs(found.whole_model.step_error) < 0.01
-    table = SpaceTable([candidate(m) for m in (1, 2, 4, 8)], req.shapes, req, exchanges=True)
+    table = Composition([candidate(m) for m in (1, 2, 4, 8)], req.shapes, req, exchanges=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
 
@@ -123,14 +123,14 @@ def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
     req = request()
 
     class Broken(SimulatedDevice):
-        def __call__(self, plan: TrialPlan) -> Measurement:
-            if not exchanges_in(plan):
-                return super().__call__(plan)
+        def __call__(self, task: TrialTask) -> Measurement:
+            if not exchanges_in(task):
+                return super().__call__(task)
             return Measurement(
-                candidate=plan.candidate,
+                candidate=task.candidate,
                 outcome=Outcome.CRASHED,
                 reason="no link",
-                failed_component=plan.components[0],
+                failed_component=task.components[0],
             )
 
     found, reason, trials = run(req, Broken(req))

@@ -11,7 +11,7 @@ from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, SLOWDOWNS, Conditions, Measurement, Outcome, judge
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.history import HOPELESS_CONTAMINATED
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice
@@ -62,11 +62,11 @@ class DisturbedDevice(SimulatedDevice):
         self._trials = trials
         self._parts = parts
 
-    def _disturbs(self, plan: TrialPlan, part: Component | None) -> bool:
-        return plan.number in self._trials or (part is not None and part.kind in self._parts)
+    def _disturbs(self, task: TrialTask, part: Component | None) -> bool:
+        return task.number in self._trials or (part is not None and part.kind in self._parts)
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        measurement = super().__call__(plan)
+    def __call__(self, task: TrialTask) -> Measurement:
+        measurement = super().__call__(task)
         slow = tuple(
             m.model_copy(update={"device_seconds": 3 * m.device_seconds}) if m.contamination else m
             for m in measurement.components

@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.recommendation import Answer
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.feasibility import at_least
 from bexp.explorer.spec.context_parallel import LAYOUTS
@@ -16,7 +16,7 @@ from tests.explorer.long_sequences import MODEL, request
 from tests.explorer.simulator import SimulatedDevice, report
 
 
-def run(req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4) -> tuple[Answer, list[TrialPlan]]:
+def run(req: ExplorationRequest, device: SimulatedDevice, num_devices: int = 4) -> tuple[Answer, list[TrialTask]]:
     rep = report(memory_gib=40, experts=False, num_devices=num_devices)
     device.hardware = rep.hardware
     answer = list(explore(req, rep, device, prune=pruned))[-1].answer

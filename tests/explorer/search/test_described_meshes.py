@@ -8,7 +8,7 @@ import pytest
 
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
@@ -69,7 +69,7 @@ def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Pro
     asked, device = request(), report(memory_gib=24.0, experts=False)
     space, simulated = MeshKnowledge(asked, device), SimulatedDevice(asked, noise=0.0)
     blocks = {c for one in space.candidates for c in space.composer.components(one)}
-    plan = TrialPlan(
+    task = TrialTask(
         number=0,
         kind="components",
         model=asked.model,
@@ -77,7 +77,7 @@ def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Pro
         components=tuple(blocks),
         timeout_seconds=1,
     )
-    space.learn(simulated(plan).components)
+    space.learn(simulated(task).components)
     found = [space.step(one) for one in space.candidates]
     fits = [step for step in found if space.required_bytes(step) <= space.limit_bytes]
     fastest = sorted(zip(space.candidates, found, strict=True), key=lambda pair: -pair[1].tokens_per_second)[:24]
@@ -187,13 +187,13 @@ def test_a_block_that_fails_rules_out_its_meshes_alone() -> None:
     asked = request()
 
     class Failing(SimulatedDevice):
-        def __call__(self, plan: TrialPlan) -> Measurement:
-            failed = next((c for c in plan.components if c.tensor_parallel_size == 1 and c.micro_batch_size > 1), None)
+        def __call__(self, task: TrialTask) -> Measurement:
+            failed = next((c for c in task.components if c.tensor_parallel_size == 1 and c.micro_batch_size > 1), None)
             if failed is None:
-                return super().__call__(plan)
+                return super().__call__(task)
             reason = "CUDA out of memory"
             return Measurement(
-                candidate=plan.candidate, outcome=Outcome.OUT_OF_MEMORY, reason=reason, failed_component=failed
+                candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, reason=reason, failed_component=failed
             )
 
     steps = list(explore(asked, report(memory_gib=24.0, experts=False), Failing(asked)))

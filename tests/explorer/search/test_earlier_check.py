@@ -14,7 +14,7 @@ from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Trial, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.earlier_check import MOST_CHECKED, MOST_DIFFERENCE, CheckedComponent
 from bexp.explorer.surrogate.observations import ObservationLog
 from tests.explorer.explorations import trials_of
@@ -86,12 +86,12 @@ def test_components_that_cannot_be_measured_again_are_dropped(outcome: Outcome) 
     class Troubled(SimulatedDevice):
         """The first trial crashes, or the device is shared in the first three."""
 
-        def __call__(self, plan: TrialPlan) -> Measurement:
-            found = super().__call__(plan)
-            if outcome is Outcome.CRASHED and plan.number == 0:
-                component = plan.components[0]
+        def __call__(self, task: TrialTask) -> Measurement:
+            found = super().__call__(task)
+            if outcome is Outcome.CRASHED and task.number == 0:
+                component = task.components[0]
                 return Measurement(
-                    candidate=plan.candidate, outcome=outcome, failed_component=component, reason="as told"
+                    candidate=task.candidate, outcome=outcome, failed_component=component, reason="as told"
                 )
             return found
 

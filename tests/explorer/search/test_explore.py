@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition, required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.legal_space import enumerate_candidates
@@ -24,7 +24,7 @@ def test_finds_a_candidate_within_tolerance_in_few_trials() -> None:
     found = answer_of(steps).recommendation
     assert found is not None
     space = enumerate_candidates(req, report(memory_gib=40), req.shapes)
-    table = SpaceTable(space.candidates, req.shapes, req)
+    table = Composition(space.candidates, req.shapes, req)
     truth = device.true_tokens_per_second(table)
     sizes = np.array([device.weigh(c, table.model) for c in table.components], dtype=float).T
     saved, transient = table.activation_bytes(*sizes)

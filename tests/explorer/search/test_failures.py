@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
@@ -55,13 +55,13 @@ def test_whole_model_out_of_memory_moves_the_recommendation() -> None:
 class FailingDevice(SimulatedDevice):
     """One back end crashes."""
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        broken = [c for c in plan.components if c.experts == "grouped_mm"]
+    def __call__(self, task: TrialTask) -> Measurement:
+        broken = [c for c in task.components if c.experts == "grouped_mm"]
         if not broken:
-            return super().__call__(plan)
-        self.plans.append(plan)
+            return super().__call__(task)
+        self.plans.append(task)
         return Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=Outcome.CRASHED,
             reason="illegal memory access",
             failed_component=broken[0],
@@ -110,9 +110,9 @@ def test_a_whole_model_that_crashes_is_not_recommended() -> None:
 class BrokenDevice(SimulatedDevice):
     """Nothing runs, for a reason that is no candidate's."""
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        self.plans.append(plan)
-        return Measurement(candidate=plan.candidate, outcome=Outcome.UNSUPPORTED, reason="no C compiler")
+    def __call__(self, task: TrialTask) -> Measurement:
+        self.plans.append(task)
+        return Measurement(candidate=task.candidate, outcome=Outcome.UNSUPPORTED, reason="no C compiler")
 
 
 def test_a_device_that_runs_nothing_is_given_up_soon_and_for_its_own_reason() -> None:

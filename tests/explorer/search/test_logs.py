@@ -13,7 +13,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import request as experts_request
@@ -46,13 +46,13 @@ class Device(SimulatedDevice):
         self.failing = failing or {}
         self.now = 0.0
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        found = super().__call__(plan)
-        self.now += 1.5 + 0.25 * len(plan.components)
-        outcome = self.failing.get(plan.number)
+    def __call__(self, task: TrialTask) -> Measurement:
+        found = super().__call__(task)
+        self.now += 1.5 + 0.25 * len(task.components)
+        outcome = self.failing.get(task.number)
         if outcome is None:
             return found
-        failed = plan.components[-1] if plan.components else None
+        failed = task.components[-1] if task.components else None
         changes: dict[str, Any] = {"outcome": outcome, "reason": "as drawn", "failed_component": failed}
         return found.model_copy(update=changes | {"whole_model": None, "components": found.components[:-1]})
 
@@ -92,8 +92,8 @@ def disturbed(req: ExplorationRequest, *numbers: int) -> Device:
     device = Device(req)
     shared = Conditions(foreign_processes=1)
 
-    def conditions(plan: TrialPlan, component: Component | None) -> Conditions | None:
-        return shared if plan.number in numbers else None
+    def conditions(task: TrialTask, component: Component | None) -> Conditions | None:
+        return shared if task.number in numbers else None
 
     device.conditions = conditions
     return device
@@ -170,9 +170,9 @@ def every_component_runs_out() -> list[Progress]:
 
 def the_device_is_lost() -> list[Progress]:
     class Lost(Device):
-        def __call__(self, plan: TrialPlan) -> Measurement:
-            reason = "the device fell off the bus" if plan.number % 3 else "the driver was restarted"
-            return Measurement(candidate=plan.candidate, outcome=Outcome.CRASHED, reason=reason)
+        def __call__(self, task: TrialTask) -> Measurement:
+            reason = "the device fell off the bus" if task.number % 3 else "the driver was restarted"
+            return Measurement(candidate=task.candidate, outcome=Outcome.CRASHED, reason=reason)
 
     req = small_request()
     return explored(req, Lost(req), REPORT)

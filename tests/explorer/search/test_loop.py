@@ -13,7 +13,7 @@ from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.explore import open_candidates
 from bexp.explorer.search.loop import SearchLoop
 from bexp.explorer.search.progress_log import ProgressLog
@@ -33,12 +33,12 @@ class Fails(SimulatedDevice):
         super().__init__(req, noise=0.0)
         self.failing = failing
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        found = super().__call__(plan)
-        if plan.candidate not in self.failing:
+    def __call__(self, task: TrialTask) -> Measurement:
+        found = super().__call__(task)
+        if task.candidate not in self.failing:
             return found
-        outcome = self.failing[plan.candidate]
-        return Measurement(candidate=plan.candidate, outcome=outcome, reason="as told", phases=found.phases)
+        outcome = self.failing[task.candidate]
+        return Measurement(candidate=task.candidate, outcome=outcome, reason="as told", phases=found.phases)
 
 
 def loop(made: VariantContext, pruned_space: PrunedSpace) -> SearchLoop:

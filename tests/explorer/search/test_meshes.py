@@ -10,7 +10,7 @@ from bexp.explorer.cost_model.components import Component, ComponentKind, Operat
 from bexp.explorer.cost_model.fabric_exchange import Group
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.request import ExplorationRequest
@@ -187,7 +187,7 @@ def test_a_block_that_stays_disturbed_rules_out_its_candidates_alone() -> None:
     shared = Conditions(foreign_processes=1)
     disturbed: list[Component] = []
 
-    def disturb(plan: TrialPlan, component: Component | None) -> Conditions | None:
+    def disturb(task: TrialTask, component: Component | None) -> Conditions | None:
         if component is None or component.kind is not ComponentKind.DENSE_FFN:
             return None
         disturbed[:] = disturbed or [component]

@@ -12,7 +12,7 @@ from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.feasibility import MOST_TOO_LARGE
 from bexp.explorer.search.history import HOPELESS_FAILURES
 from bexp.explorer.search.posterior import Posterior
@@ -64,11 +64,11 @@ class PeaksOff(SimulatedDevice):
     factors: dict[Candidate, float]
     failure = Outcome.OUT_OF_MEMORY
 
-    def _whole_model(self, plan: TrialPlan) -> Measurement:
-        found = super()._whole_model(plan)
-        if plan.candidate not in self.factors or found.whole_model is None:
-            return Measurement(candidate=plan.candidate, outcome=self.failure, reason="simulated")
-        peak = round(self.factors[plan.candidate] * found.whole_model.peak_bytes)
+    def _whole_model(self, task: TrialTask) -> Measurement:
+        found = super()._whole_model(task)
+        if task.candidate not in self.factors or found.whole_model is None:
+            return Measurement(candidate=task.candidate, outcome=self.failure, reason="simulated")
+        peak = round(self.factors[task.candidate] * found.whole_model.peak_bytes)
         return found.model_copy(update={"whole_model": found.whole_model.model_copy(update={"peak_bytes": peak})})
 
 
@@ -131,12 +131,12 @@ def test_whole_models_that_all_crash_for_one_reason_end_the_search() -> None:
 class Cramped(SimulatedDevice):
     """Attention runs out of memory."""
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
+    def __call__(self, task: TrialTask) -> Measurement:
         return Measurement(
-            candidate=plan.candidate,
+            candidate=task.candidate,
             outcome=Outcome.OUT_OF_MEMORY,
             reason="simulated",
-            failed_component=next(c for c in plan.components if c.kind is ComponentKind.ATTENTION),
+            failed_component=next(c for c in task.components if c.kind is ComponentKind.ATTENTION),
         )
 
 

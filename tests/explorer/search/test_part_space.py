@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,
@@ -73,7 +73,7 @@ def test_a_model_that_is_measured_whole_is_its_shell_in_each_of_its_settings() -
         f"micro_batch_size={m} compile={choice}" for m in (2, 4) for choice in ("false", "true")
     ]
     assert [c.describe() for c in base_candidates(asked, found, model)] == ["micro_batch_size=2 compile=false"]
-    table = SpaceTable(space.candidates, model, asked)
+    table = Composition(space.candidates, model, asked)
     assert {c.key for c in table.components} == {
         *(f"shell(m={m},compile={choice})" for m in (2, 4) for choice in ("false", "true")),
         "optimizer()",

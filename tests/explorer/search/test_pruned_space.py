@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
 from bexp.explorer.spec.request import ExplorationRequest
@@ -22,7 +22,7 @@ def prune(req: ExplorationRequest, limit: int | None = None) -> PrunedSpace:
 def need(req: ExplorationRequest, size: int, share: float = 0.7, **changes: str) -> float:
     """Bytes that a candidate is predicted to need with a share of its predicted activations."""
     assert req.model is not None
-    table = SpaceTable([candidate(size, **changes)], req.model, req)
+    table = Composition([candidate(size, **changes)], req.model, req)
     return float(predict_memory(table, REPORT.hardware, activation_share=share)[0])
 
 

@@ -12,7 +12,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.earlier_runs import EarlierRun, EarlierRuns
 from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.choices import memory_choices, nearest_batch_sizes, promising_row
 from bexp.explorer.search.posterior import Posterior
@@ -48,8 +48,8 @@ def posterior_of(req: ExplorationRequest, rep: DeviceReport) -> Posterior:
     return Posterior.of(space.table, space.legal.candidates, req, rep.hardware, rep.reported_runs, rep.earlier)
 
 
-def row_plan(posterior: Posterior, number: int, row: int) -> TrialPlan:
-    return TrialPlan(
+def row_plan(posterior: Posterior, number: int, row: int) -> TrialTask:
+    return TrialTask(
         number=number,
         kind=TrialKind.COMPONENTS,
         model=posterior.table.model,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_memory
+from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.cost_model.step import GIB, memory_limit
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.search.explore import explore
@@ -74,7 +74,7 @@ def test_each_is_predicted_to_fit_when_it_is_asked_for(sharding: str) -> None:
     assert found
     for relaxation in found:
         changed = ExplorationRequest.model_validate({**req.model_dump(), **relaxation.settings})
-        table = SpaceTable(enumerate_candidates(changed, DEVICE, changed.shapes).candidates, changed.shapes, changed)
+        table = Composition(enumerate_candidates(changed, DEVICE, changed.shapes).candidates, changed.shapes, changed)
         needed = float(predict_memory(table, DEVICE.hardware).min())
         assert relaxation.required_bytes == pytest.approx(needed, abs=2)
         assert needed <= memory_limit(changed, DEVICE.hardware)

@@ -5,15 +5,15 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.trial_executor import OneAtATime, TrialExecutor, executor_of
 from tests.explorer.search.small import candidate, small_request
 
 
-def plan(number: int) -> TrialPlan:
+def plan(number: int) -> TrialTask:
     model = small_request().model
     assert model is not None
-    return TrialPlan(number=number, kind=TrialKind.WHOLE_MODEL, model=model, candidate=candidate(), timeout_seconds=1)
+    return TrialTask(number=number, kind=TrialKind.WHOLE_MODEL, model=model, candidate=candidate(), timeout_seconds=1)
 
 
 class Counts:
@@ -22,7 +22,7 @@ class Counts:
     def __init__(self) -> None:
         self.ran: list[int] = []
 
-    def __call__(self, given: TrialPlan) -> Measurement:
+    def __call__(self, given: TrialTask) -> Measurement:
         self.ran.append(given.number)
         return Measurement(candidate=given.candidate, outcome=Outcome.CRASHED, reason=f"plan {given.number}")
 
@@ -56,7 +56,7 @@ def test_an_executor_is_a_measure_too() -> None:
 
 def test_a_measure_that_returns_another_trial_is_a_mistake() -> None:
     class Confused(OneAtATime):
-        def wait(self) -> tuple[TrialPlan, Measurement]:
+        def wait(self) -> tuple[TrialTask, Measurement]:
             _, measurement = super().wait()
             return plan(9), measurement
 

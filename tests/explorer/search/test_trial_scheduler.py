@@ -9,9 +9,9 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import enumerate_candidates
@@ -29,8 +29,8 @@ class Several(TrialExecutor):
 
     def __init__(self, device: SimulatedDevice, capacity: int, order: int | None = 0) -> None:
         self.device = device
-        self.in_flight: list[TrialPlan] = []
-        self.together: list[tuple[TrialPlan, ...]] = []
+        self.in_flight: list[TrialTask] = []
+        self.together: list[tuple[TrialTask, ...]] = []
         self._capacity = capacity
         self._rng = None if order is None else random.Random(order)
 
@@ -38,12 +38,12 @@ class Several(TrialExecutor):
     def capacity(self) -> int:
         return self._capacity
 
-    def submit(self, plan: TrialPlan) -> None:
-        self.in_flight.append(plan)
+    def submit(self, task: TrialTask) -> None:
+        self.in_flight.append(task)
         self.together.append(tuple(self.in_flight))
         assert len(self.in_flight) <= self._capacity
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         index = 0 if self._rng is None else self._rng.randrange(len(self.in_flight))
         plan = self.in_flight.pop(index)
         return plan, self.device(plan)
@@ -67,7 +67,7 @@ def test_nothing_is_ordered_twice_and_the_answer_is_within_tolerance(order: int 
     measured = [c.key for plan in device.plans for c in plan.components if not plan.again]
     assert len(measured) == len(set(measured))
     assert max(map(len, several.together)) == 4
-    table = SpaceTable(enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates, req.shapes, req)
+    table = Composition(enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates, req.shapes, req)
     truth = device.true_tokens_per_second(table)
     alone = answer_of(explored()[1]).recommendation
     assert alone is not None
@@ -160,15 +160,15 @@ def state_after_base() -> tuple[Posterior, SimulatedDevice]:
     req = request()
     rep = report(memory_gib=40)
     candidates = enumerate_candidates(req, rep, req.shapes).candidates
-    state = Posterior.of(SpaceTable(candidates, req.shapes, req), candidates, req, rep.hardware)
+    state = Posterior.of(Composition(candidates, req.shapes, req), candidates, req, rep.hardware)
     device = SimulatedDevice(req)
     plan = plan_of(state, 0, Suggestion(0, state.table.missing(0, state.surrogate.known_K)))
     state.knowledge.learn(0, device(plan))
     return state, device
 
 
-def plan_of(state: Posterior, number: int, suggestion: Suggestion) -> TrialPlan:
-    return TrialPlan(
+def plan_of(state: Posterior, number: int, suggestion: Suggestion) -> TrialTask:
+    return TrialTask(
         number=number,
         kind=TrialKind.COMPONENTS,
         model=state.table.model,
@@ -227,7 +227,7 @@ class OneSecondEach(Several):
 
     now = 5.0
 
-    def wait(self) -> tuple[TrialPlan, Measurement]:
+    def wait(self) -> tuple[TrialTask, Measurement]:
         self.now += 1.0
         return super().wait()
 

@@ -10,7 +10,7 @@ import pytest
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.candidate_report import References, build_recommendation
 from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.explore import explore
@@ -172,9 +172,9 @@ class Interrupted(SimulatedDevice):
 
     stored: frozenset[tuple[TrialKind, Candidate]] = frozenset()
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        assert plan.kind is TrialKind.COMPONENTS or (plan.kind, plan.candidate) not in self.stored
-        return super().__call__(plan)
+    def __call__(self, task: TrialTask) -> Measurement:
+        assert task.kind is TrialKind.COMPONENTS or (task.kind, task.candidate) not in self.stored
+        return super().__call__(task)
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.candidate import Candidate
 from tests.workers.profiler.samples import candidate, components_of, plan, whole_model_plan
 
@@ -44,7 +44,7 @@ def test_a_plan_has_as_many_processes_as_its_rings_need() -> None:
     attention = components_of(spread)[1:2]
     assert plan(spread, attention, num_processes=4).context_parallel_sizes == (2,)
     assert plan(spread, components_of(spread)[:1]).num_processes == 1, "its share is all that an embedding needs"
-    assert TrialPlan.model_validate_json(plan(candidate()).model_dump_json(exclude_defaults=True)).num_processes == 1
+    assert TrialTask.model_validate_json(plan(candidate()).model_dump_json(exclude_defaults=True)).num_processes == 1
     with pytest.raises(ValueError, match="no multiple of context_parallel_size 2"):
         plan(spread, attention, num_processes=3)
     with pytest.raises(ValueError, match="no multiple of context_parallel_size 2"):

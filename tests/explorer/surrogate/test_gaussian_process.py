@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition, predict_component_table
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate
@@ -24,14 +24,14 @@ NUM_SAMPLES = 20_000
 RUN, OWN, AMPLITUDE = 0.03, 0.02, 0.1
 
 
-def make_table(*, exchanges: bool = False, **changes: Any) -> SpaceTable:
+def make_table(*, exchanges: bool = False, **changes: Any) -> Composition:
     candidates = [
         Candidate(micro_batch_size=size, attention_backend=backend, num_query_groups=1)
         for size in (1, 2, 4)
         for backend in ("flash", "math")
     ]
     req = request(**changes)
-    return SpaceTable(candidates, model_of(req), req, exchanges=exchanges)
+    return Composition(candidates, model_of(req), req, exchanges=exchanges)
 
 
 class Fixed:
@@ -43,7 +43,7 @@ class Fixed:
         return {kind.value: same for kind in ComponentKind}
 
 
-def make_surrogate(table: SpaceTable, kind: Any = "cuda", *, fixed: bool = False) -> Surrogate:
+def make_surrogate(table: Composition, kind: Any = "cuda", *, fixed: bool = False) -> Surrogate:
     number = NUM_SAMPLES if fixed else 64
     made = Surrogate(table, hardware(kind), num_samples=number, rng=np.random.default_rng(0))
     if fixed:
@@ -52,7 +52,7 @@ def make_surrogate(table: SpaceTable, kind: Any = "cuda", *, fixed: bool = False
     return made
 
 
-def roofline(table: SpaceTable, component: Component) -> float:
+def roofline(table: Composition, component: Component) -> float:
     return predict_component_seconds(component, table.model, table.request, hardware()).device
 
 
@@ -78,7 +78,7 @@ def observed(*runs: ComponentMeasurement) -> dict[Component, ComponentObservatio
     return {component: ComponentObservations(tuple(all_of)) for component, all_of in found.items()}
 
 
-def of_kind(table: SpaceTable, kind: ComponentKind) -> list[Component]:
+def of_kind(table: Composition, kind: ComponentKind) -> list[Component]:
     return [c for c in table.components if c.kind is kind]
 
 

@@ -8,11 +8,11 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, required_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition, required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Trial, TrialKind, TrialPlan
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.posterior import Posterior
@@ -26,16 +26,16 @@ from tests.explorer.simulator import SimulatedDevice, report
 class NoisyDevice(SimulatedDevice):
     """Runs differ by `noise`, of which a run's own standard error says nothing; draws depend on the trial's number."""
 
-    def __call__(self, plan: TrialPlan) -> Measurement:
-        self.rng = np.random.default_rng([plan.number, 7])
-        found = super().__call__(plan)
+    def __call__(self, task: TrialTask) -> Measurement:
+        self.rng = np.random.default_rng([task.number, 7])
+        found = super().__call__(task)
         quiet = tuple(
             c.model_copy(update={"standard_error_seconds": 0.001 * c.device_seconds}) for c in found.components
         )
         return found.model_copy(update={"components": quiet})
 
 
-def again(device: SimulatedDevice) -> list[TrialPlan]:
+def again(device: SimulatedDevice) -> list[TrialTask]:
     return [plan for plan in device.plans if plan.again]
 
 
@@ -78,7 +78,7 @@ def test_confident_answers_on_a_noisy_device_are_right() -> None:
         found = answer_of(run(req, device)).recommendation
         assert found is not None
         candidates = enumerate_candidates(req, report(memory_gib=40), req.shapes).candidates
-        table = SpaceTable(candidates, req.shapes, req)
+        table = Composition(candidates, req.shapes, req)
         truth = device.true_tokens_per_second(table)
         sizes = np.array([device.weigh(c, table.model) for c in table.components], dtype=float).T
         required = required_table(table, np.add(*table.activation_bytes(*sizes)), report(memory_gib=40).hardware)
@@ -147,7 +147,7 @@ def test_the_recommended_candidate_is_measured_in_full() -> None:
     for device, steps in explored:
         found = answer_of(steps).recommendation
         assert found is not None
-        table = SpaceTable([found.candidate], device.request.shapes, device.request)
+        table = Composition([found.candidate], device.request.shapes, device.request)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
 
@@ -160,7 +160,7 @@ def test_no_incumbent_is_left_in_doubt_whether_it_fits(size: int, slack: float) 
     candidate = Candidate(
         micro_batch_size=size, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
     )
-    table = SpaceTable([candidate], req.shapes, req)
+    table = Composition([candidate], req.shapes, req)
     sizes = np.array([SimulatedDevice(req).weigh(c, table.model) for c in table.components], dtype=float).T
     activations = np.add(*table.activation_bytes(*sizes)) * np.exp(slack * BYTES_STD_NEAR)
     limit = float(required_table(table, activations, report().hardware)[0]) / 2**30
@@ -191,7 +191,7 @@ class SearchedState:
         if found is None or (verdict is not None and verdict.confidence >= 0.95):
             return False
         table = self.state.table
-        plan = TrialPlan(
+        task = TrialTask(
             number=self.number,
             kind=TrialKind.COMPONENTS,
             model=table.model,
@@ -199,6 +199,6 @@ class SearchedState:
             components=found.components,
             timeout_seconds=60,
         )
-        self.state.knowledge.learn(self.number, self.device(plan))
+        self.state.knowledge.learn(self.number, self.device(task))
         self.number += 1
         return True

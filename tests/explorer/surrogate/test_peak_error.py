@@ -7,7 +7,7 @@ import tracemalloc
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import Floats
+from bexp.explorer.cost_model.composition import Floats
 from bexp.explorer.surrogate.peak_error import SCALE_GRID, SCALE_LOG_STD, SCALE_MEDIAN, PeakErrors, probability_below
 
 ROWS = np.arange(50)

@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 
 from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.workers.process.profiler import Profiler
 from tests.workers.profiler.samples import MODEL, candidate, components_of, plan
 
@@ -25,7 +25,7 @@ def works(profiler: Profiler) -> bool:
     return profiler.measure(plan(chosen, components_of(chosen)[:1])).outcome is Outcome.OK
 
 
-def measured_whole(profiler: Profiler, of: TrialPlan) -> WholeModelMeasurement:
+def measured_whole(profiler: Profiler, of: TrialTask) -> WholeModelMeasurement:
     """A whole model whose optimizer takes time. It is a difference, which the noise of a busy host may hide."""
     for _ in range(5):
         result = profiler.measure(of)

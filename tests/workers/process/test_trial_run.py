@@ -9,7 +9,7 @@ from unittest.mock import Mock
 import pytest
 
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.workers.process.protocol import RankLost, Reply, TrialFinished
 from bexp.workers.process.trial_run import TrialRun
 from tests.contracts.samples import make_candidate, make_request
@@ -22,7 +22,7 @@ def follow(reply: Reply, exit_status: int = 0) -> tuple[TrialRun, Measurement]:
     fields: dict[str, Any] = {"model": make_request().model, "candidate": make_candidate(1)}
     run = TrialRun(
         process,
-        TrialPlan(number=0, kind=TrialKind.COMPONENTS, timeout_seconds=60.0, **fields),
+        TrialTask(number=0, kind=TrialKind.COMPONENTS, timeout_seconds=60.0, **fields),
         allowed_seconds=60.0,
         ceiling=None,
         replace=lambda _: exit_status,

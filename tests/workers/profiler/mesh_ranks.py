@@ -20,7 +20,7 @@ from torch._C._distributed_c10d import FileStore
 
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
@@ -286,8 +286,8 @@ def measure_shared_experts(groups: ProcessGroups, instruments: Instruments) -> f
     return min(found.together_forward_seconds, found.together_backward_seconds)
 
 
-def components_plan(components: tuple[Component, ...], number: int, model: ModelSpec) -> TrialPlan:
-    return TrialPlan(
+def components_plan(components: tuple[Component, ...], number: int, model: ModelSpec) -> TrialTask:
+    return TrialTask(
         number=0,
         kind=TrialKind.COMPONENTS,
         model=model,
@@ -328,7 +328,7 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
             num_query_groups=model.query_groups,
         )
         run = MeshRun(mesh=mesh, layers_per_stage=layers, num_micro_batches=num_micro_batches(mesh))
-        plan = TrialPlan(
+        task = TrialTask(
             number=0,
             kind=TrialKind.WHOLE_MODEL,
             model=model,
@@ -337,10 +337,10 @@ def run_rank(rank: int, folder: Path, kind: str) -> None:
             num_processes=mesh.num_devices,
             mesh_run=run,
         )
-        groups.prepare(plan)
-        if not groups.takes_part(plan):
+        groups.prepare(task)
+        if not groups.takes_part(task):
             continue
-        instruments.join(groups.rank_group(plan))
+        instruments.join(groups.rank_group(task))
         request = ExplorationRequest(model=model, training=training)
         training_run = MeshTrainingRun(instruments, model, candidate, run, request)
         cuts = [sum(layers[:i]) for i in range(len(layers))]

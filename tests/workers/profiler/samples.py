@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.decomposition import Decomposer
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -60,9 +60,9 @@ def plan(
     model: ModelSpec = MODEL,
     timeout_seconds: float = 60.0,
     num_processes: int = 1,
-) -> TrialPlan:
+) -> TrialTask:
     """A components trial; of all the candidate's components unless some are named."""
-    return TrialPlan(
+    return TrialTask(
         number=0,
         kind=TrialKind.COMPONENTS,
         model=model,
@@ -73,8 +73,8 @@ def plan(
     )
 
 
-def whole_model_plan(chosen: Candidate, *, model: ModelSpec = MODEL, num_processes: int = 1) -> TrialPlan:
-    return TrialPlan(
+def whole_model_plan(chosen: Candidate, *, model: ModelSpec = MODEL, num_processes: int = 1) -> TrialTask:
+    return TrialTask(
         number=0,
         kind=TrialKind.WHOLE_MODEL,
         model=model,

@@ -86,7 +86,7 @@ def test_components_are_told_as_they_are_measured(
     monkeypatch.setattr(phases, "time", SimpleNamespace(perf_counter=lambda: float(next(moments))))
     chosen = candidate()
     components = components_of(chosen)[:2]
-    assert session.answer(RunTrial(plan=plan(chosen, components)))
+    assert session.answer(RunTrial(task=plan(chosen, components)))
     assert [type(message) for message in sent] == [
         *(ComponentStarted, ComponentMeasured),
         *(ComponentStarted, ComponentMeasured),
@@ -115,7 +115,7 @@ def test_whatever_a_block_raises_is_an_outcome(
 
     monkeypatch.setattr(reference_target, "build_block", lambda *_, **__: Broken())
     chosen = candidate()
-    assert session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[1:2]))), "fit for the next trial"
+    assert session.answer(RunTrial(task=plan(chosen, components_of(chosen)[1:2]))), "fit for the next trial"
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)
     assert finished.measurement.outcome is outcome
@@ -136,7 +136,7 @@ def test_it_is_said_whether_the_process_of_a_custom_target_was_killed(
         raise error(Outcome.CRASHED, "the target's process was killed by SIGKILL")
 
     monkeypatch.setattr(Session, "_measure", fail)
-    assert session.answer(RunTrial(plan=plan(candidate(), components_of(candidate())[:1])))
+    assert session.answer(RunTrial(task=plan(candidate(), components_of(candidate())[:1])))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)
     assert (finished.target_killed, finished.measurement.outcome) == (killed, Outcome.CRASHED)
@@ -152,7 +152,7 @@ def test_memory_that_runs_out_while_a_back_end_is_tried_is_no_reason_against_it(
         return torch.empty(1 << 62, dtype=torch.uint8)
 
     hungry = replace(flash, unsupported_reason=lambda _, device: failure_of(exhaust, device))
-    trial = RunTrial(plan=plan(chosen, components_of(chosen)[1:2]))
+    trial = RunTrial(task=plan(chosen, components_of(chosen)[1:2]))
     outcomes = []
     for backend in (hungry, flash):
         monkeypatch.setattr(reference_target, "attention_backend", lambda _, backend=backend: backend)
@@ -168,7 +168,7 @@ def test_memory_that_a_trial_leaves_behind_asks_for_a_new_process(
 ) -> None:
     instruments.leftover = 1 << 30
     chosen = candidate()
-    assert not session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    assert not session.answer(RunTrial(task=plan(chosen, components_of(chosen)[:1])))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)
     assert finished.poisoned
@@ -181,7 +181,7 @@ def test_compiling_without_a_compiler_is_unsupported(
     monkeypatch.setenv("PATH", "")
     session = Session(instruments, None, sent.append)
     session.answer(Begin(request=REQUEST.model_copy(update={"execution": Execution.COMPILE}), hardware=HARDWARE))
-    session.answer(RunTrial(plan=plan(candidate())))
+    session.answer(RunTrial(task=plan(candidate())))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)
     assert finished.measurement.outcome is Outcome.UNSUPPORTED
@@ -197,7 +197,7 @@ def test_a_whole_model_that_cannot_be_captured_is_unsupported(
     assert {support.name: support.reason for support in report.executions if not support.usable} == dict.fromkeys(
         ("graph", "compile+graph"), "CUDA graphs need a GPU"
     )
-    session.answer(RunTrial(plan=whole_model_plan(candidate())))
+    session.answer(RunTrial(task=whole_model_plan(candidate())))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)
     assert finished.measurement.outcome is Outcome.UNSUPPORTED
@@ -222,8 +222,8 @@ def test_every_timing_carries_its_conditions(instruments: UnlimitedBench, sessio
     gpu = FakeGpu()
     instruments.monitor = DeviceMonitor(gpu, gpu.foreign_processes())
     chosen = candidate()
-    session.answer(RunTrial(plan=plan(chosen)))
-    session.answer(RunTrial(plan=whole_model_plan(chosen)))
+    session.answer(RunTrial(task=plan(chosen)))
+    session.answer(RunTrial(task=whole_model_plan(chosen)))
     components, whole = finished_trials(sent)
     found = [m.conditions for m in components.components]
     assert len(found) == len(components_of(chosen))
@@ -249,7 +249,7 @@ def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(
     instruments.monitor = Patient(gpu, gpu.foreign_processes())
     chosen = candidate()
     for _ in range(3):
-        session.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+        session.answer(RunTrial(task=plan(chosen, components_of(chosen)[:1])))
     first, *others = finished_trials(sent)
     assert "throttled" in str(first.contamination)
     assert first.outcome is Outcome.OK, "what a contamination leads to is the search's to decide"
@@ -273,7 +273,7 @@ def test_a_replacement_is_told_who_was_there_when_the_job_began(
     second = Session(instruments, None, sent.append)
     second.answer(Begin(request=REQUEST, hardware=HARDWARE, others_bytes=reply.others_bytes))
     chosen = candidate()
-    second.answer(RunTrial(plan=plan(chosen, components_of(chosen)[:1])))
+    second.answer(RunTrial(task=plan(chosen, components_of(chosen)[:1])))
     (measurement,) = finished_trials(sent)
     assert "took 6 GiB" in str(measurement.contamination)
 
@@ -288,7 +288,7 @@ def test_the_blocks_of_one_device_of_a_mesh_are_measured(session: Session, sent:
         ),
         Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, tensor_parallel_size=2, sharding=Sharding.NONE),
     )
-    assert session.answer(RunTrial(plan=plan(candidate(), components)))
+    assert session.answer(RunTrial(task=plan(candidate(), components)))
     finished = sent[-1]
     assert isinstance(finished, TrialFinished)
     assert finished.measurement.outcome is Outcome.OK, finished.measurement.reason

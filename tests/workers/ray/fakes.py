@@ -9,7 +9,7 @@ from pathlib import Path
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.contracts.samples import make_report
@@ -40,11 +40,11 @@ class FakeActorProfiler:
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         return make_report()
 
-    def measure(self, plan: TrialPlan) -> Measurement:
-        size = plan.candidate.micro_batch_size
+    def measure(self, task: TrialTask) -> Measurement:
+        size = task.candidate.micro_batch_size
         outcome = Outcome.OK
         if size == SLOW:
-            _take_long(plan.number)
+            _take_long(task.number)
         elif size == DEADLY:
             os._exit(1)
         elif size == CRASHING:
@@ -52,7 +52,7 @@ class FakeActorProfiler:
             outcome = Outcome.CRASHED
         elif size == BROKEN:
             raise RuntimeError("the device is broken")
-        return Measurement(candidate=plan.candidate, outcome=outcome, phases=PhaseSeconds(timed=0.01))
+        return Measurement(candidate=task.candidate, outcome=outcome, phases=PhaseSeconds(timed=0.01))
 
     def interrupt(self) -> None:
         raise AssertionError("an actor is ended, not interrupted")

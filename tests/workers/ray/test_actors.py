@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 from tests.contracts.samples import make_candidate, make_report, make_request
@@ -35,8 +35,8 @@ def pool(ray: FakeRay) -> Iterator[RayDevicePool]:
     pool.close()
 
 
-def plan(number: int, size: int = 1) -> TrialPlan:
-    return TrialPlan(
+def plan(number: int, size: int = 1) -> TrialTask:
+    return TrialTask(
         number=number,
         kind=TrialKind.COMPONENTS,
         model=make_request().model,

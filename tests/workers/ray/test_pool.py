@@ -12,7 +12,7 @@ import psutil
 import pytest
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
@@ -98,8 +98,8 @@ def make_pool(cluster: Any) -> Iterator[Callable[..., RayDevicePool]]:
         pool.close()
 
 
-def plan(number: int, size: int = 1, timeout: float = 5.0) -> TrialPlan:
-    return TrialPlan(
+def plan(number: int, size: int = 1, timeout: float = 5.0) -> TrialTask:
+    return TrialTask(
         number=number,
         kind=TrialKind.COMPONENTS,
         model=make_request().model,

@@ -6,10 +6,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 from benchmarks.simulated_tables import h200_report, simulate
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.measurement import ComponentFigures, Outcome
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.parts import ExploredModel
@@ -59,7 +59,7 @@ def empty(**changes: Any) -> Recording:
     return Recording(header)
 
 
-def table_of(recorded: Recording) -> SpaceTable:
+def table_of(recorded: Recording) -> Composition:
     table = pruned_space_of(recorded).table
     assert table is not None
     return table
@@ -91,8 +91,8 @@ def row(component: Component, run: int = 0, seconds: float = 0.01, **changes: An
 
 def plan(
     model: ExploredModel, candidate: Candidate, components: tuple[Component, ...] = (), number: int = 0
-) -> TrialPlan:
-    return TrialPlan(
+) -> TrialTask:
+    return TrialTask(
         number=number,
         kind=TrialKind.COMPONENTS if components else TrialKind.WHOLE_MODEL,
         model=model,

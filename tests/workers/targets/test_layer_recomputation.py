@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable
 from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.memory import measure_memory
@@ -35,7 +35,7 @@ class _Products(TorchDispatchMode):
 
 
 def composed_peak(candidate: Candidate, request: ExplorationRequest) -> float:
-    table = SpaceTable([candidate], request.shapes, request)
+    table = Composition([candidate], request.shapes, request)
     sizes = np.zeros((3, len(table.components)))
     for i, component in enumerate(table.components):
         if component.kind is ComponentKind.OPTIMIZER:
@@ -102,7 +102,7 @@ def test_a_block_of_a_group_runs_again_to_its_end() -> None:
             num_query_groups=model.query_groups,
         )
         (component,) = (
-            c for c in SpaceTable([candidate], model, request).components if c.kind is ComponentKind.DENSE_FFN
+            c for c in Composition([candidate], model, request).components if c.kind is ComponentKind.DENSE_FFN
         )
         assert component.recompute is recompute
         block = build_block(model, component, request, CPU)

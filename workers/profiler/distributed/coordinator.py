@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import NoReturn, TypeVar
 
 from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.base import Frozen
 from bexp.workers.process.protocol import (
     Begin,
@@ -69,7 +69,7 @@ class Coordinator:
             elif isinstance(command, Begin):
                 self._send(self._collect(ReportReply)[0])
             elif isinstance(command, RunTrial):
-                self._send(_Trial(self._message_queue, self._devices, command.plan, self._send).follow())
+                self._send(_Trial(self._message_queue, self._devices, command.task, self._send).follow())
 
     def _send_hardware(self) -> None:
         try:
@@ -100,12 +100,12 @@ class _Trial:
     """A trial in progress: the replies of its ranks so far."""
 
     def __init__(
-        self, message_queue: MessageQueue, devices: Sequence[str], plan: TrialPlan, send: Callable[[Frozen], None]
+        self, message_queue: MessageQueue, devices: Sequence[str], task: TrialTask, send: Callable[[Frozen], None]
     ) -> None:
         self._message_queue = message_queue
         self._devices = devices
         self._send = send
-        self._num_ranks = min(plan.num_processes, len(devices))
+        self._num_ranks = min(task.num_processes, len(devices))
         self._num_started = [0] * self._num_ranks
         self._num_announced = 0
         self._measured: list[list[ComponentMeasurement]] = [[] for _ in range(self._num_ranks)]

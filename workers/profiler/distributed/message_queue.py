@@ -57,7 +57,7 @@ class MessageQueue:
         self._store.queue_push(_REPLIES, f"{rank} {message.model_dump_json()}")
 
     def next_reply(self, seconds: float | None = None) -> tuple[int, Reply] | None:
-        """The next reply and its rank; null if none comes within `seconds` (null: there is no limit)."""
+        """The next reply and its rank; None if none comes within `seconds` (None: there is no limit)."""
         said = self._pop(_REPLIES, seconds)
         if said is None:
             return None

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.ring import Ring, ring_group
 from bexp.workers.instruments.rank_group import SINGLE_RANK, Barrier, RankGroup, check_size
@@ -47,13 +47,13 @@ class ProcessGroups:
         self._strided: dict[Strided, dist.ProcessGroup | None] = {}
         self._make_groups(size)  # before the hardware is measured, which then sees the memory of the connections
 
-    def prepare(self, plan: TrialPlan) -> None:
+    def prepare(self, task: TrialTask) -> None:
         """Make the process groups of a trial. All ranks must call this, also those that do not run the trial."""
-        n = plan.num_processes
+        n = task.num_processes
         if not 1 < n <= self.size:
             return
-        sizes = [size for size in plan.context_parallel_sizes if size not in self._ring_sizes]
-        strided = [(n, *group) for group in plan.groups if (n, *group) not in self._strided]
+        sizes = [size for size in task.context_parallel_sizes if size not in self._ring_sizes]
+        strided = [(n, *group) for group in task.groups if (n, *group) not in self._strided]
         if n in self._group_sizes and not sizes and not strided:
             return
         if self._device.type == "cuda":
@@ -67,14 +67,14 @@ class ProcessGroups:
         for key in strided:
             self._make_strided(key)
 
-    def takes_part(self, plan: TrialPlan) -> bool:
+    def takes_part(self, task: TrialTask) -> bool:
         """Whether this rank runs the trial, as the first ranks do. All ranks answer a trial that needs more ranks."""
-        return self.rank < plan.num_processes
+        return self.rank < task.num_processes
 
-    def rank_group(self, plan: TrialPlan) -> RankGroup:
+    def rank_group(self, task: TrialTask) -> RankGroup:
         """The ranks that run the trial, with this one among them; UnsupportedTrialError if there are too few."""
-        check_size(plan, self.size)
-        n = plan.num_processes
+        check_size(task, self.size)
+        n = task.num_processes
         if n == 1:
             return SINGLE_RANK
         return DistributedRankGroup(
@@ -159,11 +159,11 @@ class DistributedRankGroup:
         return ContextParallel(self._rings[size], layout)
 
     def strided(self, size: int, stride: int) -> dist.ProcessGroup | None:
-        """The group of this rank; null if it is alone."""
+        """The group of this rank; None if it is alone."""
         return None if size == 1 else self._strided[self.size, size, stride]
 
     def barrier(self, component: Component) -> Barrier | None:
-        """The barrier of the ring, or of all ranks if all communicate; null if the component does not."""
+        """The barrier of the ring, or of all ranks if all communicate; None if the component does not."""
         is_for_all = component.kind in {ComponentKind.COMMUNICATION, ComponentKind.EXCHANGE}
         if is_for_all or component.expert_parallel_size > 1:
             group = self.members

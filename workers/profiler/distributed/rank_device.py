@@ -50,8 +50,8 @@ def serve_rank(rank: int, devices: Sequence[str], port: int) -> int:
     while True:
         command = message_queue.next_command(rank)
         if isinstance(command, RunTrial):
-            groups.prepare(command.plan)
-            if not groups.takes_part(command.plan):
+            groups.prepare(command.task)
+            if not groups.takes_part(command.task):
                 continue
         session.answer(command)
 

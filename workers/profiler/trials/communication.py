@@ -26,7 +26,7 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.targets.target import Target, TrainingRun
+from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 from bexp.workers.training.data_parallel import EXCHANGING_MICRO_STEPS
 
 COMPUTE_TOKENS = 4096
@@ -136,14 +136,14 @@ class _UnitCollectives:
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _CommunicatedUnit:
     unit: Unit
     is_last: bool
 
 
 def measure_communication(
     instruments: Instruments,
-    target: Target,
+    target: ProfiledTarget,
     model: ExploredModel,
     component: Component,
     request: ExplorationRequest,
@@ -159,9 +159,12 @@ def measure_communication(
     assert members is not None, "an exchange needs more than one process"
     units = ExchangeUnits.of(model)
     tied = units.last is None
-    parts = [_Part(units.first, is_last=tied), *(_Part(layer, is_last=False) for layer in units.layers)]
+    parts = [
+        _CommunicatedUnit(units.first, is_last=tied),
+        *(_CommunicatedUnit(layer, is_last=False) for layer in units.layers),
+    ]
     if units.last is not None:
-        parts.append(_Part(units.last, is_last=True))
+        parts.append(_CommunicatedUnit(units.last, is_last=True))
     replicated = request.training.sharding is Sharding.NONE  # frozen parameters are then not exchanged
     largest = max(parts, key=lambda p: p.unit.count * (p.unit.num_gradients if replicated else p.unit.num_parameters))
     barrier = instruments.rank_group.barrier(component)
@@ -294,7 +297,7 @@ class HostOverhead:
 
 
 def measure_host_overhead(
-    instruments: Instruments, target: Target, model: ExploredModel, request: ExplorationRequest
+    instruments: Instruments, target: ProfiledTarget, model: ExploredModel, request: ExplorationRequest
 ) -> HostOverhead:
     """The host's work in a step of the whole model. All ranks must call this at the same time."""
     number = ExchangeUnits.of(model).number

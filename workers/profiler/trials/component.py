@@ -14,12 +14,12 @@ from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.targets.target import Target
+from bexp.workers.targets.target import ProfiledTarget
 
 
 def measure_component(
     instruments: Instruments,
-    target: Target,
+    target: ProfiledTarget,
     model: ExploredModel,
     component: Component,
     request: ExplorationRequest,

@@ -18,7 +18,7 @@ from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
 ITEM_BYTES = 2
 
 
-class _Exchange:
+class _ExchangeOperation:
     """One operation on buffers of bfloat16. A timer treats it as the forward of a block."""
 
     training = False
@@ -115,7 +115,7 @@ def measure_exchange(
     barrier = ranks.barrier(component)
     assert barrier is not None, "all ranks exchange something"
     with clock.phase("build"):
-        exchange = _Exchange(
+        exchange = _ExchangeOperation(
             asked, ranks.strided(asked.size, asked.stride), barrier, instruments.generator(seed), instruments.device
         )
     with clock.phase("warm_up"):

@@ -16,7 +16,7 @@ from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.targets.target import Optimizer, OptimizerPart, Target
+from bexp.workers.targets.target import Optimizer, OptimizerPart, ProfiledTarget
 
 
 class _StepPasses:
@@ -51,7 +51,7 @@ class _StepPasses:
 
 def measure_optimizer(
     instruments: Instruments,
-    target: Target,
+    target: ProfiledTarget,
     model: ExploredModel,
     component: Component,
     candidate: Candidate,

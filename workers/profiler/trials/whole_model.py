@@ -28,7 +28,7 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
-from bexp.workers.targets.target import Target, TrainingRun
+from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 
 MIN_STEPS = 3
 MAX_STEPS = 10
@@ -68,7 +68,7 @@ def _split(steps: Sequence[Sequence[Mark]]) -> tuple[list[float], list[float]]:
 
 def run_whole_model(
     instruments: Instruments,
-    target: Target,
+    target: ProfiledTarget,
     model: ExploredModel,
     candidate: Candidate,
     request: ExplorationRequest,
@@ -148,7 +148,7 @@ R = TypeVar("R", bound=_Stepped)
 
 
 @dataclass(frozen=True, slots=True)
-class _Run(Generic[R]):
+class _TimedSteps(Generic[R]):
     """The moments of each timed step, and the bytes of this device."""
 
     training: R
@@ -158,7 +158,9 @@ class _Run(Generic[R]):
     watch: Watch
 
 
-def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock, most_steps: int = MAX_STEPS) -> _Run[R]:
+def _run(
+    instruments: Instruments, build: Callable[[], R], clock: PhaseClock, most_steps: int = MAX_STEPS
+) -> _TimedSteps[R]:
     cuda = instruments.device.type == "cuda"
     with byte_meter(instruments.device, ()) as meter:
         with clock.phase("build"):
@@ -186,10 +188,10 @@ def _run(instruments: Instruments, build: Callable[[], R], clock: PhaseClock, mo
     if cuda:
         peak = max(peak, meter.peak()) + training.graph_bytes
         reserved = torch.cuda.max_memory_reserved(instruments.device)
-    return _Run(training, marks, peak - instruments.own_bytes, reserved, watch)
+    return _TimedSteps(training, marks, peak - instruments.own_bytes, reserved, watch)
 
 
-def _summarize(run: _Run[TrainingRun], request: ExplorationRequest) -> WholeModelMeasurement:
+def _summarize(run: _TimedSteps[TrainingRun], request: ExplorationRequest) -> WholeModelMeasurement:
     marks, training = run.marks, run.training
     micro_steps, once = _split(marks)
     optimizer = [before.seconds_until(end) for *_, before, end in marks]

@@ -34,9 +34,9 @@ class ResidualBlock(nn.Module, ABC):
         self.bta_tile = bta_tile
         self.norm: nn.Module
         self.reduce: nn.Module | None = None
-        """Sums the branches of ranks that share the block; null for a whole block."""
+        """Sums the branches of ranks that share the block; None for a whole block."""
         self.waiting: Callable[[], AbstractContextManager[None]] | None = None
-        """Within its context the host waits for the device in forward, as in training; null if it never does."""
+        """Within its context the host waits for the device in forward, as in training; None if it never does."""
         self.is_repeatable = True
         """Whether it runs on its own output as well."""
         self._compiled_core: Callable[[Tensor], Tensor] | None = None

@@ -85,7 +85,7 @@ class TrainingOptimizer:
 
     @property
     def gradients(self) -> list[Tensor | None]:
-        """What `step` reads, one for each parameter; null before the first backward."""
+        """What `step` reads, one for each parameter; None before the first backward."""
         if self._main_gradients is not None:
             return list(self._main_gradients)
         return [None if parameter.grad is None else own(parameter.grad) for parameter in self.parameters]

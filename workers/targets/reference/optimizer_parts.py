@@ -21,7 +21,7 @@ from bexp.workers.targets.target import OptimizerPart
 
 
 @dataclass(frozen=True, slots=True)
-class _Part:
+class _SteppedTogether:
     """Components whose parameters are stepped together, and how often the model has them."""
 
     components: tuple[Component, ...]
@@ -34,7 +34,7 @@ def optimizer_parts(
     """Embedding with head, and one layer of each kind, each with the optimizer that the request asks for."""
     for part in _parts(model, candidate):
 
-        def build(part: _Part = part) -> TrainingOptimizer:
+        def build(part: _SteppedTogether = part) -> TrainingOptimizer:
             parameters = _parameters(instruments, model, part, request)
             optimizer = build_optimizer(parameters, request.training.optimizer, model.dtype)
             if all(gradient is None for gradient in optimizer.gradients):
@@ -45,11 +45,11 @@ def optimizer_parts(
         yield OptimizerPart(part.count, build)
 
 
-def _parts(model: ModelSpec, candidate: Candidate) -> Iterator[_Part]:
+def _parts(model: ModelSpec, candidate: Candidate) -> Iterator[_SteppedTogether]:
     def component(kind: ComponentKind, backend: str | None = None) -> Component:
         return Component(kind=kind, micro_batch_size=1, backend=backend)
 
-    yield _Part((component(ComponentKind.EMBEDDING), component(ComponentKind.HEAD)), 1)
+    yield _SteppedTogether((component(ComponentKind.EMBEDDING), component(ComponentKind.HEAD)), 1)
     attention = component(ComponentKind.ATTENTION, candidate.attention_backend)
     ffns = {
         LayerKind.DENSE: component(ComponentKind.DENSE_FFN),
@@ -57,11 +57,11 @@ def _parts(model: ModelSpec, candidate: Candidate) -> Iterator[_Part]:
     }
     for kind, ffn in ffns.items():
         if count := model.count_layers(kind):
-            yield _Part((attention, ffn), count)
+            yield _SteppedTogether((attention, ffn), count)
 
 
 def _parameters(
-    instruments: Instruments, model: ModelSpec, part: _Part, request: ExplorationRequest
+    instruments: Instruments, model: ModelSpec, part: _SteppedTogether, request: ExplorationRequest
 ) -> list[nn.Parameter]:
     """The parameters of the part's blocks, each once. A tied projection counts with the embedding.
 
@@ -83,7 +83,7 @@ def _build_parameters(
     device: torch.device,
     generator: torch.Generator | None,
     model: ModelSpec,
-    part: _Part,
+    part: _SteppedTogether,
     request: ExplorationRequest,
 ) -> list[nn.Parameter]:
     eager = request.model_copy(update={"execution": Execution.EAGER, "executions": None})  # no block is run

@@ -60,7 +60,7 @@ class BlockPasses(ModulePasses):
         self._meet_waiting = meet_waiting
 
     def waiting(self) -> AbstractContextManager[None] | None:
-        """The context in which the host waits as the block says; null if it never does."""
+        """The context in which the host waits as the block says; None if it never does."""
         block = self.module
         if not isinstance(block, ResidualBlock) or block.waiting is None:
             return None

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.expert_inputs import ExpertInputs
-from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.shell import ShellPart
 from bexp.workers.targets.transformers.skeleton import Skeleton
@@ -58,7 +58,7 @@ class PartsBuilder:
         """Pad the batches of all parts that are handed out from now on."""
         self.padding = padding
 
-    def layer(self, kind: str, micro_batch_size: int) -> LayerPart:
+    def layer(self, kind: str, micro_batch_size: int) -> BuiltLayer:
         """One layer of `kind`, ready to run. KeyError if there is no such kind.
 
         If it has experts, its hidden states are those of a typical depth of the model. Else they are the embedding's.
@@ -68,7 +68,7 @@ class PartsBuilder:
         index = self.kinds.index(kind)
         call = self.skeleton.call(self.batch(micro_batch_size), index)
         module = self.skeleton.layers[index]
-        return LayerPart(
+        return BuiltLayer(
             module, self._inputs.deepened(call, index, micro_batch_size), self.settings, self._followed.get(kind)
         )
 

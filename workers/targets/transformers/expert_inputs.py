@@ -30,7 +30,7 @@ Visit = Callable[[int, Tensor, Sequence[Tensor]], None]
 """Gets a layer's index, the hidden states that go in, and the experts that each token is sent to."""
 
 
-class _Reached(Exception):  # noqa: N818 - it ends a forward that has done its work
+class _ExpertsReached(Exception):  # noqa: N818 - it ends a forward that has done its work
     """No deeper layer is wanted."""
 
 
@@ -94,7 +94,7 @@ class ExpertInputs:
             if index in wanted:
                 self._known[wanted[index]].append(hidden.cpu())
             if index == deepest:
-                raise _Reached
+                raise _ExpertsReached
 
         _walk(self._skeleton, self._sequence(number), keep)
 
@@ -134,7 +134,7 @@ def _walk(skeleton: Skeleton, batch: Mapping[str, Tensor], visit: Visit) -> None
     try:
         with skeleton.stubbed(handle):
             skeleton.run(batch)
-    except _Reached:
+    except _ExpertsReached:
         return
 
 

@@ -13,7 +13,7 @@ from bexp.workers.targets.transformers.skeleton import LayerCall, hidden_states
 from bexp.workers.targets.transformers.trees import copied, map_tensors, tensors_of
 
 
-class LayerPart:
+class BuiltLayer:
     """A layer alone on its device, with the arguments of one micro-batch.
 
     module: the layer, real weights in training or eval mode as the settings say

@@ -13,14 +13,14 @@ from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.config import ResolvedConfig
 from bexp.workers.targets.transformers.kinds import kind_names
-from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.reference_run import LayerRecord, ReferenceRun, run_reference
 from bexp.workers.targets.transformers.skeleton import hidden_states
 from bexp.workers.targets.transformers.trees import tensors_of
 
 
-def bytes_saved_by(part: LayerPart) -> int:
+def bytes_saved_by(part: BuiltLayer) -> int:
     """Bytes of the distinct storages that one forward of `part` keeps for autograd; its parameters do not count."""
     parameters = {tensor.untyped_storage().data_ptr() for tensor in part.module.parameters()}
     storages: dict[int, int] = {}
@@ -104,7 +104,7 @@ class PartsComparison:
                 kept = bytes_saved_by(part) / (size * self.tiny.seq_length)
                 self.saved_bytes_per_token[self.kinds[index]] = kept
 
-    def _replay(self, index: int, part: LayerPart, record: LayerRecord, run: ReferenceRun) -> None:
+    def _replay(self, index: int, part: BuiltLayer, record: LayerRecord, run: ReferenceRun) -> None:
         _take_values(part, record)
         part.clear_gradients()
         output = part.forward_all()
@@ -202,7 +202,7 @@ class PartsComparison:
         return builder
 
 
-def _require_same_arguments(index: int, part: LayerPart, record: LayerRecord) -> None:
+def _require_same_arguments(index: int, part: BuiltLayer, record: LayerRecord) -> None:
     """The skeleton hands over what the model does, but for hidden states and what is computed from them."""
     ours = list(tensors_of((part.args, part.kwargs)))
     theirs = list(tensors_of((record.call.args, record.call.kwargs)))
@@ -213,7 +213,7 @@ def _require_same_arguments(index: int, part: LayerPart, record: LayerRecord) ->
             require_equal(f"argument {place} of layer {index}", found.double(), expected.double())
 
 
-def _take_values(part: LayerPart, record: LayerRecord) -> None:
+def _take_values(part: BuiltLayer, record: LayerRecord) -> None:
     """The true hidden states, and all that depends on them, in place of those that the skeleton computed."""
     if hidden_states(record.call.args, record.call.kwargs).shape != part.hidden.shape:
         raise DifferenceError("the hidden states have another shape")

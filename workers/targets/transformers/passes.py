@@ -11,23 +11,23 @@ from torch import Tensor, nn
 from bexp.measure.passes import ModulePasses
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.settings import Settings
-from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.shell import ShellPart
 
 
 class LayerPasses(ModulePasses):
-    """A layer with its captured arguments. `recompute` is a policy that recomputes all of it in backward, or null.
+    """A layer with its captured arguments. `recompute` is a policy that recomputes all of it in backward, or None.
 
     Its memory is measured without that recomputation, since the composition adds it.
     """
 
-    def __init__(self, part: LayerPart, build: BuildSettings, settings: Settings, *, recompute: str | None) -> None:
+    def __init__(self, part: BuiltLayer, build: BuildSettings, settings: Settings, *, recompute: str | None) -> None:
         self._layer = part.module
         self._applied = set_up(part.module, settings, strict=True)
         self._recomputed: Applied | None = None
         super().__init__(
-            _Run(part.module, build.autocast(part.device)),
+            _UnderAutocast(part.module, build.autocast(part.device)),
             part.args,
             part.kwargs,
             training=build.training,
@@ -77,7 +77,7 @@ class ShellPasses(ModulePasses):
             parameter.grad = None
 
 
-class _Run(nn.Module):
+class _UnderAutocast(nn.Module):
     """A layer under autocast."""
 
     def __init__(self, layer: nn.Module, autocast: AbstractContextManager[Any]) -> None:
@@ -118,7 +118,7 @@ class _Shell(nn.Module):
         return self._part.forward()
 
 
-def _place(part: LayerPart) -> int | str | None:
+def _place(part: BuiltLayer) -> int | str | None:
     """The argument that holds the hidden states: its position or its name."""
     for position, value in enumerate(part.args):
         if value is part.hidden:

@@ -23,7 +23,7 @@ from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError
-from bexp.workers.targets.transformers.layers import LayerPart
+from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.shell import ShellPart
@@ -34,7 +34,7 @@ MOVED_TOKENS = 4
 """How many times as far it may be off where rounding may send a token to another expert."""
 
 
-def results_of(part: LayerPart) -> dict[str, Tensor]:
+def results_of(part: BuiltLayer) -> dict[str, Tensor]:
     """Return what a layer computes: its outputs and, in training, the gradients of its inputs and parameters."""
     outputs = part.forward()
     found = {f"output {place}": tensor.detach().clone() for place, tensor in enumerate(outputs)}
@@ -209,7 +209,7 @@ class SettingsProbe:
         return execution_support(self._graph_refusal()) if self._request.space.replays else ()
 
     def _graph_refusal(self) -> str | None:
-        """Why a layer cannot be replayed as CUDA graphs; null if each kind can."""
+        """Why a layer cannot be replayed as CUDA graphs; None if each kind can."""
         if self._device.type != "cuda":
             return NO_GRAPHS
         asked = self._request.expert_backends or ("grouped_mm",)
@@ -229,7 +229,7 @@ class SettingsProbe:
         return None
 
     def _liger_refusal(self) -> str | None:
-        """Why liger's kernels cannot be had, or what they compute otherwise than the layer; null if neither."""
+        """Why liger's kernels cannot be had, or what they compute otherwise than the layer; None if neither."""
         for kind in dict.fromkeys(self._resolved.kinds):
             part = self._builder.layer(kind, 1)
             run = partial(results_of, part)
@@ -241,7 +241,7 @@ class SettingsProbe:
     def _differs(
         self, run: Callable[[], dict[str, Tensor]], module: nn.Module, settings: Settings, moves_tokens: bool = False
     ) -> str | None:
-        """Why `module` cannot have a setting, or what `run` finds to be different with it; null if neither."""
+        """Why `module` cannot have a setting, or what `run` finds to be different with it; None if neither."""
         try:
             expected = run()
             applied = set_up(module, settings)
@@ -254,7 +254,7 @@ class SettingsProbe:
         return None
 
     def refusal(self, settings: Settings) -> str | None:
-        """Why a setting cannot be had here, found by running a layer of each kind with it; null if it can."""
+        """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""
         for kind in dict.fromkeys(self._resolved.kinds):
             part = self._builder.layer(kind, 1)
             if settings.experts is not None and not expert_modules(part.module):

@@ -143,7 +143,7 @@ class ResolvedModel:
 
     @cached_property
     def group_problem(self) -> str | None:
-        """Why groups of layers cannot be recomputed as one, found on the tiny model; null if they can."""
+        """Why groups of layers cannot be recomputed as one, found on the tiny model; None if they can."""
         return find_group_problem(self.tiny, self.settings.prepare)
 
     @cached_property

@@ -72,7 +72,7 @@ def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = Non
 
 
 def find_group_problem(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = None) -> str | None:
-    """Return why groups of layers of `tiny` cannot be recomputed as one on the CPU; null if they can."""
+    """Return why groups of layers of `tiny` cannot be recomputed as one on the CPU; None if they can."""
     try:
         with quiet_library():
             model = build_model(tiny, replace(_SETTINGS, prepare=prepare), CPU)

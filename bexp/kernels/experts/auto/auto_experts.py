@@ -71,7 +71,7 @@ class AutoExperts:
             self.choice(shape, tokens, device, may=True)
 
     def check(self, shape: ExpertsShape, device: torch.device) -> str | None:
-        """Why there is nothing to choose from; null if there is."""
+        """Why there is nothing to choose from; None if there is."""
         reason = self.backends[STOCK].unsupported_reason(shape, device)
         if reason is not None:
             return reason

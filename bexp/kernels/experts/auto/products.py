@@ -77,7 +77,7 @@ def mixed(forward: str, rows: str, matrices: str) -> str:
 
 
 def gemm_of(plan: str) -> GroupedGemm | None:
-    """Return the differentiable GEMM of a plan; null if no back end has that name here."""
+    """Return the differentiable GEMM of a plan; None if no back end has that name here."""
     names = plan.split(_SEPARATOR)
     if any(name not in KERNELS for name in names) or len(names) not in (1, len(PRODUCTS)):
         return None

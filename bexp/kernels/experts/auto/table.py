@@ -153,7 +153,7 @@ class KernelTable:
     def plan(self, shape: str, num_rows: int, stock: str, among: Collection[str] | None = None) -> str:
         """Return the plan of the nearest class that was measured; `stock` if there is none near.
 
-        `among` are the plans that may be chosen; null: all.
+        `among` are the plans that may be chosen; None: all.
         """
         near = self._near(shape, num_rows)
         if near is None:

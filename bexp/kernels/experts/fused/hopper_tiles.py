@@ -76,7 +76,7 @@ class HopperTile:
 
 @dataclass(frozen=True, slots=True)
 class HopperSum:
-    """The gradient of the matrices by the grouped GEMM's kernel, of rows gathered beforehand; null takes its choice."""
+    """The gradient of the matrices by the grouped GEMM's kernel, of rows gathered beforehand; None takes its choice."""
 
     tiles: HopperTiles | None = None
 
@@ -88,7 +88,7 @@ class HopperSum:
 
 @dataclass(frozen=True, slots=True)
 class HopperRows:
-    """A product of rows in the experts' order, by the grouped GEMM's kernel; null takes its choice of tiles.
+    """A product of rows in the experts' order, by the grouped GEMM's kernel; None takes its choice of tiles.
 
     The rows of the result are in the experts' order, too: whatever sums them to tokens gathers them. With one expert a
     token there is no sum, and each row is written to its token.

@@ -34,7 +34,7 @@ _GATHERED_TOGETHER_BYTES = 32 * 2**20
 
 
 class Gradients(NamedTuple):
-    """The gradients of x, the routing weights, w_in and w_out; null if one is not needed."""
+    """The gradients of x, the routing weights, w_in and w_out; None if one is not needed."""
 
     x: Tensor | None
     weights: Tensor | None
@@ -215,7 +215,7 @@ class _Backward:
         )
 
     def launches(self, needs: tuple[bool, bool, bool, bool]) -> tuple[Launches, Launches | None]:
-        """The launches up to the gradient of `w_out`, and those that follow, null if there are none."""
+        """The launches up to the gradient of `w_out`, and those that follow, None if there are none."""
         found = self._launches.get(needs)
         if found is None:
             found = self._launches[needs] = self._compose(*needs)

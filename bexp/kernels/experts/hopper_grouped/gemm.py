@@ -96,7 +96,7 @@ def _multiply_rows(
     tiles: HopperTiles | None,
     device: int,
 ) -> tuple[tuple[int, int], tuple[int, int], Launches | None]:
-    """The shape and strides of the result, and the launch; null if there is nothing to write."""
+    """The shape and strides of the result, and the launch; None if there is nothing to write."""
     num_rows, k = x_shape
     num_experts, n = w_shape[0], w_shape[1] if transposed else w_shape[2]
     assert w_shape[2 if transposed else 1] == k, "x (R, K) and w (E, K, N), or (E, N, K) if transposed"
@@ -166,7 +166,7 @@ def _sum_over_rows(
     tiles: HopperTiles | None,
     device: int,
 ) -> tuple[tuple[int, int, int], tuple[int, int, int], Launches | None, bool]:
-    """The shape and strides of the result, the launch, null without rows, and whether it takes a counter of tiles."""
+    """The shape and strides of the result, the launch, None without rows, and whether it takes a counter of tiles."""
     (num_rows, k), n, num_experts = x_shape, grad_shape[1], ends_shape[0]
     shape, strides = (num_experts, k, n), (k * n, n, 1)
     if num_rows == 0:

@@ -129,7 +129,7 @@ def find_weights_tile(
 ) -> tuple[gl.tensor, gl.tensor, gl.tensor, gl.tensor, gl.tensor]:
     """Expert, its first row and its end, and the first row and column of a tile of its matrix.
 
-    The experts come in the order of `place_E`, or, if that is null, in their own. Behind the last tile the expert is
+    The experts come in the order of `place_E`, or, if that is None, in their own. Behind the last tile the expert is
     num_experts or more, and has no rows.
     """
     tiles = tiles_m * tiles_n

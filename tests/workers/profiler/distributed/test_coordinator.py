@@ -17,7 +17,7 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     WholeModelMeasurement,
 )
-from bexp.explorer.records.trial import TrialPlan
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.workers.process.protocol import (
@@ -97,7 +97,7 @@ def heard(said: list[tuple[int, Reply]], order: Command | None = None, *, ends: 
     hellos: list[tuple[int, Reply]] = [(rank, Hello(pid=100 + rank)) for rank in (1, 0)]
     sent: list[Frozen] = []
     orders: queue.SimpleQueue[Command] = queue.SimpleQueue()
-    orders.put(order or RunTrial(plan=PLAN))
+    orders.put(order or RunTrial(task=PLAN))
     messages = ScriptedMessageQueue([*hellos, *said])
     served = Coordinator(messages, DEVICES, sent.append)  # type: ignore[arg-type]  # a stand-in
 
@@ -207,7 +207,7 @@ def test_what_all_ranks_refuse_leaves_the_group_as_it_was() -> None:
 
 def test_a_trial_of_one_process_is_the_first_ranks_alone() -> None:
     alone = finished(outcome=Outcome.OUT_OF_MEMORY, reason="no more")
-    single = RunTrial(plan=TrialPlan.model_validate(PLAN.model_dump() | {"num_processes": 1}))
+    single = RunTrial(task=TrialTask.model_validate(PLAN.model_dump() | {"num_processes": 1}))
     assert heard([(0, alone)], single) == [alone], "nobody waits for it: it need not be replaced"
 
 

@@ -19,9 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
-from bexp.explorer.cost_model.candidate_table import decomposer_of
+from bexp.explorer.cost_model.composition import decomposer_of
 from bexp.explorer.records.measurement import ComponentMeasurement
-from bexp.explorer.records.trial import TrialKind, TrialPlan
+from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.device_instruments import Instruments
@@ -67,7 +67,7 @@ class Rank:
         self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
         decompose = decomposer_of(self.parts, training=True, exchanges=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
-        plan = TrialPlan(
+        task = TrialTask(
             number=0,
             kind=TrialKind.WHOLE_MODEL,
             model=self.parts,
@@ -75,8 +75,8 @@ class Rank:
             timeout_seconds=60.0,
             num_processes=NUM_RANKS,
         )
-        self.groups.prepare(plan)
-        self.instruments.join(self.groups.rank_group(plan))
+        self.groups.prepare(task)
+        self.instruments.join(self.groups.rank_group(task))
 
     def communication(self, level: Sharding) -> ComponentMeasurement:
         component = self.communications[LEVELS.index(level)]

@@ -1,4 +1,4 @@
-"""A worker's step: the values that it writes to the job's row, the event of its claim, and its place in the log."""
+"""A worker's progress: what it writes to the job's row, the event of its claim, and its place in the log."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bexp.storage.leases import Lease, LeaseLostError
 from bexp.storage.tables import jobs
 
 
-def step_values(step: Progress) -> dict[str, Any]:
-    """Return what a step changes in the job's row."""
-    values: dict[str, Any] = {} if step.space is None else {"space": step.space}
-    best = step.recommendation
-    if step.answer is not None:
-        best = step.answer.recommendation
-        values |= {"answer": step.answer.model_dump(mode="json"), "serves_up_to": step.answer.serves_up_to}
+def progress_values(progress: Progress) -> dict[str, Any]:
+    """Return what progress changes in the job's row."""
+    values: dict[str, Any] = {} if progress.space is None else {"space": progress.space}
+    best = progress.recommendation
+    if progress.answer is not None:
+        best = progress.answer.recommendation
+        values |= {"answer": progress.answer.model_dump(mode="json"), "serves_up_to": progress.answer.serves_up_to}
         values |= {"recommendation": None, "micro_batch_size": None, "confidence": None}  # the answer has it
     elif best is not None:
         values["recommendation"] = best.model_dump(mode="json")
@@ -41,8 +41,10 @@ def claim_event(attempt: int, worker: str, description: str | None, target: str,
     return EventDraft(code=EventCode.RESUMED, message=f"Exploration resumed by {where} with {stored}", data=data)
 
 
-def find_step(connection: sa.Connection, lease: Lease, progress: Progress, after_seq: int | None) -> tuple[int, bool]:
-    """Return the last seq of a log that has gone on since `after_seq`, and whether it has this step already.
+def find_progress(
+    connection: sa.Connection, lease: Lease, progress: Progress, after_seq: int | None
+) -> tuple[int, bool]:
+    """Return the last seq of a log that has gone on since `after_seq`, and whether it has it already.
 
     While the lease had run out, for instance in a frozen worker, others may have noted why the job waits.
 

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.candidate_table import SpaceTable, predict_component_table, predict_memory, required_table
 from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.composition import Composition, predict_component_table, predict_memory, required_table
 from bexp.explorer.cost_model.parameters import count_embedding, count_head
 from bexp.explorer.cost_model.step import gathered_bytes, required_bytes
 from bexp.explorer.spec.candidate import Candidate, Recompute, recomputed_layers
@@ -37,7 +37,7 @@ def candidate(recompute: Recompute = Recompute.NONE, **changes: Any) -> Candidat
 
 
 def walk(
-    req: ExplorationRequest, chosen: Candidate, sizes: dict[Component, tuple[int, int, int]], table: SpaceTable
+    req: ExplorationRequest, chosen: Candidate, sizes: dict[Component, tuple[int, int, int]], table: Composition
 ) -> int:
     """The highest level of allocated bytes over the training state."""
     parts = table.decompositions[0]
@@ -74,7 +74,7 @@ def walk(
 @pytest.mark.parametrize("seed", range(5))
 def test_peak_is_that_of_the_timeline(recompute: Recompute, seed: int) -> None:
     req, chosen = request(), candidate(recompute)
-    table = SpaceTable([chosen], req.shapes, req)
+    table = Composition([chosen], req.shapes, req)
     rng = np.random.default_rng(seed)
     sizes: dict[Component, tuple[int, int, int]] = {}
     for component in table.components:
@@ -94,7 +94,7 @@ def test_peak_is_that_of_the_timeline(recompute: Recompute, seed: int) -> None:
 
 def test_optimizer_transient_counts_where_it_is_the_peak() -> None:
     req, chosen = request(), candidate()
-    table = SpaceTable([chosen], req.shapes, req)
+    table = Composition([chosen], req.shapes, req)
     array = np.ones((3, len(table.components)))
     array[:, table.column[table.components[-1]]] = 1e9
     saved_C, transient_C = table.activation_bytes(*array)
@@ -104,7 +104,7 @@ def test_optimizer_transient_counts_where_it_is_the_peak() -> None:
 
 def test_a_step_is_its_micro_steps_by_a_real_ratio_and_one_optimizer_step() -> None:
     req, chosen = request(), candidate()
-    table = SpaceTable([chosen], req.shapes, req)
+    table = Composition([chosen], req.shapes, req)
     device = np.full((1, len(table.components)), 0.001)
     host = np.zeros(len(table.components))
     micro_step = (2 + 2 * 7) * 0.001  # embedding, head, and two blocks a layer
@@ -114,7 +114,7 @@ def test_a_step_is_its_micro_steps_by_a_real_ratio_and_one_optimizer_step() -> N
 
 def test_a_host_that_falls_behind_over_the_whole_pass_decides_its_time() -> None:
     req, chosen = request(), candidate()
-    table = SpaceTable([chosen], req.shapes, req)
+    table = Composition([chosen], req.shapes, req)
     device = np.full((1, len(table.components)), 0.001)
     host = np.full(len(table.components), 0.002)
     assert table.micro_step_seconds(device, host)[0, 0] == pytest.approx(16 * 0.002)
@@ -128,7 +128,7 @@ def test_what_is_gathered_counts_where_it_is_gathered(sharding: str, tied: bool)
     model = {**MODEL, "vocab_size": 5000, "tie_embeddings": tied}
     req = request(num_devices=5, training={"sharding": sharding}, model=model)
     gathered = gathered_bytes(req.shapes, req)
-    table, plain = (SpaceTable([candidate()], req.shapes, r) for r in (req, request(model=model)))
+    table, plain = (Composition([candidate()], req.shapes, r) for r in (req, request(model=model)))
     head = (count_head(req.shapes) + (count_embedding(req.shapes) if tied else 0)) * 2
     assert gathered.at_head == {"zero1": head if tied else 0, "zero2": head, "zero3": 2 * head}[sharding]
     running = gathered.at_layer - gathered.after_layer
@@ -158,15 +158,15 @@ def test_a_layer_frees_what_it_saves_before_its_gradients_have_their_buffer(shar
     }
 
 
-def all_of(req: Any) -> SpaceTable:
-    return SpaceTable([candidate()], req.model, req)
+def all_of(req: Any) -> Composition:
+    return Composition([candidate()], req.model, req)
 
 
 def test_sharded_gradients_still_exist_whole_for_a_layer() -> None:
     plain = request(num_devices=5)
     sharded = request(num_devices=5, training={"sharding": "zero2"})
-    ones = [np.ones(len(SpaceTable([candidate()], r.shapes, r).components)) for r in (plain, sharded)]
-    tables = [SpaceTable([candidate()], r.shapes, r) for r in (plain, sharded)]
+    ones = [np.ones(len(Composition([candidate()], r.shapes, r).components)) for r in (plain, sharded)]
+    tables = [Composition([candidate()], r.shapes, r) for r in (plain, sharded)]
     peaks = [np.add(*t.activation_bytes(o, o, o))[0] for t, o in zip(tables, ones, strict=True)]
     assert peaks[1] - peaks[0] > 2 * 64 * 64 * 4 * 3  # more than the experts of one layer in bf16
     assert tables[1].static_parts(0).gradients * 5 == pytest.approx(tables[0].static_parts(0).gradients, rel=0.01)
@@ -177,9 +177,9 @@ def tiny_candidate(size: int = 1, **changes: Any) -> Candidate:
     return Candidate.model_validate({**shape, **changes})
 
 
-def tiny_table(*candidates: Candidate, **changes: Any) -> SpaceTable:
+def tiny_table(*candidates: Candidate, **changes: Any) -> Composition:
     req = tiny.request(**changes)
-    return SpaceTable(candidates or [tiny_candidate()], tiny.model_of(req), req)
+    return Composition(candidates or [tiny_candidate()], tiny.model_of(req), req)
 
 
 def test_the_larger_of_device_and_host_decides_for_each_candidate_by_itself() -> None:

@@ -33,7 +33,7 @@ ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class TrainerSettings:
     """The execution of a training run.
 
     `batch_size` counts the sequences of a step over all devices. `recompute` is `none`, `full`, or a policy that the
@@ -83,7 +83,7 @@ class Plan:
         return self.mesh.mesh.data if self.mesh is not None else self.num_devices // self.context_parallel_size
 
 
-def build_plan(framework: Framework, name: str, exploration: ExportSource) -> Plan:
+def build_settings(framework: Framework, name: str, exploration: ExportSource) -> TrainerSettings:
     """Return what `framework`, exported as `name`, can be told of an exploration's answer.
 
     Raises ExportError if there is no answer that a trainer could run.
@@ -101,7 +101,7 @@ def build_plan(framework: Framework, name: str, exploration: ExportSource) -> Pl
     recompute = candidate.recompute
     if "recompute" in missing:
         recompute = framework.nearest_policy(recompute, _count_recomputed(request, report, Recompute.FULL))
-    return Plan(
+    return TrainerSettings(
         model_name=request.explored.name,
         has_experts=candidate.expert_backend is not None,
         seq_length=_seq_length(request, report),

@@ -33,7 +33,7 @@ def decomposer_of(
     return Decomposer(model, training=training, exchanges=exchanges)
 
 
-class SpaceTable:
+class Composition:
     """Candidates as rows, components as columns of a lookup.
 
     Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
@@ -306,13 +306,13 @@ class SpaceTable:
         return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
 
 
-def predict_component_table(table: SpaceTable) -> Floats:
+def predict_component_table(table: Composition) -> Floats:
     """Return the predicted saved, forward-peak and backward-peak bytes of the table's components, shape (3, K)."""
     sizes = [predict_component_bytes(c, table.model, table.request) for c in table.components]
     return np.array([[getattr(s, name) for s in sizes] for name in ("saved", "forward_peak", "backward_peak")], float)
 
 
-def predict_memory(table: SpaceTable, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
+def predict_memory(table: Composition, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
     """Return the bytes that every candidate requires, shape (C,): reserved, context and margin.
 
     `activation_share` scales the activations. A share below 1 tells what would fit if the prediction were too high.
@@ -322,7 +322,7 @@ def predict_memory(table: SpaceTable, hardware: HardwareSpec, *, activation_shar
 
 
 def required_table(
-    table: SpaceTable, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
+    table: Composition, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
 ) -> Floats:
     """Return the bytes that candidates require with these activations at the peak; the last axis is the rows."""
     peak = table.static_bytes_C[rows] + activations
