@@ -17,6 +17,7 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
+from bexp.explorer.spec.trainer import TrainerName
 
 HF_CONFIG = "config.json"
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
@@ -69,12 +70,10 @@ MicroBatchSize = Annotated[
     typer.Option(
         metavar="explore|auto|MIN-MAX|N|N,N",
         help="Micro-batch sizes to consider; MIN-MAX limits the range, 2,4,8 names them.",
-        show_default=_default("micro_batch_size"),
+        show_default="auto if a batch size is stated, else explore",
     ),
 ]
-BatchSize = Annotated[
-    int | None, typer.Option(help="The effective batch size, over all devices.", show_default=_default("batch_size"))
-]
+BatchSize = Annotated[int | None, typer.Option(help="The effective batch size, over all devices.", show_default="none")]
 NumDevices = Annotated[
     int | None, typer.Option(help="The number of devices that share the batch.", show_default=_default("num_devices"))
 ]
@@ -110,6 +109,14 @@ ExecutionOption = Annotated[
         help="Run eagerly, with layers compiled by torch.compile, as CUDA graphs (one GPU, training), or find out "
         "which is the fastest.",
         show_default=_default("execution"),
+    ),
+]
+TrainerOption = Annotated[
+    TrainerName | None,
+    typer.Option(
+        help="Who will run the answer: only what this trainer can be told is explored. bexp is any loop with "
+        "`bexp.apply`.",
+        show_default="everything is explored, for `bexp.apply`; cerebras for a Cerebras YAML",
     ),
 ]
 _TARGET = "of CONFIG, else transformers for a config.json of Hugging Face, and bexp for a model of shapes"
@@ -175,6 +182,7 @@ def collect_fields(
     prefer: PreferOption = None,
     mode: ModeOption = None,
     execution: ExecutionOption = None,
+    trainer: TrainerOption = None,
     max_seconds: MaxSeconds = None,
     max_trials: MaxTrials = None,
     confidence_target: ConfidenceTarget = None,
@@ -194,6 +202,7 @@ def collect_fields(
         "prefer": prefer,
         "mode": mode,
         "execution": execution,
+        "trainer": trainer,
         "max_seconds": max_seconds,
         "max_trials": max_trials,
         "confidence_target": confidence_target,

@@ -115,7 +115,7 @@ class MeshComposer:
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
         stages = [stage_costs(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
         exchanges = sum(count * part.exchange for each in parts for part, count in each)
-        batch = self._request.batch_size
+        batch = self._request.effective_batch_size
         if run is not None:
             batch = run.num_micro_batches * mesh.data * candidate.micro_batch_size
         number = batch // (mesh.data * candidate.micro_batch_size)

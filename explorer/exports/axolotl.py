@@ -6,31 +6,29 @@ from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
-from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import model_fields, precision_fields
+from bexp.explorer.exports.transformers import model_fields, optimizer_fields
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.training import Sharding
-
-FRAMEWORK = Framework(title="Axolotl", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, chunked_loss=True)
+from bexp.explorer.spec.training import LoRASpec, Sharding
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
-    """Return the YAML. Axolotl turns bf16 on by itself, so that other formats turn it off."""
+    """Return the YAML. Of Axolotl's two names, `bf16` is autocast and `bfloat16` is without it."""
     values: dict[str, Any] = {
         "micro_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.grad_accum_steps,
-        "bf16": settings.dtype is DType.BFLOAT16,
-        **precision_fields(settings),
+        **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
+        "bf16": settings.dtype is DType.BFLOAT16 and settings.has_autocast,
+        **_formats(settings),
+        **optimizer_fields(settings, "optimizer"),
+        **({"sequence_len": settings.seq_length} if settings.states_length else {}),
+        **_adapters(settings.lora),
         "torch_compile": False,
         "gradient_checkpointing": settings.recompute is Recompute.FULL,
         **model_fields(settings),
     }
     if settings.recompute is Recompute.FULL:
         values["gradient_checkpointing_kwargs"] = {"use_reentrant": False}
-    if settings.chunked_loss:
-        values["chunked_cross_entropy"] = True
     if settings.sharding is not Sharding.NONE:
         values |= {
             "fsdp_version": 2,
@@ -43,3 +41,25 @@ def render(settings: TrainerSettings) -> ExportDocument:
         values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     notes = ["add base_model, datasets and what decides the learning", *gathering_notes(settings)]
     return yaml_export(settings, values, notes)
+
+
+def _formats(settings: TrainerSettings) -> dict[str, Any]:
+    if settings.dtype is DType.FLOAT32:
+        return {}
+    name = {DType.BFLOAT16: "bfloat16", DType.FLOAT16: "float16"}[settings.dtype]
+    if settings.has_autocast:
+        return {"fp16": True} if settings.dtype is DType.FLOAT16 else {}
+    return {name: True}
+
+
+def _adapters(lora: LoRASpec | None) -> dict[str, Any]:
+    if lora is None:
+        return {}
+    fields: dict[str, Any] = {
+        "adapter": "lora",
+        "lora_r": lora.r,
+        "lora_alpha": lora.r if lora.alpha is None else lora.alpha,
+    }
+    if isinstance(lora.target_modules, str):
+        return {**fields, "lora_target_linear": True}
+    return {**fields, "lora_target_modules": list(lora.target_modules)}

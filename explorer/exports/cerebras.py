@@ -5,18 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
-from bexp.explorer.exports.framework import Framework
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.training import Sharding
-
-FRAMEWORK = Framework(
-    title="Cerebras Model Zoo",
-    policies=frozenset({Recompute.NONE}),
-    sharding=frozenset({Sharding.NONE}),
-    tiles=True,
-)
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -25,13 +15,14 @@ def render(settings: TrainerSettings) -> ExportDocument:
     bta = {"enable": tile is not None, "max_tile": tile}
     flags: dict[str, Any] = {MICRO_BATCH_FLAG: settings.micro_batch_size}
     flags |= {flag: bta[name] for flag, name in BTA_FLAGS.items() if bta[name] is not None}
-    values = {
+    values: dict[str, Any] = {
         "trainer": {
             "init": {
                 "backend": {"backend_type": "CSX", "cluster_config": {"num_csx": settings.num_devices}},
                 "callbacks": [{"ScopedTrainFlags": flags}],
             },
-            "fit": {"train_dataloader": {"batch_size": settings.batch_size}},
         }
     }
+    if settings.batch_size is not None:
+        values["trainer"]["fit"] = {"train_dataloader": {"batch_size": settings.batch_size}}
     return yaml_export(settings, values, ["add the model, the optimizer and the data to these sections"])

@@ -1,177 +1,200 @@
-"""The best candidate that a framework can be told, among all that an exploration has stored."""
+"""The candidate to export: the answer's own, or the best that another trainer can be told."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from statistics import geometric_mean
 
-from bexp.explorer.cost_model.step import required_bytes
-from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.framework import Framework, compute_dtype, find_missing
+import numpy as np
+
+from bexp.explorer.cost_model.composition import Floats, Ints
+from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.records.recommendation import Alternative, Recommendation
-from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.search.choices import best_among, dividing_rows
+from bexp.explorer.search.confidence import confidence_score
+from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
+from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.pruned_space import prune_space
+from bexp.explorer.search.restored import restore_posterior
+from bexp.explorer.search.trainer_terms import compute_dtype, find_missing
+from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.trainer import Trainer
+
+REPLACEABLE = frozenset({"recompute", "sharding", "attention", "loss"})
+"""What a trainer that cannot be told it replaces, where nothing else was explored, and what it then needs is known.
+
+More layers are recomputed, more is sharded, torch chooses its attention kernel, and full logits are counted.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
     """A candidate to export.
 
-    `missing` names what the framework cannot be told of it. If that is context parallelism, `context_parallel_size` is
-    1, and the accumulation steps keep the batch with that. `is_stored_best` says that it is the one that the answer
-    itself names for the batch. `fits_full_logits` is false if full logits, where they replace a chunked loss, are not
-    expected to fit beside it, and None if that is not known or does not matter. `plan` has the mesh to export.
+    `missing` names what the trainer cannot be told of it, and replaces. `is_own` says that it is the one that the
+    answer names for the batch; any other has the `confidence` of being the best that the trainer can be told. `loss` is
+    the share of the answer's tokens/s that it loses; negative if it is faster. `grad_accum_steps` is None if no batch
+    is stated. `plan` has the mesh to export.
     """
 
     candidate: Candidate
-    context_parallel_size: int
-    grad_accum_steps: int
+    grad_accum_steps: int | None
     tokens_per_second: float
     missing: dict[str, str]
-    is_stored_best: bool
-    fits_full_logits: bool | None
+    is_own: bool
+    confidence: int
+    loss: float = 0.0
     plan: MeshPlan | None = None
 
 
-def _choose_plan(
-    framework: Framework,
+def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequest, known: Recommendation) -> Choice:
+    """Return the candidate that the answer names for the batch, or the best that `trainer` can be told.
+
+    Raises ExportError if no candidate divides a stated batch, or if the trainer can be told none that fits.
+    """
+    factor = known.candidate.capacity_factor
+    if factor is not None and not trainer.capacity:
+        raise ExportError(
+            f"{trainer.title} cannot be told the capacity factor of the experts ({factor:g}), which is part of the "
+            "model; megatron can."
+        )
+    if request.training.lora is not None and not trainer.lora:
+        raise ExportError(f"{trainer.title} cannot be told LoRA, which the memory depends on.")
+    if known.plan is not None:
+        return _choose_mesh(trainer, request, exploration.report, known, known.plan)
+    best = known.dividing or known
+    if request.batch_size is not None and best.grad_accum_steps is None:
+        nearest = " or ".join(map(str, known.dividing_batch_sizes or known.nearest_batch_sizes))
+        hint = f"; the nearest that can be is {nearest}" if nearest else ""
+        raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
+    rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
+    missing = find_missing(trainer, best.candidate, request, exploration.report)
+    report = exploration.report
+    if not missing or report is None:
+        return Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
+    restored = _restore(request, report, exploration)
+    choice = None if restored is None else _best_expressible(trainer, report, restored, known, rate)
+    if choice is not None:
+        return choice
+    if restored is None and missing.keys() <= REPLACEABLE:
+        return Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
+    raise ExportError(
+        f"{trainer.title} cannot be told {' or '.join(missing.values())}, and nothing that it can be told was explored "
+        "and fits. An exploration for this trainer finds what does: see `--trainer`."
+    )
+
+
+def _choose_mesh(
+    trainer: Trainer,
     request: ExplorationRequest,
     report: DeviceReport | None,
-    recommendation: Recommendation,
+    known: Recommendation,
     plan: MeshPlan,
 ) -> Choice:
     """Return the recommended candidate of a plan, or the best in plain mode, if the recommended one is in another.
 
-    Raises ExportError if `framework` cannot be told its mesh.
+    Raises ExportError if `trainer` cannot be told its mesh.
     """
-    candidate, rate, plain = recommendation.candidate, recommendation.tokens_per_second, plan.plain
-    if plain is not None:  # no framework has another expert mode
-        candidate, rate = plain.candidate, plain.tokens_per_second
-        told = {name: getattr(plain, name) for name in ("mesh", "layers_per_stage", "num_micro_batches")}
-        plan = plan.model_copy(update=told)
+    candidate, rate, plain, loss = known.candidate, known.tokens_per_second, plan.plain, 0.0
+    if plain is not None:  # no trainer has another expert mode
+        candidate, rate, loss = plain.candidate, plain.tokens_per_second, 1.0 - plain.tokens_per_second / rate
+        same = {name: getattr(plain, name) for name in ("mesh", "layers_per_stage", "num_micro_batches")}
+        plan = plan.model_copy(update=same)
     mesh = plan.mesh
-    if not mesh.is_data_parallel and not framework.schedules:
-        raise ExportError(f"{framework.title} cannot be told a mesh ({mesh.describe()}); megatron and torchtitan can.")
-    missing = find_missing(framework, candidate, request, report)
-    if mesh.schedule is not None and mesh.schedule not in framework.schedules:
+    if not mesh.is_data_parallel and not trainer.schedules:
+        raise ExportError(f"{trainer.title} cannot be told a mesh ({mesh.describe()}); megatron and torchtitan can.")
+    missing = find_missing(trainer, candidate, request, report)
+    if mesh.schedule is not None and mesh.schedule not in trainer.schedules:
         missing["schedule"] = f"the pipeline schedule '{mesh.schedule}'"
-    steps, is_best = plan.num_micro_batches, plain is None
-    return Choice(candidate, 1, steps, rate, missing, is_stored_best=is_best, fits_full_logits=None, plan=plan)
+    steps, is_own = plan.num_micro_batches, plain is None
+    return Choice(candidate, steps, rate, missing, is_own=is_own, confidence=known.confidence, loss=loss, plan=plan)
 
 
-@dataclass(frozen=True, slots=True)
-class _Stored:
-    candidate: Candidate
-    tokens_per_second: float
-    required_bytes: int | None
-
-
-def choose(
-    framework: Framework,
-    request: ExplorationRequest,
-    report: DeviceReport | None,
-    recommendation: Recommendation,
-    trials: Iterable[Trial],
-) -> Choice:
-    """Return the fastest stored candidate that divides the batch and that `framework` can be told whole.
-
-    If there is none, it is the fastest among those of which the least is missing. Candidates whose full logits are not
-    expected to fit come last. Raises ExportError if no stored candidate divides the batch, or if `framework` cannot be
-    told what the model is.
-    """
-    factor = recommendation.candidate.capacity_factor
-    if factor is not None and not framework.capacity:
-        raise ExportError(
-            f"{framework.title} cannot be told the capacity factor of the experts ({factor:g}), which is part of the "
-            "model; megatron can."
-        )
-    if recommendation.plan is not None:
-        return _choose_plan(framework, request, report, recommendation, recommendation.plan)
-    best = recommendation.dividing or recommendation
-    choices = []
-    for stored in _stored(request, report, recommendation, trials):
-        candidate = stored.candidate
-        missing = find_missing(framework, candidate, request, report)
-        size = 1 if "context_parallel" in missing else candidate.context_parallel_size
-        steps, rest = divmod(request.batch_size, candidate.micro_batch_size * request.devices.data_parallel_size(size))
-        if rest == 0 and steps > 0:
-            fits = _fits_full_logits(stored, request, report, recommendation) if "loss" in missing else None
-            named = candidate == best.candidate
-            choices.append(Choice(candidate, size, steps, stored.tokens_per_second, missing, named, fits))
-    if not choices:
-        nearest = " or ".join(map(str, recommendation.dividing_batch_sizes or recommendation.nearest_batch_sizes))
-        hint = f"; the nearest that can be is {nearest}" if nearest else ""
-        raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
-    whole = [choice for choice in choices if choice.is_stored_best and not choice.missing]
-    if whole:
-        return whole[0]
-    return min(choices, key=lambda one: (one.fits_full_logits is False, len(one.missing), -one.tokens_per_second))
-
-
-def _stored(
-    request: ExplorationRequest, report: DeviceReport | None, known: Recommendation, trials: Iterable[Trial]
-) -> Iterator[_Stored]:
-    """Yield the candidates that the answer names, then those of trials that fit, each once; all fit by definition.
-
-    A trial's tokens/s are composed, and the answer's are those of whole models, so the error of the recommended
-    candidate's composition corrects them. A candidate that was run whole counts with what all its runs reached.
-    """
-    named = [_Stored(known.candidate, known.expected_tokens_per_second, known.required_bytes)]
-    if known.dividing is not None:
-        other = known.dividing
-        named.append(_Stored(other.candidate, other.tokens_per_second, other.required_bytes))
-    rival = known.runner_up
-    if rival is not None and rival.whole_model is not None and report is not None:
-        needed = required_bytes(rival.whole_model.measurement.peak_bytes, report.hardware, request.allocator)
-        if needed <= known.memory_limit_bytes:
-            named.append(_Stored(rival.candidate, rival.whole_model.tokens_per_second, needed))
-    alternatives: list[Alternative | None] = [known.stock, known.largest_micro_batch, known.largest_without_recompute]
-    named += [_Stored(one.candidate, one.tokens_per_second, None) for one in alternatives if one is not None]
-    named += [_Stored(one.candidate, one.tokens_per_second, one.required_bytes) for one in known.memory_choices]
-    seen: set[Candidate] = set()
-    for one in (*named, *_from_trials(request, report, known, trials)):
-        if one.candidate not in seen:
-            seen.add(one.candidate)
-            yield one
-
-
-def _from_trials(
-    request: ExplorationRequest, report: DeviceReport | None, known: Recommendation, trials: Iterable[Trial]
-) -> Iterator[_Stored]:
-    if report is None:
-        return
-    failed = {trial.candidate for trial in trials if trial.measurement.outcome is not Outcome.OK}
-    reached: dict[Candidate, list[float]] = {}
-    for trial in trials:
-        if trial.kind is TrialKind.WHOLE_MODEL and trial.tokens_per_second:
-            reached.setdefault(trial.candidate, []).append(trial.tokens_per_second)
-    correction = 1.0 if known.whole_model is None else 1.0 + known.whole_model.step_error
-    for trial in trials:
-        peak, rate = trial.measured_peak_bytes, trial.tokens_per_second
-        if trial.candidate in failed or peak is None or rate is None:
-            continue
-        if trial.candidate.variant != known.candidate.variant:  # another variant of the model
-            continue
-        required = required_bytes(peak, report.hardware, request.allocator)
-        if required <= known.memory_limit_bytes:
-            runs = reached.get(trial.candidate)
-            yield _Stored(trial.candidate, geometric_mean(runs) if runs else rate * correction, required)
-
-
-def _fits_full_logits(
-    stored: _Stored, request: ExplorationRequest, report: DeviceReport | None, known: Recommendation
-) -> bool | None:
-    """Return whether full logits fit beside what was measured: those, a float32 copy, and the copy's gradient."""
-    size = request.explored.vocab_size
-    if stored.required_bytes is None or size is None:
+def _restore(request: ExplorationRequest, report: DeviceReport, exploration: ExportSource) -> Posterior | None:
+    """Return what the stored trials say of the main variant's candidates; None if nothing was measured."""
+    if not exploration.trials:
         return None
-    dtype = compute_dtype(request, report)
-    tokens = stored.candidate.micro_batch_size * request.seq_length / stored.candidate.context_parallel_size
-    logits = tokens * size * (dtype.itemsize + 2 * DType.FLOAT32.itemsize)
-    return stored.required_bytes + logits <= known.memory_limit_bytes
+    models = explored_models(request, report)
+    try:
+        space = prune_space(models[0], request, report)
+    except EmptySpaceError:  # an earlier version admitted something
+        return None
+    if space.table is None:
+        return None
+    history = TrialHistory(exploration.trials, request.budget, len(models))
+    return restore_posterior(space, request, report, history)[0]
+
+
+def _best_expressible(
+    trainer: Trainer, report: DeviceReport, posterior: Posterior, known: Recommendation, rate: float
+) -> Choice | None:
+    """Return the best by posterior mean of what divides the batch, fits, and can be told; None if nothing does.
+
+    What can be told of no candidate is no choice: the trainer replaces it, if that is possible.
+    """
+    request, table = posterior.request, posterior.table
+    rows = posterior.open_rows()
+    if request.batch_size is not None:
+        rows = rows[dividing_rows(table)[rows]]
+    missing = {int(row): find_missing(trainer, table.candidates[row], request, report) for row in rows}
+    replaced = REPLACEABLE.intersection(*missing.values())
+    rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
+    needed = posterior.memory.required_C[rows] + _unmeasured_bytes(trainer, report, posterior, rows, missing)
+    best = best_among(posterior, rows[needed <= posterior.limit_bytes])
+    if best is None:
+        return None
+    candidate, recommended = table.candidates[best.row], table.row.get(known.candidate, best.row)
+    reached = expected_tokens_per_second(posterior, best.row, recommended)
+    groups = request.devices.data_parallel_size(candidate.context_parallel_size)
+    steps = None if request.batch_size is None else request.batch_size // (candidate.micro_batch_size * groups)
+    return Choice(
+        candidate=candidate,
+        grad_accum_steps=steps,
+        tokens_per_second=reached,
+        missing=missing[best.row],
+        is_own=candidate == (known.dividing or known).candidate,
+        confidence=confidence_score(best.confidence),
+        loss=1.0 - reached / rate,
+    )
+
+
+def _unmeasured_bytes(
+    trainer: Trainer, report: DeviceReport, posterior: Posterior, rows: Ints, missing: dict[int, dict[str, str]]
+) -> Floats:
+    """Return what `rows` need beyond what was measured, shape (A,): full logits, and this trainer's number formats.
+
+    Logits exist in the format of the products, as a float32 copy, and as the gradient of that copy.
+    """
+    request, table = posterior.request, posterior.table
+    extra_A = np.zeros(len(rows))
+    size = request.explored.vocab_size
+    if size is not None:
+        bytes_each = size * (compute_dtype(request, report).itemsize + 2 * DType.FLOAT32.itemsize)
+        tokens_A = table.micro_batch_C[rows] * request.seq_length / table.sharing_C[rows]
+        extra_A += np.where(["loss" in missing[int(row)] for row in rows], tokens_A * bytes_each, 0.0)
+    told = precision_of(trainer, request, report)
+    if request.hf_config is not None and told != request.training.precision:
+        training = request.training.model_copy(update={"precision": told})
+        other = request.model_copy(update={"training": training})
+        extra_A += max(0, static_parts(table.model, other).total - static_parts(table.model, request).total)
+    return extra_A
+
+
+def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
+    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that is as exact.
+
+    The reference layers have master weights unless the request says that there are none.
+    """
+    measured: str = request.training.precision
+    if request.hf_config is None:
+        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
+        measured = "master" if has_master else "pure"
+    if measured in trainer.precisions or request.training.lora is not None:
+        return measured
+    return "autocast" if measured == "master" else trainer.precisions[0]

@@ -13,17 +13,11 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from bexp.explorer.exports.accelerate import script_notes
 from bexp.explorer.exports.document import ExportDocument, decided_fields
-from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.script import script_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.training import Sharding
-
-FRAMEWORK = Framework(
-    title="DeepSpeed", attention=LIBRARY_ATTENTION, experts=LIBRARY_EXPERTS, sharding=frozenset(Sharding)
-)
-
 
 BUCKET_GRADIENTS = 500_000_000
 """Gradients of a bucket unless `reduce_bucket_size` says otherwise; their memory is allocated at once."""
@@ -39,14 +33,20 @@ def render(settings: TrainerSettings) -> ExportDocument:
     values: dict[str, Any] = {
         "_bexp": header,
         "train_micro_batch_size_per_gpu": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.grad_accum_steps,
+        **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
         "zero_optimization": stage,
+        **_precision(settings),
     }
-    if settings.dtype in PRECISION:
-        values[PRECISION[settings.dtype]] = {"enabled": True}
     return ExportDocument(
         json.dumps(decided_fields(settings, values), indent=2, allow_nan=False) + "\n", "application/json", header
     )
+
+
+def _precision(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the section of the number formats: half precision with master weights, or autocast of float32 weights."""
+    if settings.precision == "autocast" and settings.dtype in PRECISION:
+        return {"torch_autocast": {"enabled": True, "dtype": settings.dtype.value}}
+    return {PRECISION[settings.dtype]: {"enabled": True}} if settings.dtype in PRECISION else {}
 
 
 def _exchange_notes(settings: TrainerSettings) -> list[str]:

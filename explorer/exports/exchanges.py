@@ -23,4 +23,4 @@ def reduces_each_batch(settings: TrainerSettings) -> bool:
     accelerate and transformers' Trainer reduce them in the last one alone unless they are told so (`sync_each_batch`),
     and then hold whole gradients until there.
     """
-    return settings.sharding in (Sharding.ZERO2, Sharding.ZERO3) and settings.grad_accum_steps > 1
+    return settings.sharding in (Sharding.ZERO2, Sharding.ZERO3) and settings.grad_accum_steps != 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.exchanges import gathering_notes
-from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
+from bexp.explorer.exports.script import length_notes, model_notes, optimizer_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.candidate import Recompute
@@ -17,15 +17,6 @@ KERNELS = {
     "math": "MATH",
 }
 """torch's names of the kernels that can be pinned."""
-FRAMEWORK = Framework(
-    title="Lightning",
-    attention=frozenset({TORCH_CHOICE, *KERNELS}),
-    policies=frozenset(
-        {Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75, Recompute.FULL}
-    ),
-    first_layers=True,
-    compiled_layers=True,
-)
 
 _TRAINER = """\
 import lightning
@@ -34,14 +25,13 @@ MICRO_BATCH_SIZE = {micro_batch_size}
 
 
 def make_trainer(**others):
-    \"\"\"Return a trainer with a batch of {batch_size}; data loaders give MICRO_BATCH_SIZE sequences.\"\"\"
+    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences.\"\"\"
     return lightning.Trainer(
         accelerator="{accelerator}",
         devices={devices},
         strategy={strategy},
         precision="{precision}",
-        accumulate_grad_batches={grad_accum_steps},
-        **others,
+{accumulation}        **others,
     )
 """
 _RECOMPUTE = """
@@ -70,7 +60,7 @@ def attention():
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
-    """Return the module. Half precision is autocast, which Lightning calls `mixed`, so that the weights stay exact."""
+    """Return the module. Lightning calls autocast `mixed`, and weights in half precision `true`."""
     imports, functions = [], []
     strategy = '"auto"' if settings.num_devices == 1 else '"ddp"'
     if settings.sharding is not Sharding.NONE:
@@ -91,18 +81,20 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if settings.attention in KERNELS:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
         functions.append(_ATTENTION.format(kernel=KERNELS[settings.attention]))
-    precision = f"{PRECISION[settings.dtype].replace('fp', '')}-mixed" if settings.dtype in PRECISION else "32-true"
+    form = PRECISION[settings.dtype].replace("fp", "") if settings.dtype in PRECISION else "32"
+    steps = settings.grad_accum_steps
     code = _TRAINER.format(
         imports="".join(f"{line}\n" for line in imports),
         micro_batch_size=settings.micro_batch_size,
-        batch_size=settings.batch_size,
+        batch="" if settings.batch_size is None else f" with a batch of {settings.batch_size}",
         accelerator="cpu" if settings.device_kind == "cpu" else "gpu",
         devices=settings.num_devices,
         strategy=strategy,
-        precision=precision,
-        grad_accum_steps=settings.grad_accum_steps,
+        precision=f"{form}-{'mixed' if settings.has_autocast else 'true'}",
+        accumulation="" if steps is None else f"        accumulate_grad_batches={steps},\n",
     )
-    return python_export(settings, code + "".join(functions), gathering_notes(settings))
+    notes = [*model_notes(settings), *optimizer_notes(settings), *length_notes(settings), *gathering_notes(settings)]
+    return python_export(settings, code + "".join(functions), notes)
 
 
 def _strategy(sharding: Sharding) -> str:

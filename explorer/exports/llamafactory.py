@@ -6,27 +6,41 @@ from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.exchanges import gathering_notes
-from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import precision_fields, sharding_fields
+from bexp.explorer.exports.transformers import batch_fields, optimizer_fields, precision_fields, sharding_fields
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.trainer import TORCH_CHOICE
 
 ATTENTION = {TORCH_CHOICE: "sdpa", "eager": "disabled", "flash_attention_2": "fa2", "flash_attention_3": "fa3"}
-FRAMEWORK = Framework(title="LLaMA-Factory", attention=frozenset(ATTENTION))
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the YAML. LLaMA-Factory recomputes every layer unless it is told not to."""
     values: dict[str, Any] = {
-        "per_device_train_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.grad_accum_steps,
+        **batch_fields(settings),
         "disable_gradient_checkpointing": settings.recompute is Recompute.NONE,
         "use_reentrant_gc": False,
+        **optimizer_fields(settings),
         **precision_fields(settings),
         **sharding_fields(settings),
+        **_adapters(settings),
     }
+    if settings.dtype is DType.BFLOAT16 and not settings.has_autocast:
+        values["pure_bf16"] = True  # else it trains weights in float32
+    if settings.states_length:
+        values["cutoff_len"] = settings.seq_length
     if settings.attention is not None:
         values["flash_attn"] = ATTENTION[settings.attention]
     return yaml_export(
         settings, values, ["add model_name_or_path, dataset and what decides the learning", *gathering_notes(settings)]
     )
+
+
+def _adapters(settings: TrainerSettings) -> dict[str, Any]:
+    if settings.lora is None:
+        return {"finetuning_type": "full"} if not settings.is_own_code else {}
+    lora = settings.lora
+    names = "all" if isinstance(lora.target_modules, str) else ",".join(lora.target_modules)
+    alpha = round(lora.r if lora.alpha is None else lora.alpha)
+    return {"finetuning_type": "lora", "lora_rank": lora.r, "lora_alpha": alpha, "lora_target": names}

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
-from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.trainer import TORCH_CHOICE
 from bexp.explorer.spec.training import Sharding
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
 """Megatron's name of the kernel that stands nearest; its flash attention is the flash-attn package's."""
 _STATE = {Sharding.ZERO2: "optim_grads", Sharding.ZERO3: "optim_grads_params"}
-FRAMEWORK = Framework(
-    title="Megatron-Core",
-    attention=frozenset(ATTENTION),
-    policies=frozenset(
-        {
-            Recompute.NONE,
-            Recompute.SELECTIVE,
-            Recompute.PARTIAL_25,
-            Recompute.PARTIAL_50,
-            Recompute.PARTIAL_75,
-            Recompute.FULL,
-        }
-    ),
-    first_layers=True,
-    layer_groups=True,
-    sharding=frozenset(Sharding),
-    layouts=frozenset({"zigzag"}),
-    schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
-    capacity=True,
-)
 VARIABLE = "MEGATRON_FLAGS"
 
 
@@ -42,7 +22,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     """Return the flags."""
     flags: list[tuple[str, ...]] = [
         ("--micro-batch-size", str(settings.micro_batch_size)),
-        ("--global-batch-size", str(settings.batch_size)),
+        *([] if settings.batch_size is None else [("--global-batch-size", str(settings.batch_size))]),
+        *([("--seq-length", str(settings.seq_length))] if settings.states_length else []),
         *_mesh_flags(settings.mesh),
         ("--context-parallel-size", str(settings.context_parallel_size)),
         ("--attention-backend", ATTENTION[settings.attention or TORCH_CHOICE]),
@@ -112,9 +93,8 @@ def _sharding_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
 
 def _memory_notes(settings: TrainerSettings) -> list[str]:
     """Return that gradients need more than was measured: in bfloat16, Megatron accumulates them in float32."""
-    measured = (
-        DType.FLOAT32 if settings.autocast else settings.request.training.optimizer.gradient_dtype(settings.dtype)
-    )
+    optimizer = settings.request.training.optimizer
+    measured = DType.FLOAT32 if settings.precision == "autocast" else optimizer.gradient_dtype(settings.dtype)
     if settings.dtype is not DType.BFLOAT16 or measured is DType.FLOAT32:
         return []
     return [

@@ -6,29 +6,9 @@ import json
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, python_export
-from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.script import lora_config
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
-
-FRAMEWORK = Framework(
-    title="bexp.apply",
-    attention=LIBRARY_ATTENTION | {"flash", "cudnn", "efficient", "math"},
-    experts=LIBRARY_EXPERTS
-    | {"fused", "triton_grouped", "hopper_grouped", "auto"}
-    | {"bexp_fused", "bexp_triton_grouped", "bexp_hopper_grouped", "bexp_auto"},
-    policies=frozenset(Recompute) - {Recompute.QKV},
-    first_layers=True,
-    layer_groups=True,
-    sharding=frozenset(Sharding),
-    tiles=True,
-    chunked_loss=True,
-    compiled_layers=True,
-    graphs=True,
-    liger=True,
-    targets=frozenset({TRANSFORMERS}),
-)
 
 _CODE = '''\
 import json
@@ -48,7 +28,7 @@ def set_up(model):
 
 
 def training_arguments(**others):
-    """Return `TrainingArguments` that keep the batch of {batch_size} sequences on the devices that there are."""
+    """Return `TrainingArguments`{batch} on the devices that there are."""
     from transformers import TrainingArguments
 
     return TrainingArguments(**(bexp.training_arguments(RECOMMENDATION) | others))
@@ -60,10 +40,14 @@ def render(settings: TrainerSettings) -> ExportDocument:
     notes = []
     if settings.sharding is not Sharding.NONE:
         notes.append(f"sharding: measured with '{settings.sharding}', which the launcher sets, not this module")
+    if settings.lora is not None:
+        notes.append(f"adapters: call peft.get_peft_model(model, {lora_config(settings.lora)}) before set_up")
+    size = settings.batch_size
+    batch = "" if size is None else f" that keep the batch of {size} sequences"
     text = json.dumps(_recommendation(settings), indent=1, allow_nan=False, ensure_ascii=True)
     return python_export(
         settings,
-        _CODE.format(recommendation=text, seq_length=settings.seq_length, batch_size=settings.batch_size),
+        _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch),
         notes,
     )
 

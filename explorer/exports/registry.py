@@ -19,31 +19,31 @@ from bexp.explorer.exports import (
 )
 from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
-from bexp.explorer.exports.framework import Framework
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 
 
 @dataclass(frozen=True, slots=True)
 class Format:
-    """A format: what its framework can be told, and the function that writes it."""
+    """A format: the trainer that reads it, and the function that writes it."""
 
-    framework: Framework
+    trainer: TrainerName
     render: Callable[[TrainerSettings], ExportDocument]
 
 
 FORMATS = {
-    "transformers": Format(transformers.FRAMEWORK, transformers.render),
-    "python": Format(python.FRAMEWORK, python.render),
-    "accelerate": Format(accelerate.FRAMEWORK, accelerate.render),
-    "deepspeed": Format(deepspeed.FRAMEWORK, deepspeed.render),
-    "torchtitan": Format(torchtitan.FRAMEWORK, torchtitan.render_release),
-    "torchtitan-main": Format(torchtitan.FRAMEWORK, torchtitan.render_main),
-    "megatron": Format(megatron.FRAMEWORK, megatron.render),
-    "lightning": Format(lightning.FRAMEWORK, lightning.render),
-    "axolotl": Format(axolotl.FRAMEWORK, axolotl.render),
-    "llamafactory": Format(llamafactory.FRAMEWORK, llamafactory.render),
-    "cerebras": Format(cerebras.FRAMEWORK, cerebras.render),
+    "transformers": Format(TrainerName.TRANSFORMERS, transformers.render),
+    "python": Format(TrainerName.BEXP, python.render),
+    "accelerate": Format(TrainerName.ACCELERATE, accelerate.render),
+    "deepspeed": Format(TrainerName.DEEPSPEED, deepspeed.render),
+    "torchtitan": Format(TrainerName.TORCHTITAN, torchtitan.render_release),
+    "torchtitan-main": Format(TrainerName.TORCHTITAN, torchtitan.render_main),
+    "megatron": Format(TrainerName.MEGATRON, megatron.render),
+    "lightning": Format(TrainerName.LIGHTNING, lightning.render),
+    "axolotl": Format(TrainerName.AXOLOTL, axolotl.render),
+    "llamafactory": Format(TrainerName.LLAMAFACTORY, llamafactory.render),
+    "cerebras": Format(TrainerName.CEREBRAS, cerebras.render),
 }
 
 
@@ -64,7 +64,7 @@ def formats_for(recommendation: Recommendation) -> list[str]:
     return [
         name
         for name, known in FORMATS.items()
-        if (not has_mesh or known.framework.schedules) and (not drops or known.framework.capacity)
+        if (not has_mesh or TRAINERS[known.trainer].schedules) and (not drops or TRAINERS[known.trainer].capacity)
     ]
 
 
@@ -73,5 +73,5 @@ def export(name: str, exploration: ExportSource) -> ExportDocument:
 
     Raises UnknownFormatError if there is no such format, ExportError if there is no answer that a trainer could run.
     """
-    found = find_format(name)
-    return found.render(build_settings(found.framework, name, exploration))
+    known = find_format(name)
+    return known.render(build_settings(known.trainer, name, exploration))

@@ -9,20 +9,12 @@ from __future__ import annotations
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.exploration import ExportError
-from bexp.explorer.exports.framework import Framework
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.training import Sharding
 
-FRAMEWORK = Framework(
-    title="torchtitan",
-    layouts=frozenset({"zigzag"}),
-    schedules=frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED}),
-    chunked_loss=True,
-    compiled_layers=True,
-)
 SCHEDULES = {Schedule.INTERLEAVED: "Interleaved1F1B"}
 """torch's names of the schedules that are not 1F1B."""
 VARIABLE = "TORCHTITAN_FLAGS"
@@ -34,9 +26,12 @@ def render_release(settings: TrainerSettings) -> ExportDocument:
     """Return the flags of torchtitan 0.3."""
     local, piped = settings.micro_batch_size, settings.mesh is not None and settings.mesh.mesh.pipeline > 1
     batch: Flags = [
-        ("--training.local_batch_size", str(local * settings.grad_accum_steps if piped else local)),
-        ("--training.global_batch_size", str(settings.batch_size)),
+        ("--training.local_batch_size", str(local * (settings.grad_accum_steps or 1) if piped else local)),
     ]
+    if settings.batch_size is not None:
+        batch.append(("--training.global_batch_size", str(settings.batch_size)))
+    if settings.states_length:
+        batch.append(("--training.seq_len", str(settings.seq_length)))
     if piped:  # a local batch is cut into the micro-batches of the pipeline
         batch.append(("--parallelism.pipeline_parallel_microbatch_size", str(local)))
     return _render(settings, batch)
@@ -51,8 +46,11 @@ def render_main(settings: TrainerSettings) -> ExportDocument:
         raise ExportError("torchtitan's main line counts tokens, and the target states no seq_length.")
     batch: Flags = [
         ("--training.num_tokens_per_microbatch_per_dp_rank", str(settings.micro_batch_size * settings.seq_length)),
-        ("--training.num_tokens_per_train_step", str(settings.batch_size * settings.seq_length)),
+        ("--training.max_context_length", str(settings.seq_length)),
     ]
+    if settings.batch_size is not None:
+        tokens = settings.batch_size * settings.seq_length
+        batch.append(("--training.num_tokens_per_train_step", str(tokens)))
     return _render(settings, batch)
 
 
@@ -78,7 +76,7 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
     piped = settings.mesh is not None and settings.mesh.mesh.pipeline > 1
     if not piped:  # a pipeline runs all micro-batches of a step as one batch
         notes += gathering_notes(settings)
-        if not sharded and settings.data_parallel_size > 1 and settings.grad_accum_steps > 1:
+        if not sharded and settings.data_parallel_size > 1 and settings.grad_accum_steps != 1:
             notes.append(
                 "communication: gradients are reduced in each accumulation step, and not once a step as measured"
             )

@@ -1,17 +1,19 @@
-"""What is exported: the execution of a training run, in terms that every framework has a name for.
+"""What is exported: the execution of a training run, in terms that every trainer has a name for.
 
-Nothing that changes what is learnt is part of it: no learning rate, no schedule, no seed, no optimizer. The global
-batch is the one that the request states.
+Nothing that changes what is learnt is part of it: no learning rate, no schedule, no seed. The global batch is the one
+that the request states; if it states none, accumulation is left to the trainer.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bexp.explorer.exports.choice import Choice, choose
+from bexp.explorer.exports.choice import Choice, choose, precision_of
 from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.framework import (
-    Framework,
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.plan import MeshPlan
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.search.trainer_terms import (
     attention_name,
     compute_dtype,
     experts_name,
@@ -20,14 +22,12 @@ from bexp.explorer.exports.framework import (
     is_compiled,
     sharding_of,
 )
-from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.plan import MeshPlan
-from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, describe_target
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.spec.training import LoRASpec, Sharding
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 
@@ -36,21 +36,25 @@ ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 class TrainerSettings:
     """The execution of a training run.
 
-    `batch_size` counts the sequences of a step over all devices. `recompute` is `none`, `full`, or a policy that the
-    framework has. `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the
-    transformers library's names; None is the framework's own choice. `header` says, line by line, where it comes from,
-    what was lost and what else must be set.
+    `batch_size` counts the sequences of a step over all devices; it and `grad_accum_steps` are None if the request
+    states no batch. `precision` is `pure` (weights in `dtype`), `autocast` (float32 weights), or `master` (weights in
+    `dtype` with float32 master weights). `recompute` is `none`, `full`, or a policy that the trainer has.
+    `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the transformers library's
+    names; None is the trainer's own choice. `header` says, line by line, where it comes from, what was lost and what
+    else must be set.
     """
 
     model_name: str
     has_experts: bool
     seq_length: int
     dtype: DType
-    autocast: bool
-    batch_size: int
+    precision: str
+    optimizer: str
+    lora: LoRASpec | None
+    batch_size: int | None
     num_devices: int
     micro_batch_size: int
-    grad_accum_steps: int
+    grad_accum_steps: int | None
     recompute: Recompute
     num_recomputed_layers: int
     attention: str | None
@@ -73,9 +77,19 @@ class TrainerSettings:
         return "expandable_segments:True" if self.expandable_segments else None
 
     @property
+    def has_autocast(self) -> bool:
+        """Whether products are computed in half precision under autocast; adapters are in float32."""
+        return self.dtype is not DType.FLOAT32 and (self.precision == "autocast" or self.lora is not None)
+
+    @property
     def is_own_code(self) -> bool:
         """Whether a person's own target was measured, whose code decides precision, recomputation and kernels."""
         return is_own_code(self.request)
+
+    @property
+    def states_length(self) -> bool:
+        """Whether the tokens of a sequence are known; a target that a person has written may state none."""
+        return self.seq_length > 1
 
     @property
     def data_parallel_size(self) -> int:
@@ -83,8 +97,8 @@ class TrainerSettings:
         return self.mesh.mesh.data if self.mesh is not None else self.num_devices // self.context_parallel_size
 
 
-def build_settings(framework: Framework, name: str, exploration: ExportSource) -> TrainerSettings:
-    """Return what `framework`, exported as `name`, can be told of an exploration's answer.
+def build_settings(name: TrainerName, format_name: str, exploration: ExportSource) -> TrainerSettings:
+    """Return what the trainer, exported as `format_name`, is told of an exploration's answer.
 
     Raises ExportError if there is no answer that a trainer could run.
     """
@@ -95,19 +109,22 @@ def build_settings(framework: Framework, name: str, exploration: ExportSource) -
         raise ExportError("The exploration was for evaluation (mode: eval), so that no training run follows from it.")
     if known is None:
         raise ExportError(exploration.missing)
-    choice = choose(framework, request, report, known, exploration.trials)
+    trainer = TRAINERS[name]
+    choice = choose(trainer, exploration, request, known)
     candidate, missing = choice.candidate, choice.missing
     sharding = sharding_of(candidate, request)
     recompute = candidate.recompute
     if "recompute" in missing:
-        recompute = framework.nearest_policy(recompute, _count_recomputed(request, report, Recompute.FULL))
+        recompute = trainer.nearest_policy(recompute, _count_recomputed(request, report, Recompute.FULL))
     return TrainerSettings(
         model_name=request.explored.name,
         has_experts=candidate.expert_backend is not None,
         seq_length=_seq_length(request, report),
         dtype=compute_dtype(request, report),
-        autocast=request.training.precision == "autocast",
-        batch_size=request.batch_size,
+        precision=precision_of(trainer, request, report),
+        optimizer=request.training.optimizer.name,
+        lora=request.training.lora,
+        batch_size=request.batch_size if choice.plan is None else request.effective_batch_size,
         num_devices=request.num_devices,
         micro_batch_size=candidate.micro_batch_size,
         grad_accum_steps=choice.grad_accum_steps,
@@ -117,34 +134,34 @@ def build_settings(framework: Framework, name: str, exploration: ExportSource) -
         experts=None if "experts" in missing else experts_name(candidate),
         chunked_loss=has_chunked_loss(candidate, request) and "loss" not in missing,
         compiled_layers=is_compiled(candidate, request) and "execution" not in missing,
-        sharding=framework.nearest_sharding(sharding) if "sharding" in missing else sharding,
-        context_parallel_size=choice.context_parallel_size,
+        sharding=trainer.nearest_sharding(sharding) if "sharding" in missing else sharding,
+        context_parallel_size=candidate.context_parallel_size,
         mesh=choice.plan,
         expandable_segments=request.allocator == "expandable_segments",
         device_kind=report.hardware.device_kind if report is not None else request.device_kind or "cuda",
         candidate=candidate,
         request=request,
         report=report,
-        header=tuple(_header(framework, name, exploration, request, known, choice)),
+        header=tuple(_header(name, format_name, exploration, request, known, choice)),
     )
 
 
 def _header(
-    framework: Framework,
-    name: str,
+    name: TrainerName,
+    format_name: str,
     exploration: ExportSource,
     request: ExplorationRequest,
     known: Recommendation,
     choice: Choice,
 ) -> list[str]:
-    report = exploration.report
+    report, trainer = exploration.report, TRAINERS[name]
     parts = report.parts if report is not None else None
     measured = describe_target(
         request.target_name, parts.target_version if parts else None, parts.class_name if parts else None
     )
     device = f" on {report.hardware.describe()}" if report is not None else ""
     lines = [
-        f"bexp export '{name}' of exploration {exploration.id}: {request.explored.name}",
+        f"bexp export '{format_name}' of exploration {exploration.id}: {request.explored.name}",
         f"measured: target {measured}{device}",
         f"measured candidate: {choice.candidate.describe()}",
         _batch_line(request, choice, _seq_length(request, report)),
@@ -154,31 +171,51 @@ def _header(
             f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
             f"{', '.join(map(str, choice.plan.layers_per_stage))}; exchanges follow from a described fabric"
         )
-    lines += _lost(framework, request, known, choice, report)
+    lines += _lost(name, request, known, choice, report)
     if is_own_code(request):
         lines.append(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
             "of them otherwise, keep yours"
         )
-    if request.target_name not in framework.targets:
-        lines.append(f"{framework.title} is not the code that was measured: this promises no tokens/s")
+    if request.target_name not in trainer.targets:
+        lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
     else:
-        lines.append(f"expect about {choice.tokens_per_second:,.0f} tokens/s of each device")
-    if request.target_name == TRANSFORMERS and request.target_name in framework.targets:
-        lines.append(_weights_line(request, report))
+        lines.append(
+            f"expect about {choice.tokens_per_second:,.0f} tokens/s of each device; confidence {choice.confidence} out "
+            "of 100"
+        )
+    if request.target_name == TRANSFORMERS:
+        lines.append(_weights_line(trainer, request, report))
+    if request.explored.seq_length is not None:
+        lines.append(_length_line(request))
     lines.append(_allocator_line(request))
     if not exploration.final:
         lines.append(f"provisional: the exploration has not ended; its confidence is {known.confidence} out of 100")
     return lines
 
 
-def _weights_line(request: ExplorationRequest, report: DeviceReport | None) -> str:
-    """Return the number format that the weights were measured in: the script that makes the model decides it."""
-    autocast = request.training.precision == "autocast"
-    dtype = DType.FLOAT32 if autocast else compute_dtype(request, report)
-    return f"weights: measured in {dtype}, so make the model with dtype={dtype}"
+def _weights_line(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
+    """Return the number format to make the model in, and what differs from the one that was measured."""
+    dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report)
+    made = DType.FLOAT32 if precision == "autocast" else dtype
+    if request.training.lora is not None:
+        return f"weights: measured in {made} with adapters in float32, so make the model with dtype={made}"
+    beside = " beside float32 master weights" if precision == "master" else ""
+    line = f"weights: make the model with dtype={made}"
+    if precision == request.training.precision:
+        return f"{line}, as measured{beside}"
+    return (
+        f"{line}; {trainer.title} keeps them{beside or ' so'}, and precision '{request.training.precision}' was "
+        "measured: its memory is counted by formulas"
+    )
+
+
+def _length_line(request: ExplorationRequest) -> str:
+    if request.padding == "none":
+        return "texts: every sequence was measured full, as packed texts are; shorter ones need no more memory"
+    return f"texts: measured padded on the {request.padding}, with lengths from half of the sequence to all of it"
 
 
 def is_own_code(request: ExplorationRequest) -> bool:
@@ -193,60 +230,59 @@ def _seq_length(request: ExplorationRequest, report: DeviceReport | None) -> int
 
 
 def _batch_line(request: ExplorationRequest, choice: Choice, seq_length: int) -> str:
-    size, plan = choice.context_parallel_size, choice.plan
+    size, plan = choice.candidate.context_parallel_size, choice.plan
     groups = request.devices.data_parallel_size(size) if plan is None else plan.mesh.data
     shared = f", {size} devices to a sequence" if size > 1 else ""
     tokens = f", of {seq_length} tokens each" if seq_length > 1 else ""  # 1: its target states none
+    if choice.grad_accum_steps is None:
+        return (
+            f"micro_batch_size {choice.candidate.micro_batch_size} on {groups} data-parallel{shared}{tokens}; no "
+            f"batch_size was stated, so set the accumulation yourself: tokens/s are those of a step of "
+            f"{request.effective_batch_size} sequences"
+        )
     return (
-        f"batch_size {request.batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "
+        f"batch_size {request.effective_batch_size} = micro_batch_size {choice.candidate.micro_batch_size} x "
         f"{choice.grad_accum_steps} accumulation steps x {groups} data-parallel{shared}{tokens}: "
         "keep the number of devices"
     )
 
 
 def _lost(
-    framework: Framework,
-    request: ExplorationRequest,
-    known: Recommendation,
-    choice: Choice,
-    report: DeviceReport | None,
+    name: TrainerName, request: ExplorationRequest, known: Recommendation, choice: Choice, report: DeviceReport | None
 ) -> list[str]:
-    """Return what the framework cannot be told, what it costs, and whether the memory still holds."""
-    lines = []
-    best = known.dividing or known
+    """Return what the trainer cannot be told, what it costs, and what is used in its place."""
+    lines, trainer, best = [], TRAINERS[name], known.dividing or known
     lost = choice.missing
-    if not choice.is_stored_best:
-        lost = find_missing(framework, best.candidate, request, report) | lost
-        rate = best.expected_tokens_per_second if isinstance(best, Recommendation) else best.tokens_per_second
-        loss = 1.0 - choice.tokens_per_second / rate
+    if not choice.is_own:
+        lost = find_missing(trainer, best.candidate, request, report) | lost
+        figure = f"{abs(choice.loss):.1%} {'slower' if choice.loss >= 0 else 'faster'}"
         lines.append(
-            f"in place of the recommended {best.candidate.describe()}: where both were measured, that costs "
-            f"{max(0.0, loss):.0%} of the tokens/s"
+            f"in place of the recommended {best.candidate.describe()}, which is explored for "
+            f"{request.runner.title}: {figure}, confidence {choice.confidence} out of 100 among what {trainer.title} "
+            f"can be told; `--trainer {name}` measures it"
         )
-    lines += [f"lost: {framework.title} cannot be told {words}" for words in lost.values()]
-    lines += _lost_expert_mode(framework, known.plan)
+    lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
+    lines += _lost_expert_mode(trainer, known.plan)
     asked = choice.candidate.recompute
     if asked.is_numbered and "recompute" in choice.missing:
-        nearest = framework.nearest_policy(asked, _count_recomputed(request, report, Recompute.FULL))
+        nearest = trainer.nearest_policy(asked, _count_recomputed(request, report, Recompute.FULL))
         lines.append(f"recomputation: '{nearest}' is used in place of '{asked}'")
-    if choice.fits_full_logits is False:
-        lines.append("memory: full logits are not expected to fit beside it; explore again with training.loss: full")
-    elif "loss" in choice.missing:
-        lines.append("memory: full logits need more than was measured; explore with training.loss: full to be sure")
-    if {"bta_tile", "context_parallel"} & choice.missing.keys():
-        lines.append("memory: without them a step needs more than was measured, so that it may not fit")
+    if "loss" in choice.missing:
+        lines.append(
+            "memory: full logits are counted by formulas, and were not measured: explore with training.loss: full"
+        )
     wanted = sharding_of(choice.candidate, request)
     if "sharding" in choice.missing:
-        lines.append(f"sharding: '{framework.nearest_sharding(wanted)}' is used in place of '{wanted}'")
+        lines.append(f"sharding: '{trainer.nearest_sharding(wanted)}' is used in place of '{wanted}'")
     return lines
 
 
-def _lost_expert_mode(framework: Framework, plan: MeshPlan | None) -> list[str]:
+def _lost_expert_mode(trainer: Trainer, plan: MeshPlan | None) -> list[str]:
     """Return what is used in place of a recommended expert mode that only bexp's kernels have."""
     if plan is None or plan.plain is None:
         return []
     lines = [
-        f"lost: {framework.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
+        f"lost: {trainer.title} cannot be told expert mode '{plan.mesh.expert_mode}' of the recommended mesh "
         f"({plan.mesh.describe()}), which is planned to be {plan.plain.gain:.2f}x as fast"
     ]
     if not plan.plain.fits:

@@ -1,7 +1,6 @@
-"""Fields of transformers' `TrainingArguments`, and two arguments of the model, as JSON for `HfArgumentParser`.
+"""Fields of transformers' `TrainingArguments`, as JSON for `TrainingArguments(**fields)` or `HfArgumentParser`.
 
-Names as of transformers 5.23. `attn_implementation` and `experts_implementation` are arguments of the model: they
-belong to a dataclass that the script passes to the parser beside `TrainingArguments`.
+Names as of transformers 5.23. What belongs to the model, to its data or to peft stands in the header.
 """
 
 from __future__ import annotations
@@ -10,40 +9,46 @@ from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, json_export
 from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
-from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.script import length_notes, model_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
 """The policies that recompute one layer of every so many."""
-FRAMEWORK = Framework(
-    title="transformers' Trainer",
-    attention=LIBRARY_ATTENTION,
-    experts=LIBRARY_EXPERTS,
-    policies=frozenset({Recompute.NONE, *EVERY_NTH_LAYER}),
-    targets=frozenset({TRANSFORMERS}),
-)
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
+"""transformers' names of the optimizers that are measured."""
 PRECISION = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the JSON. `torch_compile` is off, because it compiles the whole model and no export asks for that."""
     values: dict[str, Any] = {
-        "per_device_train_batch_size": settings.micro_batch_size,
-        "gradient_accumulation_steps": settings.grad_accum_steps,
+        **batch_fields(settings),
         "auto_find_batch_size": False,
         "torch_compile": False,
+        **optimizer_fields(settings),
         **precision_fields(settings),
         **_recompute_fields(settings),
         **sharding_fields(settings),
-        **model_fields(settings),
     }
     if settings.device_kind == "cpu":
         values["use_cpu"] = True
-    return json_export(settings, values, gathering_notes(settings))
+    return json_export(settings, values, [*model_notes(settings), *length_notes(settings), *gathering_notes(settings)])
+
+
+def batch_fields(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the micro-batch, and the accumulation if a batch is stated."""
+    fields = {"per_device_train_batch_size": settings.micro_batch_size}
+    if settings.grad_accum_steps is not None:
+        fields["gradient_accumulation_steps"] = settings.grad_accum_steps
+    return fields
+
+
+def optimizer_fields(settings: TrainerSettings, field: str = "optim") -> dict[str, Any]:
+    """Return the optimizer that was measured; none for a person's own code."""
+    return {} if settings.is_own_code else {field: OPTIMIZERS[settings.optimizer]}
 
 
 def model_fields(settings: TrainerSettings) -> dict[str, Any]:
@@ -53,8 +58,8 @@ def model_fields(settings: TrainerSettings) -> dict[str, Any]:
 
 
 def precision_fields(settings: TrainerSettings) -> dict[str, Any]:
-    """Return the field that computes in half precision; none for float32."""
-    return {PRECISION[settings.dtype]: True} if settings.dtype in PRECISION else {}
+    """Return the field that computes under autocast; none if the weights are in the format of the products."""
+    return {PRECISION[settings.dtype]: True} if settings.has_autocast else {}
 
 
 def sharding_fields(settings: TrainerSettings) -> dict[str, Any]:

@@ -2,7 +2,8 @@
 
 Only what decides the micro-batch is read: the batch, the sequence length, the devices, BTA, the optimizer and the
 model. If training and evaluation both ask for a micro-batch, training is explored unless `mode` says eval. A
-micro-batch that is left out, or null, means `explore`. `fp16_type: cbfloat16`, Cerebras' own format, is read as
+micro-batch that is left out, or null, is a request's default. The answer is for Cerebras' own trainer, unless the
+document or the command asks for what that cannot be told. `fp16_type: cbfloat16`, Cerebras' own format, is read as
 bfloat16, which has the same size.
 """
 
@@ -25,6 +26,13 @@ BTA_FLAGS = {
     "csx.debug.ini.ws_opt_enable_bta": "enable",
     "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
 }
+BEYOND_CEREBRAS = frozenset(
+    {
+        *("trainer", "recompute", "attention_backends", "expert_backends", "execution", "executions", "losses"),
+        *("kernels", "sharding_levels", "context_parallel", "parallelism", "fabric", "capacity_factors", "target"),
+    }
+)
+"""Fields of a request that an answer for Cerebras' trainer has no place for."""
 MICRO_BATCH_FLAG = "csx.performance.micro_batch_size"
 SCOPES = {"GlobalFlags": ("train", "eval"), "ScopedTrainFlags": ("train",), "ScopedValidateFlags": ("eval",)}
 
@@ -89,6 +97,12 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     if not translation.problems:
         translation.refuse(init.at("model") if "trainer" in top else ("model",), "the model is missing")
     return None
+
+
+def is_run(document: Mapping[str, Any]) -> bool:
+    """Return whether a document is a run of Model Zoo; `trainer` as a text names a request's trainer."""
+    marks = MARKS & document.keys()
+    return bool(marks - {"trainer"}) or ("trainer" in marks and not isinstance(document["trainer"], str | None))
 
 
 def _find_model(top: Section) -> Section:

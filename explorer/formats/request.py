@@ -24,6 +24,7 @@ from bexp.explorer.spec.explored import HuggingFaceConfig
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
+from bexp.explorer.spec.trainer import TrainerName
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
@@ -100,10 +101,12 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
     found: tuple[Location, Any] | None
     if "megatron" in document or nemo.is_nemo(document):
         found, beside = None, _translate_arguments(document, changes, translation)
-    elif cerebras.MARKS & document.keys():
+    elif cerebras.is_run(document):
         mode = changes.get("mode")
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
+        if not cerebras.BEYOND_CEREBRAS & {*beside, *changes}:
+            translation.put(("trainer",), TrainerName.CEREBRAS.value)
     elif "model" not in document and {"model_type", "architectures"} & document.keys():
         beside = {key: value for key, value in document.items() if _is_request_field(key, value)}
         found = ((), {key: value for key, value in document.items() if key not in beside})

@@ -28,18 +28,18 @@ from bexp.explorer.search.event_messages import (
     trial_event,
     whole_model_event,
 )
-from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.relaxations import SmallestCandidate, explain_without_fit
 from bexp.explorer.search.reported_runs import peak_factor, reported_event
+from bexp.explorer.search.restored import restore_posterior
 from bexp.explorer.search.samplers import make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
 from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.search.whole_model_check import compare_whole_run, whole_model_tokens_per_second
-from bexp.explorer.search.whole_models import WholeModels, next_comparison
+from bexp.explorer.search.whole_models import next_comparison
 from bexp.explorer.spec.candidate import Candidate
 
 
@@ -57,27 +57,22 @@ class CandidateSpace(SearchSpace):
         self._bases = tuple(c for c in space.bases if c in space.table.row)
         self._base: Candidate | None = None
         report = context.report
-        self._posterior = Posterior.of(
-            space.table, space.legal.candidates, context.request, report.hardware, report.reported_runs, report.earlier
+        self._posterior, self._whole_models = restore_posterior(
+            space, context.request, report, context.history, context.index
         )
         if self._posterior.knowledge.reported and not context.trials:
             log.add(reported_event(self._posterior.knowledge.reported))
         if report.earlier.num_ignored and context.is_main and not context.trials:
             log.add(ignored_event(report.earlier))
         past = [t for t in context.trials if t.kind is TrialKind.COMPONENTS]
-        for trial in past:
-            self._posterior.knowledge.learn(trial.number, trial.measurement)
         points = Points([params_of(candidate) for candidate in self._table.candidates])
         sampler = make_sampler(context.request.sampler, self._posterior, points)
         self._study = TrialStudy(sampler, [(params_of(t.candidate), t) for t in past])
         self._asked: OptunaTrial | None = None
         """The study's trial that the next trial to begin belongs to; None if the search needs that trial itself."""
         self._running: dict[int, AskedTrial] = {}
-        for trial in self._history.trials:
-            self._posterior.knowledge.learn_shared(trial.number, trial.measurement.components)
         self._reuse = self._posterior.knowledge.reuse
         self._is_reuse_told = self._reuse is None or self._reuse.is_decided
-        self._whole_models = WholeModels(self._posterior, self._history, context.index)
 
     # -- what to measure -----------------------------------------------------------------------------------------
 

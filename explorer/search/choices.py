@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition, Mask
+from bexp.explorer.cost_model.composition import Composition, Ints, Mask
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
@@ -20,38 +20,31 @@ MEMORY_LOSSES = (0.01, 0.03)
 
 
 def accumulate(request: ExplorationRequest, candidate: Candidate) -> tuple[int | None, tuple[int, ...]]:
-    """Return the accumulation steps for the requested batch, or the nearest batch sizes that divide.
+    """Return the micro-batches of a device in the stated batch, or the nearest batch sizes that divide.
 
-    In each accumulation step, every group of devices that share sequences processes one micro-batch.
+    With each, every group of devices that share sequences processes one micro-batch. Both are empty without a batch.
     """
-    if request.mode == "eval":
+    if request.batch_size is None:
         return None, ()
     unit = _unit(request, candidate)
     if request.batch_size % unit == 0:
         return request.batch_size // unit, ()
-    return None, _neighbours(request, [unit])
-
-
-def nearest_batch_sizes(request: ExplorationRequest, candidates: Iterable[Candidate]) -> tuple[int, ...]:
-    """Return the nearest batch sizes, below and above the requested one, that at least one of `candidates` divides."""
-    return _neighbours(request, {_unit(request, candidate) for candidate in candidates})
+    return None, _neighbours(request.batch_size, [unit])
 
 
 def dividing_rows(table: Composition) -> Mask:
-    """Return the candidates that divide the requested batch, shape (C,); none in eval mode, which has no batch."""
+    """Return the candidates that divide the stated batch, shape (C,); none if no batch is stated."""
     request = table.request
-    if request.mode == "eval":
+    if request.batch_size is None:
         return np.zeros(len(table.candidates), dtype=np.bool_)
     unit_C = table.micro_batch_C * (request.num_devices // table.sharing_C)
     return np.asarray(request.batch_size % unit_C == 0)
 
 
 def recommend_dividing(posterior: Posterior) -> BestCandidate | None:
-    """Return the candidate to recommend among those that divide the requested batch; None if none of them fits.
+    """Return the candidate to recommend among those that divide the stated batch; None if none of them fits.
 
-    It is the recommended one if that divides. The search does not aim at the others, so they need not be known well
-    enough: the one that is most likely to be within the tolerance of the best of them is taken, except where only a
-    measurement tells whether it fits. The confidence is that probability.
+    It is the recommended one if that divides. The confidence is that among those that divide.
     """
     request, recommended, divides_C = posterior.request, posterior.recommend(), dividing_rows(posterior.table)
     if recommended is not None and divides_C[recommended.row]:
@@ -60,15 +53,23 @@ def recommend_dividing(posterior: Posterior) -> BestCandidate | None:
         confidence = posterior.contenders.confidence(position, request.tolerance, among_A=divides_C[rows])
         return BestCandidate(recommended.row, confidence)
     rows = posterior.open_rows()
-    contenders = posterior.contenders_among(rows[divides_C[rows]])
+    return best_among(posterior, rows[divides_C[rows]])
+
+
+def best_among(posterior: Posterior, rows: Ints) -> BestCandidate | None:
+    """Return the one of `rows` with the highest expected throughput, and the confidence among them; None if none fits.
+
+    The search does not aim at these rows, so they need not be known well enough. Left out are those of which only a
+    measurement tells whether they fit. If memory is preferred, it is the smallest peak within the tolerance.
+    """
+    request, contenders = posterior.request, posterior.contenders_among(rows)
     eligible = np.flatnonzero(contenders.clear_A | posterior.memory.surely_fits(contenders.rows))
     if not eligible.size:
         return None
-    confidence_A = contenders.confidences(request.tolerance)
-    best = int(max(eligible, key=lambda i: (confidence_A[i], contenders.mean_A[i])))
+    best = int(eligible[np.argmax((contenders.mean_A * contenders.runs_A)[eligible])])
     if request.prefer == "memory":
         best = smallest_position(contenders, eligible, best, posterior.memory.required_C, request.tolerance)
-    return BestCandidate(int(contenders.rows[best]), float(confidence_A[best]))
+    return BestCandidate(int(contenders.rows[best]), contenders.confidence(best, request.tolerance))
 
 
 def find_dividing(
@@ -100,11 +101,12 @@ def find_dividing(
 
 
 def dividing_batch_sizes(posterior: Posterior) -> tuple[int, ...]:
-    """Return the nearest batch sizes that a candidate which fits divides; none in eval mode, which has no batch."""
-    if posterior.request.mode == "eval":
+    """Return the nearest batch sizes that a candidate which fits divides; none if no batch is stated."""
+    request = posterior.request
+    if request.batch_size is None:
         return ()
-    rows = [row for row in posterior.open_rows() if posterior.fits(row)]
-    return nearest_batch_sizes(posterior.request, (posterior.table.candidates[row] for row in rows))
+    fitting = (posterior.table.candidates[row] for row in posterior.open_rows() if posterior.fits(row))
+    return _neighbours(request.batch_size, {_unit(request, candidate) for candidate in fitting})
 
 
 def promising_row(posterior: Posterior) -> int | None:
@@ -156,7 +158,7 @@ def _unit(request: ExplorationRequest, candidate: Candidate) -> int:
     return candidate.micro_batch_size * request.devices.data_parallel_size(candidate.context_parallel_size)
 
 
-def _neighbours(request: ExplorationRequest, units: Iterable[int]) -> tuple[int, ...]:
-    below = max((request.batch_size // unit * unit for unit in units), default=0)
-    above = min((-(-request.batch_size // unit) * unit for unit in units), default=0)
+def _neighbours(batch_size: int, units: Collection[int]) -> tuple[int, ...]:
+    below = max((batch_size // unit * unit for unit in units), default=0)
+    above = min((-(-batch_size // unit) * unit for unit in units), default=0)
     return tuple(size for size in (below, above) if size > 0)

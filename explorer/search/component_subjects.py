@@ -30,7 +30,7 @@ IRRELEVANT = frozenset(
         *("micro_batch_size", "batch_size", "num_query_groups", "bta", "recompute", "attention_backends"),
         *("flash_attention", "expert_backends", "context_parallel", "sharding_levels", "executions"),
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
-        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors"),
+        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors", "trainer"),
         # taken into account in another way
         *("target", "model", "hf_config", "num_devices", "execution", "training"),
     }

@@ -27,27 +27,33 @@ def variant_event(model: ExploredModel) -> EventDraft:
 
 
 def space_event(
-    space: LegalSpace, num_predicted_out: int, limit_bytes: int, *, largest_useful: int | None = None
+    space: LegalSpace,
+    num_predicted_out: int,
+    limit_bytes: int,
+    *,
+    num_dominated: int = 0,
 ) -> EventDraft:
-    """Return the event that the legal space has been enumerated.
-
-    `largest_useful` is what a device gets of the batch, if that has left out sizes that the request names.
-    """
+    """Return the event that the legal space has been enumerated."""
     model, limit = space.model, f"{limit_bytes / GIB:.2f} GiB"
     memory = (
         f"{num_predicted_out:,} more left out: predicted not to fit in {limit}"
         if num_predicted_out
         else f"all predicted to fit in {limit}"
     )
-    if largest_useful is not None:
-        memory += f"; no micro_batch_size above {largest_useful}, because a device gets no more of the batch"
+    if num_dominated:
+        memory += f"; {num_dominated:,} left out that tile or recompute where the memory is not short"
     return EventDraft(
         code=EventCode.SPACE,
         message=(
             f"{model.title}: {count_parameters(model):,} parameters, {len(space.candidates):,} candidates "
             f"to consider, {memory}"
         ),
-        data={**space.summarize(), "num_predicted_out": num_predicted_out, "memory_limit_bytes": limit_bytes},
+        data={
+            **space.summarize(),
+            "num_predicted_out": num_predicted_out,
+            "num_dominated": num_dominated,
+            "memory_limit_bytes": limit_bytes,
+        },
     )
 
 

@@ -96,15 +96,6 @@ def open_candidates(context: VariantContext, prune: PruneSpace, log: ProgressLog
         if len(context.request.space.variants()) > 1:
             log.add(variant_event(context.model))
         limit = memory_limit(context.request, context.report.hardware)
-        useful = _largest_useful(context.request)
-        log.add(space_event(space.legal, space.num_predicted_out, limit, largest_useful=useful))
+        log.add(space_event(space.legal, space.num_predicted_out, limit, num_dominated=space.num_dominated))
         log.describe_space(space.legal.summarize())
     return None if space.table is None else CandidateSpace(context, space, log)
-
-
-def _largest_useful(request: ExplorationRequest) -> int | None:
-    """What a device, or a group that shares sequences, gets of the batch; None if the request names no larger size."""
-    space = request.space
-    useful = {size: space.largest_useful_micro_batch(size) for size in request.devices.context_parallel_sizes}
-    beyond = [s for s, most in useful.items() if most and max(space.named_micro_batch_sizes(s), default=0) > most]
-    return max((most for most in useful.values() if most), default=None) if beyond else None

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.spec.candidate import Candidate, Recompute, in_order, refuse_number
 from bexp.explorer.spec.context_parallel import Sharing
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
@@ -116,7 +117,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     if not candidates:
         if not any(request.space.micro_batch_sizes_over(sharing.size) for sharing, _ in sharings):
             raise EmptySpaceError(
-                f"each micro_batch_size exceeds what {max(s.size for s, _ in sharings)} devices get of batch_size "
+                f"no micro_batch_size divides what {max(s.size for s, _ in sharings)} devices get of batch_size "
                 f"({request.batch_size}), and this worker's profiler has no more that could share sequences"
             )
         if set(experts) <= WAITING_EXPERTS and all(one.replays for one in request.space.executions):
@@ -126,7 +127,24 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         raise EmptySpaceError(
             "tiling with policies that keep a part of attention only: a tile recomputes attention already"
         )
-    return LegalSpace(model, tuple(candidates))
+    return LegalSpace(model, _expressible(candidates, request, report))
+
+
+def _expressible(
+    candidates: Sequence[Candidate], request: ExplorationRequest, report: DeviceReport
+) -> tuple[Candidate, ...]:
+    """Return the candidates that the request's trainer can be told; all of them if it names none.
+
+    Raises:
+        EmptySpaceError: there is none.
+    """
+    if request.trainer is None:
+        return tuple(candidates)
+    kept = tuple(c for c in candidates if not find_missing(request.runner, c, request, report))
+    if not kept:
+        missing = find_missing(request.runner, candidates[0], request, report)
+        raise EmptySpaceError(f"{request.runner.title} cannot be told {' or '.join(missing.values())}")
+    return kept
 
 
 def base_candidates(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
@@ -146,7 +164,7 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
     plainest: dict[int, tuple[Sharing, str]] = {}
     for sharing, backend in _sharings_with(request, report, [report.default_attention, *usable]):
         plainest.setdefault(sharing.size, (sharing, backend))
-    return tuple(
+    bases = tuple(
         Candidate(
             micro_batch_size=request.base_micro_batch_size or min(request.space.micro_batch_sizes_over(sharing.size)),
             recompute=recompute,
@@ -166,13 +184,15 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
         if request.base_micro_batch_size or request.space.micro_batch_sizes_over(sharing.size)
         for recompute in policies
     )
+    if request.trainer is None:
+        return bases
+    return tuple(base for base in bases if not find_missing(request.runner, base, request, report)) or bases[:1]
 
 
 def _tiles(request: ExplorationRequest, model: ExploredModel, micro_batch_size: int) -> tuple[int | None, ...]:
     """Return the tiles to try."""
     tiles = request.space.tiles_for(micro_batch_size)
-    named = bool(request.bta.enable or request.bta.tiles)
-    return tuple(tile for tile in tiles if tile is None or model.offers_tiles(named=named))
+    return tuple(tile for tile in tiles if tile is None or model.offers_tiles(named=request.bta.is_named))
 
 
 def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | None) -> tuple[Recompute, ...]:

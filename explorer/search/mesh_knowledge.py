@@ -67,7 +67,7 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     meshes = legal_meshes(request)
     for mesh in meshes[:: -(-len(meshes) // MOST_MESHES)]:
         for m in request.space.plan_micro_batch_sizes:
-            number, rest = divmod(request.batch_size, mesh.data * m)
+            number, rest = divmod(request.effective_batch_size, mesh.data * m)
             uneven = mesh.schedule is Schedule.INTERLEAVED and number % mesh.pipeline
             if rest or number < mesh.pipeline or uneven:
                 continue

@@ -120,7 +120,8 @@ def _more_devices(request: ExplorationRequest) -> Iterator[dict[str, Any]]:
     """Yield larger numbers of devices, with the same batch for each."""
     count = 2 * request.num_devices
     while count <= MOST_DEVICES:
-        yield {"num_devices": count, "batch_size": request.batch_size * count // request.num_devices}
+        batch = {} if request.batch_size is None else {"batch_size": request.batch_size * count // request.num_devices}
+        yield {"num_devices": count, **batch}
         count *= 2
 
 

@@ -1,4 +1,4 @@
-"""The space of one variant before anything is measured, without what is predicted not to fit."""
+"""The space of one variant before anything is measured, without what is predicted not to fit or not to pay."""
 
 from __future__ import annotations
 
@@ -8,17 +8,29 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 
+import numpy as np
+
 from bexp.explorer.cost_model.collectives import is_exchange_timed
-from bexp.explorer.cost_model.composition import Composition, predict_memory
+from bexp.explorer.cost_model.composition import Composition, Mask, predict_memory
+from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 
 OPTIMISTIC_ACTIVATIONS = 0.7
 """A candidate is left out only if it would not fit even with this share of its predicted activations."""
+
+SURE_ACTIVATIONS = 1 / OPTIMISTIC_ACTIVATIONS
+"""A candidate surely fits if it would with this many times its predicted activations."""
+
+LEAST_LOSS = 0.04
+"""A tile or a policy is dominated if it is predicted to take this share of a micro-step, and its memory is not short.
+
+Of 2,400 recorded pairs with such a prediction, none was faster than the same micro-batch without the tile or policy.
+"""
 
 
 @contextmanager
@@ -35,15 +47,17 @@ def _collector_paused() -> Iterator[None]:
 
 @dataclass(frozen=True, slots=True)
 class PrunedSpace:
-    """The candidates of a variant that may fit; it depends on neither seed nor budget.
+    """The candidates of a variant that may fit and may pay; it depends on neither seed nor budget.
 
-    `legal` holds those that may be recommended, `num_predicted_out` counts the ones that were left out. `bases` are in
-    order of preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the
-    `bases` that may fit; it is None if nothing may.
+    `legal` holds those that may be recommended. `num_predicted_out` counts those that are predicted not to fit, and
+    `num_dominated` those that recompute or tile to save memory where it is not short. `bases` are in order of
+    preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the `bases`
+    that may fit; it is None if nothing may.
     """
 
     legal: LegalSpace
     num_predicted_out: int
+    num_dominated: int
     bases: tuple[Candidate, ...]
     table: Composition | None
 
@@ -53,7 +67,7 @@ PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedS
 
 @_collector_paused()
 def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
-    """Enumerate the space of a variant and drop the candidates that are predicted not to fit.
+    """Enumerate the space of a variant and drop the candidates that are predicted not to fit, or to be dominated.
 
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
@@ -64,10 +78,49 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     exchanges = is_exchange_timed(request, report.hardware)
     others = [c for c in bases if c not in members]
     everything = Composition((*space.candidates, *others), model, request, exchanges=exchanges)
-    required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
-    fits = required <= memory_limit(request, report.hardware)
-    legal = space.restrict(compress(space.candidates, fits))
-    fitting = (*legal.candidates, *compress(others, fits[len(space.candidates) :]))
-    kept = compress(everything.decompositions, fits)
-    table = Composition(fitting, model, request, decompositions=kept) if legal.candidates else None
-    return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)
+    limit, number = memory_limit(request, report.hardware), len(space.candidates)
+    fits = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS) <= limit
+    dominated = _dominated(everything, number, request, report, limit)
+    stays = fits[:number] & ~dominated
+    legal = space.restrict(compress(space.candidates, stays))
+    num_dominated = int((fits[:number] & dominated).sum())
+    rows = [*np.flatnonzero(stays), *(row for row in (everything.row[base] for base in bases) if fits[row])]
+    rows = list(dict.fromkeys(rows))
+    table = None
+    if legal.candidates:
+        kept = [everything.decompositions[row] for row in rows]
+        candidates = [everything.candidates[row] for row in rows]
+        table = Composition(candidates, model, request, decompositions=kept)
+    return PrunedSpace(legal, number - int(fits[:number].sum()), num_dominated, bases, table)
+
+
+def _dominated(table: Composition, number: int, request: ExplorationRequest, report: DeviceReport, limit: int) -> Mask:
+    """Return which of the first `number` candidates give throughput for memory that the same micro-batch has anyway.
+
+    What a request names is tried: this is of the tiles and policies that it leaves to the search.
+    """
+    untiled, plain = not request.bta.is_named, request.recompute is None
+    rivals = [
+        (row, table.row[rival])
+        for row, candidate in enumerate(table.candidates[:number])
+        for rival in _rivals(candidate, untiled=untiled, plain=plain)
+        if table.row.get(rival, number) < number
+    ]
+    dominated = np.zeros(number, dtype=np.bool_)
+    if not rivals:
+        return dominated
+    rows, others = np.array(rivals).T
+    sure = predict_memory(table, report.hardware, activation_share=SURE_ACTIVATIONS) <= limit
+    seconds = [predict_component_seconds(c, table.model, request, report.hardware) for c in table.components]
+    device, host = np.array([[s.device for s in seconds]]), np.array([s.host for s in seconds])
+    micro_step_C = table.micro_step_seconds(device, host)[0]
+    dominated[rows[sure[others] & (micro_step_C[others] < (1 - LEAST_LOSS) * micro_step_C[rows])]] = True
+    return dominated
+
+
+def _rivals(candidate: Candidate, *, untiled: bool, plain: bool) -> Iterator[Candidate]:
+    """Yield the candidate without its tile, and without its recomputation."""
+    if untiled and candidate.bta_tile is not None:
+        yield candidate.model_copy(update={"bta_tile": None})
+    if plain and candidate.recompute is not Recompute.NONE:
+        yield candidate.model_copy(update={"recompute": Recompute.NONE})

@@ -263,8 +263,9 @@ def _together(request: ExplorationRequest) -> Iterator[_Change]:
 
 def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> _Change:
     """Return the change to so many devices with the same batch for each, and to a level of sharding if one is named."""
-    per_device = max(1, request.batch_size // request.num_devices)
-    settings: dict[str, Any] = {"num_devices": num_devices, "batch_size": per_device * num_devices}
+    settings: dict[str, Any] = {"num_devices": num_devices}
+    if request.batch_size is not None:
+        settings["batch_size"] = max(1, request.batch_size // request.num_devices) * num_devices
     if sharding is not None:
         changed = request.sharded(sharding)
         settings |= {"training": changed.training, "sharding_levels": changed.sharding_levels}

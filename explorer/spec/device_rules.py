@@ -32,15 +32,12 @@ def find_sharing_problem(request: ExplorationRequest, size: int) -> RuleError | 
         return RuleError(f"{size} does not divide num_devices ({request.num_devices})", field, "num_devices")
     groups = request.num_devices // size
     named = f"num_devices ({groups})" if size == 1 else f"the number of groups of {size} devices ({groups})"
-    if request.micro_batch_size == "auto" and request.batch_size % groups:
+    if (request.keeps_batch or request.micro_batch_choice == "auto") and request.effective_batch_size % groups:
+        batch = request.effective_batch_size
+        below = batch // groups * groups
         return RuleError(
-            f"micro_batch_size 'auto' needs batch_size ({request.batch_size}) to be a multiple of {named}",
-            *((field,) if size > 1 else ()),
-            *("micro_batch_size", "batch_size", "num_devices"),
-        )
-    if request.batch_size < groups:
-        return RuleError(
-            f"batch_size ({request.batch_size}) is smaller than {named}",
+            f"batch_size ({batch}) must be a multiple of {named}, so that each gets as much; the nearest are "
+            f"{' and '.join(str(near) for near in (below, below + groups) if near)}",
             *((field,) if size > 1 else ()),
             *("batch_size", "num_devices"),
         )

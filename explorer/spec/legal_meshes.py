@@ -187,7 +187,7 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
 
 def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> RuleError | None:
     """Return why no mesh has both sizes; None if one has."""
-    devices, batch = request.num_devices, request.batch_size
+    devices, batch = request.num_devices, request.effective_batch_size
     fields = ("parallelism.tensor", "parallelism.pipeline", "num_devices")
     if devices % (tensor * pipeline):
         nearest = nearest_sizes(pipeline, [size for size in divisors(devices // tensor) if size != pipeline])
@@ -219,5 +219,5 @@ def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> Ru
 
 def _micro_batch_counts(request: ExplorationRequest, data: int) -> list[int]:
     """Return how many micro-batches a replica may have in a step."""
-    share, rest = divmod(request.batch_size, data)
+    share, rest = divmod(request.effective_batch_size, data)
     return [share // m for m in request.space.plan_micro_batch_sizes if rest == 0 and share % m == 0]

@@ -11,6 +11,8 @@ from pydantic import Field, model_validator
 from bexp.explorer.spec.base import Frozen, RuleError
 
 MAX_MICRO_BATCH_SIZE = 256
+WEIGHING_BATCH_SIZE = 512
+"""The effective batch that weighs the optimizer where nobody states one."""
 
 Count = Annotated[int, Field(ge=1, le=1 << 20)]
 MicroBatch = Annotated[int, Field(ge=1, le=MAX_MICRO_BATCH_SIZE)]
@@ -51,12 +53,17 @@ class BTASpec(Frozen):
     """Batch tiling on attention: which tiles may be tried.
 
     `enable` true excludes untiled attention, false excludes tiling, null explores both. `max_tile` caps the tile and
-    must divide batch_size. `tiles` restricts tiling to the listed sizes.
+    must divide a stated batch_size. `tiles` restricts tiling to the listed sizes.
     """
 
     enable: bool | None = None
     max_tile: MicroBatch | None = None
     tiles: Annotated[tuple[MicroBatch, ...], Field(min_length=1, max_length=64)] | None = None
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a request asks for tiling, beyond leaving it to the search."""
+        return bool(self.enable or self.tiles)
 
     @model_validator(mode="after")
     def _check(self) -> Self:

@@ -16,6 +16,7 @@ from bexp.explorer.spec.labels import Labels
 from bexp.explorer.spec.mesh import ParallelismSpec
 from bexp.explorer.spec.model import CapacityFactor, ModelSpec
 from bexp.explorer.spec.options import (
+    WEIGHING_BATCH_SIZE,
     BackendName,
     BTASpec,
     Budget,
@@ -35,6 +36,8 @@ from bexp.explorer.spec.shorthands import (
     expand_sharding,
 )
 from bexp.explorer.spec.target import LOCAL, TargetName, check_hugging_face_config, check_target_config
+from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.spec.trainer_rules import expand_trainer
 from bexp.explorer.spec.training import Sharding, TrainingSpec
 
 MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
@@ -46,8 +49,8 @@ class ExplorationRequest(Frozen):
 
     A dimension that is left out is explored in full. Context parallelism and sharding are the exceptions: they are
     explored where the request asks for it. `batch_size` is the effective batch over all devices. It weighs the
-    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it. In training no micro-batch is larger than
-    what a group of devices gets of it.
+    optimizer's share of a step, and `auto` and `bta.max_tile` refer to it. With `auto` or one size, micro-batches
+    divide what a group of devices gets of it; `explore`, a range and a list are independent of it.
 
     The devices are num_devices / c groups of c devices, where c is the context-parallel size. A group processes one
     micro-batch at a time, and each of its devices processes 1 / c of every sequence. The groups are data-parallel, so
@@ -78,9 +81,15 @@ class ExplorationRequest(Frozen):
         None, description="What a registered target builds its model from; at most 256 KiB as JSON."
     )
     mode: Literal["train", "eval"] = Field("train", description="Whole training steps, or forward passes alone.")
-    micro_batch_size: MicroBatchChoice = "explore"
-    batch_size: Count = Field(
-        512, description="The effective batch of an optimizer step in sequences, over all devices."
+    micro_batch_size: MicroBatchChoice | None = Field(
+        None,
+        description="A size, a list, a range, `explore`, or `auto`: the divisors of what a device gets of the batch. "
+        "Null: `auto` if batch_size is stated, else `explore`.",
+    )
+    batch_size: Count | None = Field(
+        None,
+        description="The effective batch of an optimizer step in sequences, over all devices. Null: the optimizer is "
+        f"weighed as in a batch of {WEIGHING_BATCH_SIZE}, and accumulation is left to the trainer.",
     )
     num_devices: Annotated[int, Field(ge=1, le=4096)] = Field(
         1, validation_alias=AliasChoices("num_devices", "num_csx"), description="`num_csx` is accepted as an alias."
@@ -132,6 +141,11 @@ class ExplorationRequest(Frozen):
     )
     allocator: Literal["default", "expandable_segments"] = Field(
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
+    )
+    trainer: TrainerName | None = Field(
+        None,
+        description="Who will run the answer: only what this trainer can be told is explored, with its precision, loss "
+        "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
     )
     training: TrainingSpec = TrainingSpec()
     losses: Annotated[tuple[Literal["library", "chunked", "liger"], ...], Field(min_length=1, max_length=3)] = Field(
@@ -225,6 +239,7 @@ class ExplorationRequest(Frozen):
             expand_capacity_factors,
             expand_sharding,
             expand_execution,
+            expand_trainer,
         ):
             data = expand(data)
         return data
@@ -259,6 +274,32 @@ class ExplorationRequest(Frozen):
     def seq_length(self) -> int:
         """Tokens a sequence in training; 1 for a target that has no sequences, so that its rates are in samples."""
         return self.explored.seq_length or 1
+
+    @property
+    def runner(self) -> Trainer:
+        """What the trainer that will run the answer can be told; that of `bexp.apply` if none is named."""
+        return TRAINERS[self.trainer or TrainerName.BEXP]
+
+    @property
+    def effective_batch_size(self) -> int:
+        """Sequences of an optimizer step over all devices; the weighing batch if none is stated."""
+        return WEIGHING_BATCH_SIZE if self.batch_size is None else self.batch_size
+
+    @property
+    def micro_batch_choice(self) -> MicroBatchChoice:
+        """What `micro_batch_size` asks for, with the default filled in."""
+        if self.micro_batch_size is not None:
+            return self.micro_batch_size
+        return "explore" if self.batch_size is None else "auto"
+
+    @property
+    def keeps_batch(self) -> bool:
+        """Whether micro-batches must divide the stated batch: with `auto` and with one size."""
+        return (
+            self.batch_size is not None
+            and isinstance(self.micro_batch_choice, int | str)
+            and (self.micro_batch_choice != "explore")
+        )
 
     @property
     def space(self) -> RequestedSpace:

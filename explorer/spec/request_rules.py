@@ -28,6 +28,7 @@ from bexp.explorer.spec.space_rules import (
     check_tiles,
 )
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+from bexp.explorer.spec.trainer_rules import check_trainer
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -132,6 +133,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_numbered_policies,
     check_expert_modes,
     check_meshes,
+    check_trainer,
 )
 """The rules of a request whose devices form meshes."""
 
@@ -157,4 +159,5 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_policies_of_tiles,
     check_combinations,
     check_query_groups,
+    check_trainer,
 )

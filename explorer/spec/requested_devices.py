@@ -80,7 +80,7 @@ class RequestedDevices:
 
         It is the same for every context-parallel size, because c devices that share sequences process c times as many.
         """
-        return self.asked.batch_size / self.asked.num_devices
+        return self.asked.effective_batch_size / self.asked.num_devices
 
     def data_parallel_size(self, context_parallel_size: int) -> int:
         """Number of groups of devices that process sequences of their own."""

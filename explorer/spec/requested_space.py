@@ -29,38 +29,35 @@ class RequestedSpace:
         return tuple(sorted({m for size in sizes for m in self.micro_batch_sizes_over(size)}))
 
     def micro_batch_sizes_over(self, context_parallel_size: int) -> tuple[int, ...]:
-        """The micro-batch sizes to consider where so many devices share a sequence: `auto` depends on it.
+        """The micro-batch sizes to consider where so many devices share a sequence, ascending.
 
-        In training, sizes above what such a group of devices gets of the batch are left out.
+        With `auto`, or one size and a stated batch, they divide what such a group of devices gets of the batch.
         """
-        sizes = self.named_micro_batch_sizes(context_parallel_size)
-        most = self.largest_useful_micro_batch(context_parallel_size)
-        return sizes if most is None else tuple(m for m in sizes if m <= most)
+        sizes = self._named_micro_batch_sizes
+        if not self.asked.keeps_batch and self.asked.micro_batch_choice != "auto":
+            return sizes
+        groups = self.asked.devices.data_parallel_size(context_parallel_size)
+        share, rest = divmod(self.asked.effective_batch_size, groups)
+        return (
+            () if rest else tuple(m for m in sizes or divisors(share) if share % m == 0 and m <= MAX_MICRO_BATCH_SIZE)
+        )
 
-    def largest_useful_micro_batch(self, context_parallel_size: int) -> int | None:
-        """Whole sequences of the batch that a group of so many devices gets; None in eval mode, which has no batch."""
-        if self.asked.mode == "eval":
-            return None
-        return self.asked.batch_size // self.asked.devices.data_parallel_size(context_parallel_size)
-
-    def named_micro_batch_sizes(self, context_parallel_size: int) -> tuple[int, ...]:
-        """The micro-batch sizes that the request names, ascending, whatever the batch; `auto` has those that divide."""
-        choice = self.asked.micro_batch_size
+    @property
+    def _named_micro_batch_sizes(self) -> tuple[int, ...]:
+        """The micro-batch sizes that the request names, ascending, whatever the batch; none with `auto`."""
+        choice = self.asked.micro_batch_choice
         if isinstance(choice, ExploreRange):
             return ladder_between(choice.explore.min, choice.explore.max)
         if isinstance(choice, int):
             return (choice,)
         if isinstance(choice, tuple):
             return tuple(sorted(set(choice)))
-        if choice == "auto":
-            share = self.asked.batch_size // self.asked.devices.data_parallel_size(context_parallel_size)
-            return tuple(m for m in divisors(share) if m <= MAX_MICRO_BATCH_SIZE)
-        return LADDER
+        return () if choice == "auto" else LADDER
 
     @property
     def plan_micro_batch_sizes(self) -> tuple[int, ...]:
         """The micro-batch sizes that a plan considers, ascending. A plan takes what divides, so `auto` has them all."""
-        return LADDER if self.asked.micro_batch_size == "auto" else self.named_micro_batch_sizes(1)
+        return self._named_micro_batch_sizes or LADDER
 
     def tiles_for(self, micro_batch_size: int) -> tuple[int | None, ...]:
         """The attention tiles to consider for one micro-batch size; None is no tiling."""

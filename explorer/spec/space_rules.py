@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.options import divisors, nearest_sizes
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -17,29 +18,29 @@ MAX_SHARED_COMBINATIONS = 2 * MAX_COMBINATIONS
 
 
 def check_largest_tile(request: ExplorationRequest) -> None:
-    """The cap on tiles divides the batch."""
+    """The cap on tiles divides a stated batch."""
     largest = request.bta.max_tile
-    if largest is not None and request.batch_size % largest:
+    if largest is not None and request.batch_size is not None and request.batch_size % largest:
         message = f"bta.max_tile ({largest}) must divide batch_size ({request.batch_size})"
         raise RuleError(message, "bta.max_tile", "batch_size")
 
 
 def check_micro_batch_sizes(request: ExplorationRequest) -> None:
-    """At least one micro-batch size is left, and none that is named alone exceeds what a device gets of the batch."""
-    named = [m for size in request.devices.context_parallel_sizes for m in request.space.named_micro_batch_sizes(size)]
-    if named and not request.space.micro_batch_sizes:
-        size = max(request.devices.context_parallel_sizes)
-        who = "each device" if size == 1 else f"each group of {size} devices"
-        most = request.space.largest_useful_micro_batch(size)
-        raise RuleError(
-            f"micro_batch_size ({min(named)}) exceeds what {who} gets of the batch: {most} sequences of batch_size "
-            f"({request.batch_size}) over num_devices ({request.num_devices})",
-            "micro_batch_size",
-            "batch_size",
-            "num_devices",
-        )
-    if not request.space.micro_batch_sizes:
-        raise RuleError("micro_batch_size leaves no value to explore", "micro_batch_size")
+    """At least one micro-batch size is left: one size with a stated batch divides what a device gets of it."""
+    if request.space.micro_batch_sizes:
+        return
+    size = max(request.devices.context_parallel_sizes)
+    who = "each device" if size == 1 else f"each group of {size} devices"
+    share, asked = request.effective_batch_size // request.devices.data_parallel_size(size), request.micro_batch_choice
+    nearest = nearest_sizes(asked, divisors(share)) if isinstance(asked, int) else ()
+    raise RuleError(
+        f"micro_batch_size ({asked}) does not divide what {who} gets of the batch: {share} sequences of batch_size "
+        f"({request.batch_size}) over num_devices ({request.num_devices}); the nearest that divide it: "
+        f"{' and '.join(map(str, nearest))}. A list or a range is independent of the batch",
+        "micro_batch_size",
+        "batch_size",
+        "num_devices",
+    )
 
 
 def check_tiles(request: ExplorationRequest) -> None:

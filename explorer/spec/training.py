@@ -25,6 +25,9 @@ class Sharding(StrEnum):
         return {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[self.value]
 
 
+Precision = Literal["pure", "autocast", "master"]
+
+
 class OptimizerSpec(Frozen):
     """Optimizer and number formats; the default is mixed precision with 16 bytes a parameter in bf16."""
 
@@ -92,7 +95,7 @@ class TrainingSpec(Frozen):
     optimizer: OptimizerSpec = OptimizerSpec()
     loss: LossSpec = LossSpec()
     sharding: Sharding = Sharding.NONE
-    precision: Literal["pure", "autocast"] = Field(
+    precision: Precision = Field(
         "pure",
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
         "bf16 autocast; needs target `transformers`. LoRA adapters are in float32 either way, and computed with under "

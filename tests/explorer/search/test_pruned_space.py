@@ -1,4 +1,4 @@
-"""The space without what is predicted not to fit."""
+"""The space without what is predicted not to fit or not to pay."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
+from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import REPORT, candidate, small_request
 from tests.explorer.simulator import report
@@ -91,3 +92,37 @@ def test_the_exchange_is_in_the_steps_where_the_worker_has_all_devices() -> None
 def test_a_request_that_admits_no_candidate_says_so() -> None:
     with pytest.raises(EmptySpaceError, match="unknown attention back end"):
         prune(small_request(attention_backends=["spiral"]))
+
+
+def dominating(limit_gib: float | None = None, **fields: object) -> PrunedSpace:
+    """The space of a request that leaves tiles and recomputation to the search, of micro-batches 1, 2 and 4."""
+    req = small_request(**{"bta": {}, "recompute": None, "attention_backends": ["cudnn"], **fields})
+    return prune(req, None if limit_gib is None else round(limit_gib * 2**30))
+
+
+def test_tiles_and_recomputation_are_left_out_where_memory_is_not_short() -> None:
+    space = dominating()
+    assert [(c.micro_batch_size, c.bta_tile, c.recompute.value) for c in space.legal.candidates] == [
+        (m, None, "none") for m in (1, 2, 4)
+    ]
+    everything = dominating(
+        bta={"tiles": [1, 2, 4]}, recompute=[p.value for p in Recompute if p is not Recompute.EXPERTS]
+    )
+    assert (everything.num_dominated, everything.num_predicted_out) == (0, 0), "what a request names is tried"
+    assert space.num_dominated + len(space.legal.candidates) == len(everything.legal.candidates)
+    assert space.table is not None
+    assert {c.recompute for c in space.bases} <= {c.recompute for c in space.table.candidates}, "bases have rows"
+
+
+def test_only_what_surely_fits_dominates() -> None:
+    """With a limit between what a size needs as predicted and what it may need, nothing of that size is left out."""
+    req = small_request(attention_backends=["cudnn"], recompute=["none"])
+    for share, kept in ((1.2, True), (1.5, False)):
+        space = dominating(need(req, 4, share) / 2**30)
+        policies = {c.recompute for c in space.legal.candidates if c.micro_batch_size == 4}
+        assert (Recompute.FULL in policies) is kept
+        assert Recompute.FULL not in {c.recompute for c in space.legal.candidates if c.micro_batch_size == 1}
+
+
+def test_a_rival_that_may_not_be_recommended_dominates_nothing() -> None:
+    assert dominating(bta={"enable": True}, recompute=["none"]).num_dominated == 0

@@ -42,7 +42,8 @@ def again(device: SimulatedDevice) -> list[TrialTask]:
 @cache
 def noisy(noise: float = 0.2) -> tuple[NoisyDevice, tuple[Progress, ...]]:
     """A noisy device after an exploration without whole models, and the steps of it."""
-    device = NoisyDevice(request(verify=False, recompute=["none", "full"]), noise=noise)
+    tiles = {"tiles": [1, 2, 3, 4, 6, 8, 12, 16]}
+    device = NoisyDevice(request(verify=False, recompute=["none", "full"], bta=tiles), noise=noise)
     return device, tuple(run(device.request, device))
 
 

@@ -1,0 +1,63 @@
+"""What a person's script sets by itself, as lines of a header."""
+
+from __future__ import annotations
+
+from bexp.explorer.exports.exchanges import reduces_each_batch
+from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.training import LoRASpec, Sharding
+
+TORCH_OPTIMIZERS = {
+    "adamw": "torch.optim.AdamW(..., fused=True)",
+    "sgd": "torch.optim.SGD(..., momentum=0.9, fused=True)",
+}
+"""The optimizers that are measured, as torch makes them."""
+
+
+def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[str]:
+    """Return what a script has to set itself; `holder` is the class that takes the accumulation steps, if it is one."""
+    lines = []
+    if holder is not None:
+        lines.append(f"in the script: DataLoader(batch_size={settings.micro_batch_size})")
+        if settings.grad_accum_steps is not None:
+            lines.append(f"in the script: {holder}({_accumulation(settings)})")
+    lines += [*model_notes(settings), *optimizer_notes(settings), *length_notes(settings)]
+    if settings.recompute is Recompute.FULL and (holder is None or settings.sharding is Sharding.NONE):
+        lines.append("in the script: recompute every layer, for example model.gradient_checkpointing_enable()")
+    elif settings.recompute is Recompute.NONE and not settings.is_own_code:
+        lines.append("in the script: no gradient checkpointing, as measured")
+    return lines
+
+
+def model_notes(settings: TrainerSettings) -> list[str]:
+    """Return how the script makes the model: its kernels, and its adapters."""
+    chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
+    arguments = ", ".join(f'{name}="{value}"' for name, value in chosen.items() if value is not None)
+    lines = [f"in the script: AutoModelForCausalLM.from_pretrained(..., {arguments})"] if arguments else []
+    if settings.lora is not None:
+        lines.append(f"in the script: peft.get_peft_model(model, {lora_config(settings.lora)})")
+    return lines
+
+
+def optimizer_notes(settings: TrainerSettings) -> list[str]:
+    """Return the optimizer that was measured."""
+    return [] if settings.is_own_code else [f"in the script: {TORCH_OPTIMIZERS[settings.optimizer]}, as measured"]
+
+
+def length_notes(settings: TrainerSettings) -> list[str]:
+    """Return the tokens of a sequence, which the memory depends on."""
+    return [f"in the script: sequences of {settings.seq_length} tokens, as measured"] if settings.states_length else []
+
+
+def lora_config(lora: LoRASpec) -> str:
+    """Return the peft library's configuration of adapters, as Python."""
+    names = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
+    alpha = lora.r if lora.alpha is None else lora.alpha
+    return f"peft.LoraConfig(r={lora.r}, lora_alpha={alpha:g}, target_modules={names!r})"
+
+
+def _accumulation(settings: TrainerSettings) -> str:
+    if reduces_each_batch(settings):
+        plugin = f"GradientAccumulationPlugin(num_steps={settings.grad_accum_steps}, sync_each_batch=True)"
+        return f"gradient_accumulation_plugin={plugin}"
+    return f"gradient_accumulation_steps={settings.grad_accum_steps}"

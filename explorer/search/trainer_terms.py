@@ -1,0 +1,98 @@
+"""A candidate in the terms of a trainer, and what of it the trainer cannot be told."""
+
+from __future__ import annotations
+
+from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
+from bexp.explorer.spec.training import Sharding
+
+
+def attention_name(candidate: Candidate, report: DeviceReport | None) -> str | None:
+    """Return the attention implementation by the transformers library's names; None for whatever the code calls.
+
+    A kernel of torch's is `sdpa` if torch chooses it by itself on the device, else `flash`, `cudnn`, `efficient` or
+    `math`: it was pinned.
+    """
+    name = candidate.attention_backend
+    if candidate.is_whole:
+        return None
+    if report is not None and name == report.default_attention and name in TORCH_KERNELS:
+        return TORCH_CHOICE
+    return name.removeprefix(f"{TORCH_CHOICE}:")
+
+
+def experts_name(candidate: Candidate) -> str | None:
+    """Return the experts implementation by the transformers library's names; ours keep their own."""
+    name = candidate.expert_backend
+    return None if name is None else library_experts(name)
+
+
+def has_chunked_loss(candidate: Candidate, request: ExplorationRequest) -> bool:
+    """Whether a candidate was measured without full logits."""
+    if candidate.loss is None and request.model is not None:
+        return request.training.loss.kind == "chunked"
+    return candidate.loss in LOSSES_WITHOUT_LOGITS  # the code's own loss was measured
+
+
+def is_compiled(candidate: Candidate, request: ExplorationRequest) -> bool:
+    """Whether a candidate's layers were compiled."""
+    return request.execution_of(candidate).compiles
+
+
+def is_replayed(candidate: Candidate, request: ExplorationRequest) -> bool:
+    """Whether a candidate's micro-steps were replayed as CUDA graphs."""
+    return request.execution_of(candidate).replays
+
+
+def sharding_of(candidate: Candidate, request: ExplorationRequest) -> Sharding:
+    """Return the level of sharding that a candidate was measured with."""
+    return candidate.sharding or request.training.sharding
+
+
+def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> DType:
+    """Return the number format of the matrix products."""
+    parts = None if report is None else report.parts
+    return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
+
+
+def find_missing(
+    trainer: Trainer, candidate: Candidate, request: ExplorationRequest, report: DeviceReport | None
+) -> dict[str, str]:
+    """Return the dimensions of `candidate` that `trainer` cannot be told, each in words."""
+    attention, experts = attention_name(candidate, report), experts_name(candidate)
+    sharding, layout = sharding_of(candidate, request), candidate.context_parallel_layout
+    is_default = report is not None and candidate.expert_backend == report.default_experts
+    missing = {
+        "bta_tile": candidate.bta_tile is not None and not trainer.tiles,
+        "recompute": not trainer.has_policy(candidate.recompute),
+        "attention": attention is not None and attention not in trainer.attention,
+        "experts": experts is not None and not is_default and experts not in trainer.experts,
+        "loss": has_chunked_loss(candidate, request) and not trainer.chunked_loss,
+        "execution": is_compiled(candidate, request) and not trainer.compiled_layers,
+        "graph": is_replayed(candidate, request) and not trainer.graphs,
+        "kernels": candidate.kernels is Kernels.LIGER and not trainer.liger,
+        "sharding": sharding not in trainer.sharding,
+        "context_parallel": layout is not None and layout not in trainer.layouts,
+        "settings": candidate.settings is not None,
+    }
+    if not any(missing.values()):
+        return {}
+    words = {
+        "bta_tile": f"attention tiles of {candidate.bta_tile} sequences",
+        "recompute": f"the recomputation policy '{candidate.recompute}'",
+        "attention": f"the attention kernel '{attention}'",
+        "experts": f"the expert kernels '{experts}'",
+        "loss": f"the {candidate.loss or 'chunked'} loss",
+        "execution": "compiled layers",
+        "graph": "micro-steps as CUDA graphs",
+        "kernels": "the kernels of liger",
+        "sharding": f"the sharding level '{sharding}'",
+        "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
+        "settings": f"the target's own setting '{candidate.settings}'",
+    }
+    return {name: words[name] for name, is_missing in missing.items() if is_missing}

@@ -1,0 +1,201 @@
+"""The trainers that an answer may be for: what each can be told, and what it decides where a request does not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Literal
+
+from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.spec.training import Precision, Sharding
+
+TORCH_CHOICE = "sdpa"
+"""torch's scaled_dot_product_attention, which chooses its kernel by itself."""
+TORCH_KERNELS = frozenset({"flash", "cudnn", "efficient", "math"})
+"""The kernels of torch's scaled_dot_product_attention that can be pinned."""
+LIBRARY_ATTENTION = frozenset(
+    {TORCH_CHOICE, "eager", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4"}
+)
+"""Attention implementations of the transformers library."""
+LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
+"""Experts implementations of the transformers library that need no other package."""
+OUR_EXPERTS = frozenset({"fused", "triton_grouped", "hopper_grouped", "auto"})
+DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
+"""Expert back ends of which one is the default of a device."""
+_LIBRARY_NAMES = {"loop": "eager", "bmm": "batched_mm"}
+"""The transformers library's names of our reference layers' expert back ends, where they differ."""
+SHARES = frozenset({Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75})
+
+
+def library_experts(name: str) -> str:
+    """Return the transformers library's name of an expert back end; ours keep their own."""
+    return _LIBRARY_NAMES.get(name, name)
+
+
+class TrainerName(StrEnum):
+    """Who runs an answer. `bexp` is transformers' Trainer, or any loop, with `bexp.apply`."""
+
+    BEXP = "bexp"
+    TRANSFORMERS = "transformers"
+    ACCELERATE = "accelerate"
+    DEEPSPEED = "deepspeed"
+    TORCHTITAN = "torchtitan"
+    MEGATRON = "megatron"
+    LIGHTNING = "lightning"
+    AXOLOTL = "axolotl"
+    LLAMAFACTORY = "llamafactory"
+    CEREBRAS = "cerebras"
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What a trainer can be told. A candidate that asks for no more is expressible.
+
+    Kernels have the transformers library's names. What the trainer uses by itself need not be named: attention and
+    experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
+    `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any cannot
+    be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
+    `lora` says that it can be told adapters, in its file or in its script. `targets` are the targets whose measured
+    code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are what it
+    keeps where a request states nothing.
+    """
+
+    title: str
+    attention: frozenset[str] = frozenset({TORCH_CHOICE})
+    experts: frozenset[str] = frozenset({"grouped_mm"})
+    policies: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
+    first_layers: bool = False
+    layer_groups: bool = False
+    sharding: frozenset[Sharding] = frozenset({Sharding.NONE, Sharding.ZERO2, Sharding.ZERO3})
+    layouts: frozenset[str] = frozenset()
+    schedules: frozenset[Schedule] = frozenset()
+    capacity: bool = False
+    tiles: bool = False
+    chunked_loss: bool = False
+    compiled_layers: bool = False
+    graphs: bool = False
+    liger: bool = False
+    lora: bool = True
+    targets: frozenset[str] = frozenset()
+    precisions: tuple[Precision, ...] = ("pure", "autocast")
+    allocator: Literal["default", "expandable_segments"] = "default"
+
+    def has_policy(self, policy: Recompute) -> bool:
+        """Return whether it can be told a recomputation policy."""
+        if policy.is_numbered:
+            return self.first_layers if policy.first_layers is not None else self.layer_groups
+        return policy in self.policies
+
+    def nearest_policy(self, policy: Recompute, num_layers: int) -> Recompute:
+        """Return the policy that recomputes the fewest layers, and at least as many, so that what fitted still fits.
+
+        A policy by operation or by groups becomes `full`. It is `none` for a trainer that recomputes nothing.
+        """
+        by_share = sorted((one for one in self.policies if one.layer_share > 0), key=lambda one: one.layer_share)
+        if policy.first_layers is not None:
+            by_share = [one for one in by_share if one.layer_share * num_layers >= policy.first_layers] or by_share[-1:]
+        else:
+            by_share = by_share[-1:]
+        return by_share[0] if by_share else Recompute.NONE
+
+    def nearest_sharding(self, level: Sharding) -> Sharding:
+        """Return the lowest level that shards at least as much, so that what fitted still fits; else `none`."""
+        return next((one for one in Sharding if one.level >= level.level and one in self.sharding), Sharding.NONE)
+
+
+_LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
+_PIPELINES = frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED})
+
+TRAINERS: Mapping[TrainerName, Trainer] = {
+    TrainerName.BEXP: Trainer(
+        title="bexp.apply",
+        attention=LIBRARY_ATTENTION | TORCH_KERNELS,
+        experts=LIBRARY_EXPERTS | OUR_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
+        policies=frozenset(Recompute) - {Recompute.QKV},
+        first_layers=True,
+        layer_groups=True,
+        sharding=frozenset(Sharding),
+        tiles=True,
+        chunked_loss=True,
+        compiled_layers=True,
+        graphs=True,
+        liger=True,
+        targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.TRANSFORMERS: Trainer(
+        title="transformers' Trainer",
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        policies=frozenset({Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.FULL}),
+        targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.ACCELERATE: Trainer(
+        title="accelerate",
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        compiled_layers=True,
+        targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.DEEPSPEED: Trainer(
+        title="DeepSpeed",
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        sharding=frozenset(Sharding),
+        targets=_LIBRARY_RUNS_IT,
+        precisions=("master", "autocast"),
+    ),
+    TrainerName.TORCHTITAN: Trainer(
+        title="torchtitan",
+        layouts=frozenset({"zigzag"}),
+        schedules=_PIPELINES,
+        chunked_loss=True,
+        compiled_layers=True,
+        lora=False,
+        allocator="expandable_segments",  # its run_train.sh sets it
+    ),
+    TrainerName.MEGATRON: Trainer(
+        title="Megatron-Core",
+        attention=frozenset({"flash", "cudnn", "math", TORCH_CHOICE}),
+        policies=frozenset({Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL}) | SHARES,
+        first_layers=True,
+        layer_groups=True,
+        sharding=frozenset(Sharding),
+        layouts=frozenset({"zigzag"}),
+        schedules=_PIPELINES,
+        capacity=True,
+        lora=False,
+        precisions=("master",),
+    ),
+    TrainerName.LIGHTNING: Trainer(
+        title="Lightning",
+        attention=frozenset({TORCH_CHOICE}) | TORCH_KERNELS,
+        experts=LIBRARY_EXPERTS,
+        policies=frozenset({Recompute.NONE, Recompute.FULL}) | SHARES,
+        first_layers=True,
+        compiled_layers=True,
+        targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.AXOLOTL: Trainer(
+        title="Axolotl",
+        attention=LIBRARY_ATTENTION,
+        experts=LIBRARY_EXPERTS,
+        targets=_LIBRARY_RUNS_IT,
+        allocator="expandable_segments",  # its launcher sets it
+    ),
+    TrainerName.LLAMAFACTORY: Trainer(
+        title="LLaMA-Factory",
+        attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
+        targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.CEREBRAS: Trainer(
+        title="Cerebras Model Zoo",
+        policies=frozenset({Recompute.NONE}),
+        sharding=frozenset({Sharding.NONE}),
+        tiles=True,
+        chunked_loss=True,  # the system's compiler decides how the loss is computed
+        lora=False,
+    ),
+}

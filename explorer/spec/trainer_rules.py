@@ -1,0 +1,98 @@
+"""The rule that an answer for a trainer asks for nothing that this trainer cannot be told, and a trainer's defaults."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TORCH_KERNELS, TRAINERS, Trainer, TrainerName, library_experts
+
+if TYPE_CHECKING:
+    from bexp.explorer.spec.request import ExplorationRequest
+
+
+def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
+    """Fill in what the named trainer decides and the request does not state: precision, loss, and allocator."""
+    name = data.get("trainer")
+    if not isinstance(name, str) or name not in list(TrainerName):
+        return data
+    trainer, training = TRAINERS[TrainerName(name)], data.get("training")
+    filled = {"allocator": trainer.allocator, **data}
+    if training is not None and not isinstance(training, dict):
+        return filled
+    training = dict(training or {})
+    if data.get("hf_config") is not None:
+        if training.get("lora") is None:
+            training.setdefault("precision", trainer.precisions[0])
+    elif data.get("model") is not None and not trainer.chunked_loss:
+        loss = training.get("loss")
+        if loss is None or (isinstance(loss, dict) and "kind" not in loss):
+            training["loss"] = {**(loss or {}), "kind": "full"}
+    return {**filled, "training": training} if training else filled
+
+
+def check_trainer(request: ExplorationRequest) -> None:
+    """The named trainer can be told what the request names, so that the recommendation is what its export says."""
+    if request.trainer is None:
+        return
+    trainer = TRAINERS[request.trainer]
+    for field, words in _beyond(request, trainer):
+        able = [name for name, other in TRAINERS.items() if field not in {f for f, _ in _beyond(request, other)}]
+        hint = f"; these can: {', '.join(able)}" if able else ""
+        raise RuleError(f"{trainer.title} cannot be told {words}{hint}", field, "trainer")
+
+
+def _beyond(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    """Yield the fields that name something which a trainer cannot be told, each with what that is."""
+    yield from _beyond_a_layer(request, trainer)
+    yield from _beyond_a_step(request, trainer)
+    yield from _beyond_a_device(request, trainer)
+
+
+def _beyond_a_layer(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    for policy in request.recompute or ():
+        if not trainer.has_policy(policy):
+            yield "recompute", f"the recomputation policy '{policy}'"
+    if request.bta.is_named and not trainer.tiles:
+        yield "bta", "attention tiles"
+    for name in request.attention_backends or ():
+        if name not in TORCH_KERNELS and name.removeprefix("sdpa:") not in trainer.attention:
+            yield "attention_backends", f"the attention kernel '{name}'"
+    for name in request.expert_backends or ():
+        if name not in DEFAULT_EXPERTS and library_experts(name) not in trainer.experts:
+            yield "expert_backends", f"the expert kernels '{name}'"
+    if Kernels.LIGER in request.kernels and not trainer.liger:
+        yield "kernels", "the kernels of liger"
+    if request.space.drops_tokens and not trainer.capacity:
+        yield "capacity_factors", "a capacity factor of experts"
+
+
+def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    training = request.training
+    if request.model is not None and training.loss.kind == "chunked" and not trainer.chunked_loss:
+        yield "training.loss", "a loss in chunks"
+    for loss in request.losses:
+        if (loss == "chunked" and not trainer.chunked_loss) or (loss == "liger" and not trainer.liger):
+            yield "losses", f"the {loss} loss"
+    field = "execution" if request.executions is None else "executions"
+    for execution in request.space.executions:
+        if (execution.compiles and not trainer.compiled_layers) or (execution.replays and not trainer.graphs):
+            yield field, f"execution '{execution}'"
+    if training.lora is not None and not trainer.lora:
+        yield "training.lora", "LoRA"
+    if request.hf_config is not None and training.lora is None and training.precision not in trainer.precisions:
+        yield "training.precision", f"precision '{training.precision}'"
+
+
+def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    levels, given = request.sharding_levels, request.training.sharding
+    named = (given,) if levels is None else () if levels == "explore" else levels
+    for level in named:
+        if level not in trainer.sharding:
+            yield "training.sharding" if levels is None else "sharding_levels", f"the sharding level '{level}'"
+    if max(request.devices.context_parallel_sizes, default=1) > 1 and not trainer.layouts:
+        yield "context_parallel.sizes", "devices that share a sequence"
+    if request.devices.has_mesh and not trainer.schedules:
+        yield "parallelism", "a mesh of devices"
