@@ -47,7 +47,7 @@ def parts(**changes: Any) -> ModelParts:
 
 def request(**changes: Any) -> ExplorationRequest:
     return ExplorationRequest.model_validate(
-        {"model": MODEL, "batch_size": 8, "routing": {"kind": "uniform"}, **changes}
+        {"model": MODEL, "batch_size": 8, "micro_batch_size": "explore", "routing": {"kind": "uniform"}, **changes}
     )
 
 

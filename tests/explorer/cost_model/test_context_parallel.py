@@ -57,8 +57,10 @@ def candidate(m: int, size: int = 1, layout: str | None = None) -> Candidate:
             {"sizes": [2], "context_parallel": {"layouts": ["zigzag"]}, "model": {**MODEL, "seq_length": 4098}},
             "the zigzag layout over 2 devices takes multiples of 4 tokens, not 4098",
         ),
-        ({"sizes": [2], "batch_size": 1}, "smaller than the number of groups of 2 devices (2)"),
-        ({"sizes": [1, 4], "batch_size": 3}, "batch_size (3) is smaller than num_devices (4)"),
+        (
+            {"sizes": [1, 4], "batch_size": 3, "micro_batch_size": 1},
+            "batch_size (3) must be a multiple of num_devices (4), so that each gets as much; the nearest are 4",
+        ),
         ({"sizes": [2], "batch_size": 5, "micro_batch_size": "auto"}, "a multiple of the number of groups"),
         ({"sizes": "explore", "num_devices": 64, "micro_batch_size": "explore", "recompute": None}, "restrict sizes"),
     ],
@@ -80,7 +82,8 @@ def test_without_being_asked_for_a_sequence_has_a_device_to_itself() -> None:
 
 def test_explore_takes_every_divisor_that_lengths_and_batch_admit() -> None:
     assert request("explore", num_devices=12).devices.context_parallel_sizes == (1, 2, 4)
-    assert request("explore", num_devices=8, batch_size=2).devices.context_parallel_sizes == (4, 8)
+    few = request("explore", num_devices=8, batch_size=2, micro_batch_size="auto")
+    assert few.devices.context_parallel_sizes == (4, 8)
     short = request("explore", model={**MODEL, "seq_length": 4098})
     assert [(s.size, s.layout) for s in short.space.sharings] == [(1, None), (2, "ring"), (2, "striped")]
 

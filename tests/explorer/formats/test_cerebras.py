@@ -136,9 +136,16 @@ def test_the_input_that_explores_decides_the_mode() -> None:
     assert (overridden.mode, overridden.batch_size) == ("eval", 32)
 
 
-def test_a_missing_micro_batch_means_explore() -> None:
-    assert parse_request(run(train_input={"batch_size": 8})).micro_batch_size == "explore"
-    assert parse_request(run(train_input={"batch_size": 8, "micro_batch_size": None})).micro_batch_size == "explore"
+def test_a_missing_micro_batch_divides_the_batch() -> None:
+    assert parse_request(run(train_input={"batch_size": 8})).micro_batch_choice == "auto"
+    assert parse_request(run(train_input={"batch_size": 8, "micro_batch_size": None})).micro_batch_choice == "auto"
+
+
+def test_an_answer_is_for_cerebras_unless_something_else_is_asked_for() -> None:
+    assert parse_request(run()).trainer == "cerebras"
+    assert parse_request(run(), overrides={"trainer": "bexp"}).trainer == "bexp"
+    assert parse_request(run(), overrides={"recompute": ["full"]}).trainer is None
+    assert parse_request({**run(), "attention_backends": ["flash"]}).trainer is None
 
 
 @pytest.mark.parametrize("runconfig", [{}, {"use_cs_grad_accum": False}, {"use_cs_grad_accum": None}])

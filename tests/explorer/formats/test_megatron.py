@@ -54,7 +54,7 @@ def test_flags_with_megatrons_defaults() -> None:
     assert (model.position, model.position_rows, model.norm, model.activation) == ("learned", 256, "layernorm", "gelu")
     assert (model.qkv_bias, model.mlp_bias, model.tie_embeddings, model.gated_mlp) == (True, True, True, False)
     assert model.vocab_size == 512  # padded to a multiple of 128
-    assert (request.batch_size, request.base_micro_batch_size, request.micro_batch_size) == (32, 2, "explore")
+    assert (request.batch_size, request.base_micro_batch_size, request.micro_batch_choice) == (32, 2, "auto")
     assert request.training.optimizer.grad_dtype == "float32"
 
 

@@ -30,7 +30,7 @@ def deepspeed(**fields: Any) -> ExplorationRequest:
 
 def test_the_batch_of_training_arguments() -> None:
     request = arguments(per_device_train_batch_size=2, gradient_accumulation_steps=8, output_dir="x", logging_steps=1)
-    assert (request.batch_size, request.base_micro_batch_size, request.micro_batch_size) == (64, 2, "explore")
+    assert (request.batch_size, request.base_micro_batch_size, request.micro_batch_choice) == (64, 2, "auto")
     assert arguments().batch_size == 8 * 4  # transformers' defaults
     few = {"training_arguments": {}, "model_type": "llama", "num_csx": 2}
     assert parse_request(few).batch_size == 16

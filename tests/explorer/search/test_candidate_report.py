@@ -66,7 +66,9 @@ def test_accumulation_divides_the_batch_or_names_the_nearest_that_do(
 ) -> None:
     req = small_request(batch_size=batch, num_devices=devices)
     assert accumulate(req, candidate(size)) == (steps, nearest)
-    assert accumulate(small_request(mode="eval", batch_size=batch), candidate(size)) == (None, ())
+    evaluated = small_request(batch_size=batch, num_devices=devices, mode="eval")
+    assert accumulate(evaluated, candidate(size)) == (steps, nearest)
+    assert accumulate(small_request(batch_size=None, num_devices=devices), candidate(size)) == (None, ())
 
 
 def test_the_figures_are_those_of_the_candidate_and_of_the_base() -> None:

@@ -72,7 +72,7 @@ def test_its_confidence_is_among_those_that_divide() -> None:
     rows = np.flatnonzero(dividing_rows(state.table))
     posterior = state.contenders_among(rows)
     position = int(np.flatnonzero(posterior.rows == chosen.row)[0])
-    assert chosen.confidence == posterior.confidences(state.request.tolerance).max()
+    assert posterior.mean_A[position] == posterior.mean_A.max()
     assert chosen.confidence == posterior.confidence(position, state.request.tolerance) > 0
 
 
@@ -93,10 +93,16 @@ def test_none_is_found_if_the_batch_has_no_divisor_in_the_space() -> None:
     assert dividing_batch_sizes(uneven) == (14, 16)
 
 
-def test_there_is_no_batch_in_eval_mode() -> None:
-    state = state_of(1, 2, 4, mode="eval", recompute=["none"], batch_size=14)
+def test_without_a_stated_batch_nothing_need_divide_it() -> None:
+    state = state_of(1, 2, 4, batch_size=None)
     assert find(state) is None
     assert dividing_batch_sizes(state) == ()
+
+
+def test_evaluation_has_a_size_for_the_batch_too() -> None:
+    found = find(state_of(1, 2, 4, mode="eval", recompute=["none"], batch_size=14))
+    assert found is not None
+    assert (found.candidate.micro_batch_size, found.grad_accum_steps) == (2, 7)
 
 
 def test_a_whole_model_sets_the_figures_of_the_others() -> None:

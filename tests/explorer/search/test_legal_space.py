@@ -229,12 +229,12 @@ ALONE = described.parts(layers=("dense",), kinds=[described.parts().kinds[0]])
                 **EXPERTS,
                 "num_devices": 4,
                 "batch_size": 8,
-                "micro_batch_size": [4],
+                "micro_batch_size": 4,
                 "context_parallel": {"sizes": [1, 4]},
             },
             {},
-            "each micro_batch_size exceeds what 1 devices get of batch_size (8), and this worker's profiler has no "
-            "more that could share sequences",
+            "no micro_batch_size divides what 1 devices get of batch_size (8), and this worker's profiler has no more "
+            "that could share sequences",
         ),
         (
             {**EXPERTS, "execution": "graph", "expert_backends": ["loop"]},

@@ -55,9 +55,6 @@ def test_one_of_several_variants_is_announced() -> None:
 def test_the_space_is_told_with_the_limit_of_the_request() -> None:
     step = log_of(small_request(memory_limit_gib=2)).step()
     assert step.events[0].data["memory_limit_bytes"] == 2 * 2**30
-    assert "no micro_batch_size above" not in step.events[0].message
-    smaller = log_of(small_request(batch_size=3)).step()
-    assert "no micro_batch_size above 3," in smaller.events[0].message
 
 
 def told(log: ProgressLog, *events: EventDraft, found: Recommendation | None = None) -> list[EventCode]:

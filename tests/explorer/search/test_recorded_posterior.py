@@ -14,7 +14,7 @@ from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.run_report import ReportedRun
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.acquisition import suggest_measurement
-from bexp.explorer.search.choices import memory_choices, nearest_batch_sizes, promising_row
+from bexp.explorer.search.choices import dividing_batch_sizes, memory_choices, promising_row
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.spec.request import ExplorationRequest
@@ -88,7 +88,7 @@ def beliefs(posterior: Posterior) -> dict[str, Any]:
     if best is not None:
         found["memory_choices"] = [each.model_dump(mode="json") for each in memory_choices(posterior, best.row)]
         found["wanted"] = [component.key for component in posterior.wanted(best.row)]
-        found["batches"] = nearest_batch_sizes(posterior.request, table.candidates[:4])
+        found["batches"] = dividing_batch_sizes(posterior)
     if suggested is not None:
         found["suggested"] = [suggested.row, [c.key for c in suggested.components], suggested.again, suggested.reason]
     return found

@@ -134,8 +134,9 @@ def test_the_answer_holds_them_and_names_the_first() -> None:
 
 @pytest.mark.parametrize(("batch_size", "expected"), [(8, 16), (24, 48), (31, 48)])
 def test_more_devices_keep_the_sequences_of_each(batch_size: int, expected: int) -> None:
-    req = cramped(micro_batch_size=1, batch_size=batch_size)
+    req = cramped(micro_batch_size=[1], batch_size=batch_size)
     assert _over(req, "", 16).settings == {"num_devices": 16, "batch_size": expected}
+    assert _over(cramped(batch_size=None), "", 16).settings == {"num_devices": 16}
 
 
 def test_a_device_has_at_least_one_sequence() -> None:

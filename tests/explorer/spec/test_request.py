@@ -6,7 +6,7 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.spec.options import ExploreRange
+from bexp.explorer.spec.options import LADDER, ExploreRange
 from bexp.explorer.spec.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {
@@ -41,14 +41,19 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"micro_batch_size": "auto", "batch_size": 9, "num_devices": 2}, "multiple of num_devices (2)"),
         (
             {"micro_batch_size": 64, "batch_size": 7},
-            "micro_batch_size (64) exceeds what each device gets of the batch: 7 sequences of batch_size (7) over "
-            "num_devices (1)",
+            "micro_batch_size (64) does not divide what each device gets of the batch: 7 sequences of batch_size (7) "
+            "over num_devices (1); the nearest that divide it: 7.",
         ),
-        ({"micro_batch_size": [4, 8], "batch_size": 7, "num_devices": 2}, "micro_batch_size (4) exceeds"),
+        ({"micro_batch_size": 5, "batch_size": 8}, "the nearest that divide it: 4 and 8."),
+        ({"micro_batch_size": 5, "batch_size": 8, "mode": "eval"}, "micro_batch_size (5) does not divide"),
+        (
+            {"batch_size": 64, "num_devices": 3},
+            "batch_size (64) must be a multiple of num_devices (3), so that each gets as much; the nearest are 63 and 66",
+        ),
         ({"headroom": -0.1}, "headroom"),
         ({"headroom": 0.91}, "headroom"),
         ({"prefer": "both"}, "prefer"),
-        ({"batch_size": 2, "num_devices": 4}, "batch_size (2) is smaller than num_devices (4)"),
+        ({"batch_size": 2, "num_devices": 4}, "batch_size (2) must be a multiple of num_devices (4)"),
         ({"batch_size": 0}, "batch_size"),
         ({"num_devices": 0}, "num_devices"),
         ({"device_kind": "tpu"}, "device_kind"),
@@ -105,7 +110,8 @@ def test_num_csx_is_num_devices() -> None:
 
 
 def test_choices_of_a_micro_batch() -> None:
-    assert build().micro_batch_size == "explore"
+    assert (build().micro_batch_size, build().micro_batch_choice) == (None, "explore")
+    assert build(batch_size=8).micro_batch_choice == "auto"
     assert build(micro_batch_size="auto").micro_batch_size == "auto"
     assert build(micro_batch_size=8).micro_batch_size == 8
     assert build(micro_batch_size=[2, 4]).micro_batch_size == (2, 4)
@@ -122,23 +128,45 @@ def test_a_range_need_not_divide_the_batch() -> None:
 @pytest.mark.parametrize(
     ("changes", "sizes"),
     [
-        ({"batch_size": 7}, (1, 2, 3, 4, 6)),
-        ({"batch_size": 7, "num_devices": 2}, (1, 2, 3)),
-        ({"batch_size": 7, "micro_batch_size": [4, 7, 8]}, (4, 7)),
-        ({"batch_size": 7, "micro_batch_size": 7}, (7,)),
-        ({"batch_size": 7, "micro_batch_size": {"explore": {"min": 5, "max": 64}}}, (5, 6)),
-        ({"batch_size": 7, "micro_batch_size": [8], "mode": "eval"}, (8,)),
+        ({"batch_size": 12}, (1, 2, 3, 4, 6, 12)),
+        ({"batch_size": 12, "mode": "eval"}, (1, 2, 3, 4, 6, 12)),
+        ({"batch_size": 12, "num_devices": 2}, (1, 2, 3, 6)),
+        ({"batch_size": 1024}, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
+        ({"batch_size": 12, "num_devices": 2, "micro_batch_size": 3}, (3,)),
+        ({"micro_batch_size": "auto"}, (1, 2, 4, 8, 16, 32, 64, 128, 256)),
     ],
 )
-def test_no_micro_batch_is_larger_than_what_a_device_gets_of_the_batch(
-    changes: dict[str, Any], sizes: tuple[int, ...]
+def test_sizes_divide_a_stated_batch(changes: dict[str, Any], sizes: tuple[int, ...]) -> None:
+    request = build(**changes)
+    assert request.space.micro_batch_sizes == sizes
+    assert request.keeps_batch is ("batch_size" in changes)
+
+
+@pytest.mark.parametrize(
+    ("choice", "sizes"),
+    [
+        ("explore", LADDER),
+        ([4, 7, 8], (4, 7, 8)),
+        ({"explore": {"min": 5, "max": 20}}, (5, 6, 8, 12, 16, 20)),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_an_exploration_a_list_and_a_range_are_independent_of_the_batch(
+    choice: Any, sizes: tuple[int, ...], mode: str
 ) -> None:
-    assert build(**changes).space.micro_batch_sizes == sizes
+    request = build(batch_size=7, num_devices=3, micro_batch_size=choice, mode=mode)
+    assert request.space.micro_batch_sizes == sizes
+    assert not request.keeps_batch
+
+
+def test_the_optimizer_is_weighed_without_a_stated_batch() -> None:
+    assert (build().batch_size, build().effective_batch_size) == (None, 512)
+    assert build(num_devices=4).devices.batch_share == 128
 
 
 def test_devices_that_share_sequences_get_more_of_the_batch() -> None:
-    request = build(batch_size=8, num_devices=4, micro_batch_size=[4, 8], context_parallel={"sizes": [1, 2, 4]})
-    assert [request.space.micro_batch_sizes_over(size) for size in (1, 2, 4)] == [(), (4,), (4, 8)]
+    request = build(batch_size=8, num_devices=4, micro_batch_size="auto", context_parallel={"sizes": [1, 2, 4]})
+    assert [request.space.micro_batch_sizes_over(size) for size in (1, 2, 4)] == [(1, 2), (1, 2, 4), (1, 2, 4, 8)]
 
 
 def test_variants_are_distinct_models() -> None:
