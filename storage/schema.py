@@ -102,7 +102,7 @@ def latest_revision() -> str:
 
 def _refuse_earlier(database: Database) -> None:
     with database.read() as connection:
-        if _has_tables(connection) and any(found < min(_revisions()) for found in _read_revisions(connection)):
+        if _has_tables(connection) and any(revision < min(_revisions()) for revision in _read_revisions(connection)):
             raise EarlierSchemaError(database)
 
 

@@ -58,15 +58,15 @@ def find_waiting(
     The reason is None when a live worker could run the job and is merely busy. `quotas` are those of the owners.
     The reason that one gave stays while the quota is the same: between two claims it does not hold for a moment.
     """
-    found = []
+    changed = []
     for row in overdue:
         new = waiting_reason(row, live)
         quota = quotas.get(row.owner)
         if new is None and quota is not None and (quota.holds or row.waiting_reason == quota.reason):
             new = quota.reason
         if new != row.waiting_reason:
-            found.append((row.id, new))
-    return found
+            changed.append((row.id, new))
+    return changed
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
@@ -78,10 +78,10 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
         )
         live, rows = select_overdue(database, connection, overdue, live_within=live_within)
         quotas = find_claim_quotas(database, connection)
-    found = find_waiting(live, rows, quotas)
-    for first in range(0, len(found), NOTED_AT_ONCE):
+    changed = find_waiting(live, rows, quotas)
+    for first in range(0, len(changed), NOTED_AT_ONCE):
         by_reason: dict[str | None, list[str]] = {}
-        for job_id, reason in found[first : first + NOTED_AT_ONCE]:
+        for job_id, reason in changed[first : first + NOTED_AT_ONCE]:
             by_reason.setdefault(reason, []).append(job_id)
         with database.begin() as connection:
             for reason, job_ids in by_reason.items():
@@ -123,8 +123,8 @@ def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta
         sa.not_(sa.exists(just_noted)),
     ]
     with database.read() as connection:
-        found = connection.execute(sa.select(jobs.c.id, jobs.c.waiting_reason).where(*overdue)).all()
-    for job_id, reason in found:
+        rows = connection.execute(sa.select(jobs.c.id, jobs.c.waiting_reason).where(*overdue)).all()
+    for job_id, reason in rows:
         error = f"no worker could run it within {describe_duration(max_wait)}: {reason}"
         with database.begin() as connection:
             end_job(database, connection, [jobs.c.id == job_id, *overdue], JobState.FAILED, error)

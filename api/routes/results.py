@@ -60,10 +60,10 @@ def get_recommendation(
     """
     if export_format is not None:
         return _file(export_of(service.database, job, export_format), export_format)
-    found = result_of(job)
-    if found is None:
+    result = result_of(job)
+    if result is None:
         raise ProblemException(HTTPStatus.NOT_FOUND, why_nothing(job), name="no-recommendation")
-    return found
+    return result
 
 
 def _file(made: ExportDocument, name: str) -> Response:

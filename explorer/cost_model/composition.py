@@ -70,9 +70,9 @@ class Composition:
                     place[id(component)] = self.column.setdefault(component, len(self.column))
             steps.append([place[id(component)] for component in decomposition.step])
         self.components = tuple(self.column)
-        found = [d.communication for d in self.decompositions if d.communication is not None]
-        self.communications: tuple[Component, ...] = tuple(dict.fromkeys(found))
-        self._communication_C = np.array([place[id(communication)] for communication in found])
+        communications = [d.communication for d in self.decompositions if d.communication is not None]
+        self.communications: tuple[Component, ...] = tuple(dict.fromkeys(communications))
+        self._communication_C = np.array([place[id(communication)] for communication in communications])
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
@@ -138,9 +138,9 @@ class Composition:
         self._static = [static_parts(self.model, request) for request in requests]
         self.static_bytes_C: Ints = np.array([parts.total for parts in self._static])[self._level_C]
         gathered = [gathered_bytes(self.model, request) for request in requests]
-        self._gathered_head_C = np.array([found.at_head for found in gathered])[self._level_C]
-        self._gathered_layer_C = np.array([found.at_layer for found in gathered])[self._level_C]
-        self._after_layer_C = np.array([found.after_layer for found in gathered])[self._level_C]
+        self._gathered_head_C = np.array([each.at_head for each in gathered])[self._level_C]
+        self._gathered_layer_C = np.array([each.at_layer for each in gathered])[self._level_C]
+        self._after_layer_C = np.array([each.after_layer for each in gathered])[self._level_C]
 
     def static_parts(self, row: int) -> MemoryParts:
         """Return the training state of a candidate."""

@@ -136,12 +136,12 @@ class LayerCosts:
 
     def parts(self, sorts: Counter[Sort], stage: int, num_stages: int) -> list[tuple[LayerCost, int]]:
         """Return what a stage consists of, and how often."""
-        found = [(self.by_sort[sort], count) for sort, count in sorts.items()]
+        parts = [(self.by_sort[sort], count) for sort, count in sorts.items()]
         if stage == 0:
-            found.append((self.embedding, 1))
+            parts.append((self.embedding, 1))
         if stage == num_stages - 1:
-            found.append((self.head, 1))
-        return found
+            parts.append((self.head, 1))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)

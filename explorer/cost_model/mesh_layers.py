@@ -125,9 +125,9 @@ class MeshDecomposer:
         # backward; Megatron keeps a part and gathers it again (Korthikanti et al., 2022, arXiv:2205.05198, 4.2.2).
         self._sharded_outputs = 1 if request.devices.is_mesh else 2
 
-    def __call__(self, found: MeshCandidate) -> MeshBlocks:
+    def __call__(self, point: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
-        mesh, candidate = found.mesh, found.candidate
+        mesh, candidate = point.mesh, point.candidate
         key = (mesh.block_key, candidate)
         if key not in self._known:
             self._known[key] = self._split(mesh, candidate)

@@ -87,18 +87,18 @@ class MeshComposer:
         self._balanced: dict[tuple[object, ...], tuple[tuple[int, ...], list[Counter[Sort]]]] = {}
         self._optimizer_parameters = count_parameters(decompose.shard(optimizer.tensor_parallel_size))
 
-    def components(self, found: MeshCandidate) -> tuple[Component, ...]:
+    def components(self, point: MeshCandidate) -> tuple[Component, ...]:
         """Return what a candidate's step is made of; the optimizer is the same for all of them."""
-        return (*self._decompose(found).components, self._optimizer)
+        return (*self._decompose(point).components, self._optimizer)
 
-    def step(self, found: MeshCandidate, costs: Costs, *, simulate: bool, run: MeshRun | None = None) -> MeshStep:
+    def step(self, point: MeshCandidate, costs: Costs, *, simulate: bool, run: MeshRun | None = None) -> MeshStep:
         """Return the step of a candidate; with `run`, with its layers of each stage, and its number of
         micro-batches.
 
         Without `simulate` the pipeline's time and memory are those of its closed forms, with the slowest rank's pace.
         """
-        mesh, candidate = found.mesh, found.candidate
-        layers = self._layers(found, costs)
+        mesh, candidate = point.mesh, point.candidate
+        layers = self._layers(point, costs)
         counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
         sent = self.exchanges.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
@@ -169,13 +169,13 @@ class MeshComposer:
         hops = 2 * sum(stage.hand_over for stage in stages[:-1])
         return number * max(loads) + (mesh.pipeline - 1) * max(0.0, fill) + hops, None
 
-    def _layers(self, found: MeshCandidate, costs: Costs) -> LayerCosts:
+    def _layers(self, point: MeshCandidate, costs: Costs) -> LayerCosts:
         """Return the costs of each sort of layer; meshes that differ in pipeline and data parallelism share them."""
         if self._costs is not costs:
             self._costs, self._known, self._balanced = costs, {}, {}
-        mesh, key = found.mesh, (found.mesh.block_key, found.candidate)
+        mesh, key = point.mesh, (point.mesh.block_key, point.candidate)
         if key not in self._known:
-            blocks, hidden = self._decompose(found), self._decompose.hidden_bytes(found.candidate)
+            blocks, hidden = self._decompose(point), self._decompose.hidden_bytes(point.candidate)
             share = DeviceShare(hidden, self._decompose.shard(mesh.tensor), self._bandwidth)
             by_sort = {sort: compose_layer(each, costs, share, mesh, sort) for sort, each in blocks.blocks.items()}
             embedding, head = (
@@ -250,9 +250,9 @@ class MeshComposer:
         A rank of a pipeline sums them stage by stage after backward; the slowest one counts.
         """
         item = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
-        found = [self.exchanges.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
-        seconds = max(sum(each.seconds for each in _each(found, r, mesh)) for r in range(mesh.pipeline))
-        return Transfer(2 * seconds, found[0].link)
+        sums = [self.exchanges.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
+        seconds = max(sum(each.seconds for each in _each(sums, r, mesh)) for r in range(mesh.pipeline))
+        return Transfer(2 * seconds, sums[0].link)
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -270,7 +270,7 @@ class MeshComposer:
         received: int,
     ) -> tuple[MemoryParts, int]:
         """Return the parts of the rank with the highest peak, and which that is; `received` are a hand-over's bytes."""
-        found = []
+        memory = []
         for rank in range(mesh.pipeline):
             own = _each(stages, rank, mesh)
             transient = max(stage.transient_bytes for stage in own)
@@ -282,9 +282,9 @@ class MeshComposer:
             spec = self._request.training.optimizer
             activations += received * number * self._num_received(mesh, rank)
             beside = transient + self._workspaces
-            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
-        fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
-        return found[fullest], fullest
+            memory.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
+        fullest = max(range(mesh.pipeline), key=lambda r: memory[r].total)
+        return memory[fullest], fullest
 
     def _num_received(self, mesh: Mesh, rank: int) -> int:
         """Return how many buffers of hidden states a rank of torch's pipelines has for each micro-batch.
@@ -305,14 +305,14 @@ class MeshComposer:
         step: float,
     ) -> dict[Component | Link, float]:
         """Return the share of the step that hangs on each component and link; bubbles are shared out like work."""
-        found: defaultdict[Component | Link, float] = defaultdict(float)
+        seconds_by_key: defaultdict[Component | Link, float] = defaultdict(float)
         for part, count in (each for stage in parts for each in stage):
             for key, spent in part.makeup.items():
-                found[key] += count * spent
+                seconds_by_key[key] += count * spent
         always, once, link = reduced
-        found[link] += always
-        scale = pipeline / sum(found.values())
-        shares = {key: scale * seconds / step for key, seconds in found.items() if seconds > 0}
+        seconds_by_key[link] += always
+        scale = pipeline / sum(seconds_by_key.values())
+        shares = {key: scale * seconds / step for key, seconds in seconds_by_key.items() if seconds > 0}
         for passed, spent in ((link, once), *((each.link, each.seconds) for each in sums)):
             shares[passed] = shares.get(passed, 0.0) + spent / step
         shares[self._optimizer] = update / step

@@ -75,8 +75,8 @@ def predict_component_seconds(
     component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
     """Return the seconds of one component on `hardware`: the roofline's, and LEAST_SECONDS for each operation."""
-    found = roofline_seconds(component, model, request, hardware)
-    return replace(found, device=found.device + LEAST_SECONDS * found.num_operations)
+    predicted = roofline_seconds(component, model, request, hardware)
+    return replace(predicted, device=predicted.device + LEAST_SECONDS * predicted.num_operations)
 
 
 def roofline_seconds(

@@ -46,10 +46,10 @@ class TrialTask(Frozen):
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The groups of processes that exchange something in it: their size, and how far apart their members are."""
-        found = [] if self.mesh_run is None else list(self.mesh_run.groups)
-        found += [(c.exchange.size, c.exchange.stride) for c in self.components if c.exchange is not None]
-        found += [(c.expert_parallel_size, 1) for c in self.components if c.expert_parallel_size > 1]
-        return tuple(dict.fromkeys(found))
+        groups = [] if self.mesh_run is None else list(self.mesh_run.groups)
+        groups += [(c.exchange.size, c.exchange.stride) for c in self.components if c.exchange is not None]
+        groups += [(c.expert_parallel_size, 1) for c in self.components if c.expert_parallel_size > 1]
+        return tuple(dict.fromkeys(groups))
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:

@@ -45,7 +45,7 @@ class MeshSpace(SearchSpace):
         self._history = context.history
         self._log = log
         self._space = MeshKnowledge(context.request, context.report)
-        self._rows = {found: row for row, found in enumerate(self._space.candidates)}
+        self._rows = {point: row for row, point in enumerate(self._space.candidates)}
         for trial in context.trials:
             self._learn(trial.measurement)
         self._checks = MeshChecks(self._space)
@@ -107,10 +107,10 @@ class MeshSpace(SearchSpace):
         likely = [i for i in open_ if ranking.chances[i] > 0 or ranking.best is None]
         if not likely:
             return None
-        return ranking.ranked[max(likely, key=lambda i: ranking.chances[i])].found
+        return ranking.ranked[max(likely, key=lambda i: ranking.chances[i])].point
 
-    def _complete(self, found: MeshCandidate, reason: str) -> Suggestion:
-        return Suggestion(self._rows[found], self._space.missing(found), reason=reason)
+    def _complete(self, point: MeshCandidate, reason: str) -> Suggestion:
+        return Suggestion(self._rows[point], self._space.missing(point), reason=reason)
 
     def compare(self) -> Suggestion | None:
         """Nothing: an answer is compared with what the search has measured."""
@@ -197,31 +197,31 @@ class MeshSpace(SearchSpace):
         if ranking.best is None or not self._request.devices.is_mesh:
             return None
         known = [i for i, one in enumerate(ranking.ranked) if one.known and one.step.exact]
-        found = [ranking.ranked[i].found for i in known]
-        best = ranking.ranked[ranking.best].found
-        wanted = self._checks.next(found, best, [ranking.chances[i] for i in known])
+        points = [ranking.ranked[i].points for i in known]
+        best = ranking.ranked[ranking.best].points
+        wanted = self._checks.next(points, best, [ranking.chances[i] for i in known])
         if wanted is None or (wanted != best and self._history.exhausted(self._context.index)):
             return None
-        chance = None if wanted == best else ranking.chances[known[found.index(wanted)]]
+        chance = None if wanted == best else ranking.chances[known[points.index(wanted)]]
         return NextCheck(self._rows[wanted], chance)
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """The whole model of a candidate on its mesh, and its composed step."""
-        found = self._space.candidates[check.row]
-        run = self._checks.run_of(found, self._space.step(found, simulate=True))
-        composed = self._space.step(found, simulate=True, run=run)
+        point = self._space.candidates[check.row]
+        run = self._checks.run_of(point, self._space.step(point, simulate=True))
+        composed = self._space.step(point, simulate=True, run=run)
         return self._task(number, check.row, (), run), StepFigures(composed.memory.total, composed.tokens_per_second)
 
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
         """Rank the candidates anew with what the whole model says."""
-        found = self._space.candidates[check.row]
+        point = self._space.candidates[check.row]
         self._checks.learn((trial,))
-        ran = self._checks.of(found)
+        ran = self._checks.of(point)
         if ran is not None:
             figures = {"tokens_per_second": ran.tokens_per_second, "measured_peak_bytes": ran.measurement.peak_bytes}
             trial = trial.model_copy(update=figures)
         self._ranking = self._ranker.rank(self._pool)
-        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=found.mesh.describe())]
+        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=point.mesh.describe())]
 
     # -- the answer ----------------------------------------------------------------------------------------------
 

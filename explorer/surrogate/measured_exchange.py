@@ -57,11 +57,11 @@ class MeasuredExchanges(Exchanges):
     CPU the host issues an exchange within its seconds.
     """
 
-    def __init__(self, found: Iterable[ComponentMeasurement], device_kind: str) -> None:
+    def __init__(self, measurements: Iterable[ComponentMeasurement], device_kind: str) -> None:
         self._host_issues = device_kind != "cpu"
         self._assumed = ASSUMED_BYTES_PER_SECOND[device_kind]
         points: dict[tuple[Operation, Group], list[tuple[int, float, float]]] = {}
-        for each in found:
+        for each in measurements:
             if (asked := each.component.exchange) is not None:
                 key = asked.operation, Group(asked.size, asked.stride)
                 points.setdefault(key, []).append((asked.num_bytes, each.device_seconds, each.host_seconds))
