@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.formats.document import load_document
@@ -95,7 +95,7 @@ def check(
     """Measure, compose and run every candidate of one configuration that fits."""
     report = profiler.begin(request)
     chosen = candidates(request, report, micro_batch_sizes)
-    table = Composition(chosen, request.shapes, request, exchanges=is_exchange_timed(request, report.hardware))
+    table = Composition(chosen, request.shapes, request, communicates=is_communication_timed(request, report.hardware))
     state = Posterior.of(table, chosen, request, report.hardware)
     rows = []
     for row, candidate in enumerate(chosen):

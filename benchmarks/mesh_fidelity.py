@@ -148,8 +148,8 @@ def measure(
         )
 
     moments = [time.perf_counter()]
-    exchanges = tuple(each for each in space.exchanges if each not in measured)
-    for components in (exchanges, space.missing(found)):
+    transfers = tuple(each for each in space.transfers if each not in measured)
+    for components in (transfers, space.missing(found)):
         measurement = run(TrialKind.COMPONENTS, components)
         if measurement.outcome is not Outcome.OK:
             return {"outcome": measurement.outcome, "reason": measurement.reason}
@@ -169,7 +169,7 @@ def measure(
         "conditions": None if measurement.contamination is None else measurement.contamination,
         "components": [
             {"key": component.key, **space.measured[component].model_dump(include=COMPONENT_FIELDS)}
-            for component in (*space.exchanges, *space.composer.components(found))
+            for component in (*space.transfers, *space.composer.components(found))
         ],
         **compared(space, found, checks, mesh_run),
     }

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_layers import Block, MeshBlocks, Sort
+from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import ModelSpec
 
@@ -53,7 +53,7 @@ class BlockCost:
     host has no lead.
 
     Experts that devices share may have run on them together: `together` are then the device's seconds of forward and
-    backward, and the host's of backward. These contain the exchanges and the stall; the others are of a device alone.
+    backward, and the host's of backward. These contain the transfers and the stall; the others are of a device alone.
     """
 
     device_seconds: float
@@ -93,7 +93,7 @@ Costs = Mapping[Component, BlockCost]
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`.
+    """Seconds and bytes of a layer for one micro-batch. The transfers are part of `forward` and `backward`.
 
     The host needs `host_ahead` for forward and `host_behind` for backward. If it needs longer for a stage than the
     device, it sets the stage's pace. `waits` says that it waits for the device in each forward. `output_bytes` are
@@ -103,7 +103,7 @@ class LayerCost:
     forward: float
     backward: float
     weights: float
-    exchange: float
+    transfers: float
     host_ahead: float
     host_behind: float
     waits: bool
@@ -183,7 +183,7 @@ def compose_layer(
     """Compose a layer of one device; `sort` is None for embedding and head."""
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
-    forward = backward = weights = exchanged = 0.0
+    forward = backward = weights = transferred = 0.0
     host_ahead = host_behind = 0.0
     held = peak = 0
     makeup: defaultdict[Component | Link, float] = defaultdict(float)
@@ -203,8 +203,8 @@ def compose_layer(
         else:
             ahead, behind = block.exposed_seconds(first, passed, cost.stalled_seconds)
             behind += again * ahead
-        forward, backward, exchanged = forward + ahead, backward + behind, exchanged + ahead + behind
-        for transfer in block.exchanges:
+        forward, backward, transferred = forward + ahead, backward + behind, transferred + ahead + behind
+        for transfer in block.transfers:
             makeup[transfer.link] += (3 if again else 2) * transfer.seconds
         if block.overlap is not None:
             makeup[block.overlap.link] += ahead + behind
@@ -216,7 +216,7 @@ def compose_layer(
     transient = max(0, peak + output - saved)
     waits = any(block.overlap is not None for block in blocks)
     return LayerCost(
-        *(forward, backward, weights, exchanged, host_ahead, host_behind, waits),
+        *(forward, backward, weights, transferred, host_ahead, host_behind, waits),
         saved_bytes=saved,
         transient_bytes=transient,
         output_bytes=output,

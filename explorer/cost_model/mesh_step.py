@@ -1,4 +1,4 @@
-"""A step on a mesh, composed of the blocks of one device, of described exchanges, and of a simulated pipeline."""
+"""A step on a mesh, composed of the blocks of one device, of described transfers, and of a simulated pipeline."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from typing import TypeVar
 
 import numpy as np
 
-from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.fabric_exchange import Group, Link, Transfer
 from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from bexp.explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
@@ -21,6 +20,7 @@ from bexp.explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_
 from bexp.explorer.cost_model.pipeline_balance import balance_layers
 from bexp.explorer.cost_model.stage_costs import stage_costs
 from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts
+from bexp.explorer.cost_model.transfers import Group, Link, Transfer
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.model import ModelSpec
@@ -80,7 +80,7 @@ class MeshComposer:
         self._workspaces = hardware.workspace_bytes
         self._request = request
         self._decompose = decompose
-        self.exchanges = decompose.exchanges
+        self.transfers = decompose.transfers
         self._optimizer = optimizer
         self._costs: Costs | None = None
         self._known: dict[tuple[object, ...], LayerCosts] = {}
@@ -101,7 +101,7 @@ class MeshComposer:
         layers = self._layers(point, costs)
         counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
-        sent = self.exchanges.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        sent = self.transfers.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
         shard = self._decompose.shard(mesh.tensor)
         each_stage = [
             HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
@@ -114,7 +114,7 @@ class MeshComposer:
         last_stage = mesh.num_stages - 1
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
         stages = [stage_costs(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
-        exchanges = sum(count * part.exchange for each in parts for part, count in each)
+        transferred = sum(count * part.transfers for each in parts for part, count in each)
         batch = self._request.batch_size
         if run is not None:
             batch = run.num_micro_batches * mesh.data * candidate.micro_batch_size
@@ -133,7 +133,7 @@ class MeshComposer:
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
         slowest = max(ranks, key=lambda r: loads[r])
-        exchanged = number * exchanges + mesh.pipeline * (number * always + at_end)
+        communicated = number * transferred + mesh.pipeline * (number * always + at_end)
         busy = sum(loads) + mesh.pipeline * (at_end + update)
         every = mesh.pipeline * step
         return MeshStep(
@@ -143,8 +143,8 @@ class MeshComposer:
             optimizer_seconds=update,
             communication_seconds=at_end + number * always,
             num_micro_batches=number,
-            compute_share=(busy - exchanged) / every,
-            exchange_share=exchanged / every,
+            compute_share=(busy - communicated) / every,
+            exchange_share=communicated / every,
             bubble_share=max(0.0, 1.0 - busy / every),
             memory=memory,
             fullest_rank=fullest,
@@ -209,8 +209,8 @@ class MeshComposer:
         item = self._model.dtype.itemsize
         reduced = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
         groups = ((held.dense, Group(mesh.data, mesh.tensor)), (held.experts, Group(mesh.expert_data, mesh.expert)))
-        gathers = [self.exchanges.gather(number * item, group) for number, group in groups]
-        reductions = [self.exchanges.gather(number * reduced, group) for number, group in groups]
+        gathers = [self.transfers.gather(number * item, group) for number, group in groups]
+        reductions = [self.transfers.gather(number * reduced, group) for number, group in groups]
         gather = sum(each.seconds for each in gathers)
         reduction = sum(each.seconds for each in reductions)
         link = max((*gathers, *reductions), key=lambda each: each.seconds).link
@@ -220,11 +220,11 @@ class MeshComposer:
         divided = held.number if is_late and plain else held.experts
         divisions = 2 * divided * reduced / self._bandwidth if self._request.devices.is_mesh and mesh.data > 1 else 0.0
         share = held.largest / held.number
-        exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
+        communication = ShardingCommunication(mesh.sharding, exposed_share=share, again_share=1.0 - share)
         rest = 2 * reduction if plain else reduction
         if mesh.sharding is Sharding.ZERO3:
-            rest += exchange.again_share * gather
-        always, once = exchange.visible_seconds(
+            rest += communication.again_share * gather
+        always, once = communication.visible_seconds(
             np.array([0.0 if plain else gather]),
             np.array([0.0 if is_late else rest]),
             np.array([sum(stage.forward for stage in stages)]),
@@ -242,7 +242,7 @@ class MeshComposer:
             return Transfer(0.0)
         item = self._request.training.optimizer.gradient_dtype(shard.dtype).itemsize
         size = shard.vocab_size * shard.hidden_size * item
-        return self.exchanges.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        return self.transfers.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
 
     def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> Transfer:
         """Return the sums of gradients that tensor-parallel devices have whole, each of its heads or its tokens.
@@ -250,7 +250,7 @@ class MeshComposer:
         A rank of a pipeline sums them stage by stage after backward; the slowest one counts.
         """
         item = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
-        sums = [self.exchanges.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
+        sums = [self.transfers.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
         seconds = max(sum(each.seconds for each in _each(sums, r, mesh)) for r in range(mesh.pipeline))
         return Transfer(2 * seconds, sums[0].link)
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bexp.explorer.cost_model.fabric_exchange import Transfer
 from bexp.explorer.cost_model.mesh_costs import LayerCost, LayerCosts
 from bexp.explorer.cost_model.pipeline import StageCosts
 from bexp.explorer.cost_model.step import GatheredBytes
+from bexp.explorer.cost_model.transfers import Transfer
 
 
 def stage_costs(

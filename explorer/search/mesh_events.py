@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.fabric_exchange import GIGA
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost_model.transfers import GIGA
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
@@ -35,8 +35,8 @@ def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) 
     return events
 
 
-def exchange_event(trial: Trial, number: int) -> EventDraft:
-    """Return what a trial of `number` exchanges says: the highest rate of each."""
+def transfers_event(trial: Trial, number: int) -> EventDraft:
+    """Return what a trial of `number` transfers says: the highest rate of each."""
     measurement = trial.measurement
     data = {"trial": trial.number, "outcome": measurement.outcome.value}
     if measurement.outcome is not Outcome.OK:

@@ -10,12 +10,12 @@ from itertools import product
 from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.fabric_exchange import Exchanges, Fabric
 from bexp.explorer.cost_model.mesh_costs import BlockCost, TogetherCost
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
 from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost_model.step import memory_limit, required_bytes
+from bexp.explorer.cost_model.transfers import Fabric, Transfers
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
@@ -26,7 +26,7 @@ from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.surrogate.measured_exchange import MeasuredExchanges, exchange_components
+from bexp.explorer.surrogate.measured_transfers import MeasuredTransfers, transfer_components
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""
@@ -126,7 +126,7 @@ class MeshKnowledge:
         try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
         in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth, try_fewer=try_fewer)
         self.candidates = tuple(each for one in plain for each in in_each_mode(one))
-        self.exchanges = exchange_components(request, self._meshes) if request.devices.is_mesh else ()
+        self.transfers = transfer_components(request, self._meshes) if request.devices.is_mesh else ()
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
         self.factor: Callable[[MeshCandidate], float] = _as_composed
@@ -135,17 +135,17 @@ class MeshKnowledge:
         self.composer = self._compose()
 
     def _compose(self) -> MeshComposer:
-        """Return a composer with the exchanges that are described, or measured until now."""
+        """Return a composer with the transfers that are described, or measured until now."""
         request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
         return MeshComposer(request.shapes, request, self._decompose(), optimizer, self.hardware)
 
     def _decompose(self) -> MeshDecomposer:
-        exchanges: Exchanges
+        transfers: Transfers
         if self.request.fabric is not None:
-            exchanges = Fabric(self.request.fabric)
+            transfers = Fabric(self.request.fabric)
         else:
-            exchanges = MeasuredExchanges(self.measured.values(), self.hardware.device_kind)
-        return MeshDecomposer(self.request.shapes, self.request, exchanges)
+            transfers = MeasuredTransfers(self.measured.values(), self.hardware.device_kind)
+        return MeshDecomposer(self.request.shapes, self.request, transfers)
 
     @property
     def _meshes(self) -> tuple[Mesh, ...]:

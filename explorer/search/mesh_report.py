@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep, reduces_late
 from bexp.explorer.cost_model.pipeline import PipelineRun, TimedPass
 from bexp.explorer.cost_model.pipeline_order import Pass
 from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
@@ -244,11 +244,11 @@ def compare_expert_modes(
     If the experts of `best` itself are not spread, the best ranked mesh of each mode is named. Only what fits is named.
     The result is empty if one mode is explored.
     """
-    own = best.compared.mesh
+    own = best.point.mesh
     if len(space.request.parallelism.expert_modes) == 1:
         return ()
     if own.expert == 1:
-        spread = {one.compared.mesh.expert_mode: one for one in reversed(ranked) if one.compared.mesh.expert > 1}
+        spread = {one.point.mesh.expert_mode: one for one in reversed(ranked) if one.point.mesh.expert > 1}
         return tuple(spread[mode].compared_with(best) for mode in ExpertMode if mode in spread)
     same = [one for one in space.candidates if one.mesh.in_plain_mode == own.in_plain_mode and space.is_open(one)]
     compared = [
@@ -256,18 +256,18 @@ def compare_expert_modes(
         for mode in ExpertMode
         if mode is not own.expert_mode
     ]
-    compared.append(next((one for one in ranked if one.compared.mesh.expert == 1), None))
+    compared.append(next((one for one in ranked if one.point.mesh.expert == 1), None))
     return tuple(one.compared_with(best) for one in compared if one is not None)
 
 
 def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate) -> PlainMesh | None:
     """Return the best candidate in plain mode; that of the same mesh if none is ranked, whether it fits or not."""
-    if best.plain.mesh.expert_mode is ExpertMode.PLAIN:
+    if best.point.mesh.expert_mode is ExpertMode.PLAIN:
         return None
-    plain = next((one for one in ranked if one.plain.mesh.expert_mode is ExpertMode.PLAIN), None)
+    plain = next((one for one in ranked if one.point.mesh.expert_mode is ExpertMode.PLAIN), None)
     if plain is None:
-        plain = _step_of(space, MeshCandidate(best.plain.mesh.in_plain_mode, best.plain.candidate))
-    alternative = plain.compared_with(best).model_copy(update={"candidate": plain.plain.sharded})
+        plain = _step_of(space, MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate))
+    alternative = plain.compared_with(best).model_copy(update={"candidate": plain.point.sharded})
     return PlainMesh(
         **dict(alternative),
         layers_per_stage=plain.step.layers,

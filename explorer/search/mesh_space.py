@@ -17,7 +17,7 @@ from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, timeout_seconds
 from bexp.explorer.search.event_messages import whole_model_event
 from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.mesh_events import blocks_event, exchange_event, space_events
+from bexp.explorer.search.mesh_events import blocks_event, space_events, transfers_event
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.search.mesh_ranking import MeshRanker, Ranking, plainness
 from bexp.explorer.search.mesh_relaxations import explain_no_mesh_fits, find_mesh_relaxations
@@ -65,10 +65,10 @@ class MeshSpace(SearchSpace):
     def prepare(self) -> Iterator[Suggestion]:
         """What the devices exchange, then the base: the plainest candidate."""
         space, is_resumed = self._space, bool(self._context.trials)
-        exchanges = tuple(c for c in space.exchanges if c not in space.measured)
-        if exchanges and space.candidates:
+        transfers = tuple(c for c in space.transfers if c not in space.measured)
+        if transfers and space.candidates:
             plainest = min(space.candidates, key=plainness)
-            yield Suggestion(self._rows[plainest], exchanges, reason="what devices exchange")
+            yield Suggestion(self._rows[plainest], transfers, reason="what devices exchange")
         self._pool = self._ranker.screen()
         self._base = min(self._pool, key=plainness, default=None)
         if not is_resumed:
@@ -130,10 +130,10 @@ class MeshSpace(SearchSpace):
         """Whether a whole model was run."""
         return bool(self._history.whole_models(self._context.variant))
 
-    # -- trials of blocks and exchanges --------------------------------------------------------------------------
+    # -- trials of blocks and transfers --------------------------------------------------------------------------
 
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
-        """The blocks of a candidate, or exchanges, which belong to no candidate."""
+        """The blocks of a candidate, or transfers, which belong to no candidate."""
         self._in_flight.add(number)
         task = self._task(number, suggestion.row, suggestion.components)
         return task.model_copy(update={"again": suggestion.again}), self._figures(suggestion)
@@ -164,10 +164,10 @@ class MeshSpace(SearchSpace):
         return None
 
     def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
-        """What a trial of blocks, or of exchanges, says."""
+        """What a trial of blocks, or of transfers, says."""
         number = len(suggestion.components)
-        if _is_exchange(suggestion):
-            return [exchange_event(trial, number)]
+        if _is_transfer(suggestion):
+            return [transfers_event(trial, number)]
         return [blocks_event(trial, self._space.candidates[suggestion.row], number)]
 
     def _task(self, number: int, row: int, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialTask:
@@ -184,7 +184,7 @@ class MeshSpace(SearchSpace):
         )
 
     def _figures(self, suggestion: Suggestion) -> StepFigures:
-        if _is_exchange(suggestion):
+        if _is_transfer(suggestion):
             return StepFigures()
         step = self._space.step(self._space.candidates[suggestion.row])
         return StepFigures(step.memory.total, step.tokens_per_second)
@@ -197,8 +197,8 @@ class MeshSpace(SearchSpace):
         if ranking.best is None or not self._request.devices.is_mesh:
             return None
         known = [i for i, one in enumerate(ranking.ranked) if one.known and one.step.exact]
-        points = [ranking.ranked[i].points for i in known]
-        best = ranking.ranked[ranking.best].points
+        points = [ranking.ranked[i].point for i in known]
+        best = ranking.ranked[ranking.best].point
         wanted = self._checks.next(points, best, [ranking.chances[i] for i in known])
         if wanted is None or (wanted != best and self._history.exhausted(self._context.index)):
             return None
@@ -251,5 +251,5 @@ class MeshSpace(SearchSpace):
         return "the budget ended before a mesh was measured: raise max_seconds or max_trials", ()
 
 
-def _is_exchange(suggestion: Suggestion) -> bool:
+def _is_transfer(suggestion: Suggestion) -> bool:
     return suggestion.components[0].exchange is not None

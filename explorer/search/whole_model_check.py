@@ -79,7 +79,7 @@ def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMea
     gradients. The composed seconds of both take their place.
     """
     optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
-    if communication is None and _exchanges(posterior.request, candidate, posterior.hardware):
+    if communication is None and _communicates(posterior.request, candidate, posterior.hardware):
         composed = posterior.seconds(posterior.table.row[candidate])
         optimizer, communication = composed.optimizer, composed.communication
     return combine_seconds(
@@ -93,6 +93,6 @@ def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMea
     )
 
 
-def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
+def _communicates(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
     """Return whether the devices that run a candidate's whole model exchange gradients."""
     return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1

@@ -142,10 +142,10 @@ class Surrogate:
         """What a run of a component is expected to measure."""
         column = self._column[component]
         device = float(self.device_mean_K[column])
-        exchange = self.overlap if component in self._table.communications else None
+        overlap = self.overlap if component in self._table.communications else None
         host, once = device if self._host_is_device else float(self.host_K[column]), None
-        if exchange is not None:
-            host, once = (float(seconds) for seconds in exchange.host_overhead_2K[:, column])
+        if overlap is not None:
+            host, once = (float(seconds) for seconds in overlap.host_overhead_2K[:, column])
         saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
         return ComponentMeasurement(
             component=component,
@@ -157,7 +157,7 @@ class Surrogate:
             saved_bytes=saved,
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=backward_peak,
-            slowdown=float(exchange.slowdown_K[column]) if exchange is not None else None,
+            slowdown=float(overlap.slowdown_K[column]) if overlap is not None else None,
             host_once_seconds=once,
         )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
@@ -113,7 +113,9 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
             return f"{table} was recorded with {field} {_short(recorded, field)}, not {_short(request, field)}"
     if not set(request.space.sharding_choices) <= set(recorded.space.sharding_choices):
         return f"{table} was recorded with {_levels(recorded)}, not {_levels(request)}"
-    counts = request.space.highest_sharding is not Sharding.NONE or is_exchange_timed(request, header.report.hardware)
+    counts = request.space.highest_sharding is not Sharding.NONE or is_communication_timed(
+        request, header.report.hardware
+    )
     if counts and request.num_devices != recorded.num_devices:
         return f"{table} was recorded for training on {recorded.num_devices} devices, not {request.num_devices}"
     for model in request.space.variants():

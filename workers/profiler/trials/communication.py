@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit, buffered_dtype
+from bexp.explorer.cost_model.collectives import BUCKET_BYTES, CommunicationUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.model import DType
@@ -157,7 +157,7 @@ def measure_communication(
     """
     members = instruments.rank_group.members
     assert members is not None, "an exchange needs more than one process"
-    units = ExchangeUnits.of(model)
+    units = CommunicationUnits.of(model)
     tied = units.last is None
     parts = [
         _CommunicatedUnit(units.first, is_last=tied),
@@ -300,7 +300,7 @@ def measure_host_overhead(
     instruments: Instruments, target: ProfiledTarget, model: ExploredModel, request: ExplorationRequest
 ) -> HostOverhead:
     """The host's work in a step of the whole model. All ranks must call this at the same time."""
-    number = ExchangeUnits.of(model).number
+    number = CommunicationUnits.of(model).number
     seconds = []
     for together in (True, False):
         with target.miniature(model, request, together=together) as miniature:

@@ -65,7 +65,7 @@ class Rank:
         self.target = TransformersTarget(self.request, self.instruments)
         self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
         self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
-        decompose = decomposer_of(self.parts, training=True, exchanges=True)
+        decompose = decomposer_of(self.parts, training=True, communicates=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
         task = TrialTask(
             number=0,
