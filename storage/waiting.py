@@ -1,8 +1,8 @@
-"""The reason why a job waits if no live worker can run it."""
+"""The jobs that wait: why, if no live worker can run them, and their requests, which a worker may read beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
 from bexp.storage.database import Database
@@ -168,3 +169,24 @@ def _describe_pinned(report: Any) -> str:
         return DeviceReport.model_validate(report).hardware.describe()
     except ValidationError:
         return "another version stored a description that this one cannot read"
+
+
+def list_waiting_ids(database: Database, target: str) -> list[str]:
+    """Return the ids of the jobs of `target` that no worker owns."""
+    with database.read() as connection:
+        query = sa.select(jobs.c.id).where(has_no_worker(database), jobs.c.target == target)
+        return list(connection.scalars(query))
+
+
+def read_requests(database: Database, job_ids: Collection[str]) -> dict[str, ExplorationRequest | None]:
+    """Return the requests of these jobs by id; None where another version stored what this one cannot read."""
+    with database.read() as connection:
+        rows = connection.execute(sa.select(jobs.c.id, jobs.c.request).where(jobs.c.id.in_(job_ids))).all()
+    return {row.id: _request_in(row.request) for row in rows}
+
+
+def _request_in(document: object) -> ExplorationRequest | None:
+    try:
+        return ExplorationRequest.model_validate(document)
+    except ValidationError:
+        return None

@@ -12,13 +12,12 @@ import numpy as np
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
+from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer, stage_costs
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from bexp.explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from bexp.explorer.cost_model.pipeline_balance import balance_layers
-from bexp.explorer.cost_model.stage_costs import stage_costs
 from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts
 from bexp.explorer.cost_model.transfers import Group, Link, Transfer
 from bexp.explorer.spec.hardware import HardwareSpec
