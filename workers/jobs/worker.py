@@ -40,7 +40,7 @@ START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
 
 
-class Worker:
+class JobWorker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
