@@ -29,16 +29,16 @@ def summarize(cells: list[Row]) -> Row:
 
 
 def fastest(cells: Iterable[Row], length: int, names: Iterable[str]) -> Row | None:
-    """Return the fastest run of these contenders at a length, on any back end; null if there is none."""
+    """Return the fastest run of these contenders at a length, on any back end; None if there is none."""
     wanted = frozenset(names)
-    found = [
+    timed = [
         run | {"name": name, "backend": cell["backend"], "rounds": cell.get("rounds")}
         for cell in cells
         if cell["seq_length"] == length
         for name, run in cell["timed"].items()
         if name in wanted
     ]
-    return min(found, key=lambda run: float(run["seconds"]), default=None)
+    return min(timed, key=lambda run: float(run["seconds"]), default=None)
 
 
 def _margins(cells: list[Row], lengths: list[int], ours: Iterable[str], others: Iterable[str]) -> Iterator[Row]:

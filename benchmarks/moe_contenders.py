@@ -157,16 +157,16 @@ def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, 
         arguments = (leaves["x"], block.routes, leaves["weights"], leaves["w_in"], leaves["w_out"])
         out = run(*arguments, "silu")
         out.backward(gradient.to(dtype))
-        found = {"out": out.detach()} | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+        tensors = {"out": out.detach()} | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
         if name == "float64":
-            reference = found
+            reference = tensors
             continue
         if block.transposes:
-            found = {key: value.transpose(1, 2) if key.startswith("w_") else value for key, value in found.items()}
-        for key, value in found.items():
+            tensors = {key: value.transpose(1, 2) if key.startswith("w_") else value for key, value in tensors.items()}
+        for key, value in tensors.items():
             error = relative_error(value, reference[key])
             rows.append({"num_experts": num_experts, "top_k": top_k, "backend": name, "of": key, "error": error})
-        del out, leaves, found, block
+        del out, leaves, tensors, block
         torch.cuda.empty_cache()
     return rows
 

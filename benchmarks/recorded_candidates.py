@@ -39,14 +39,14 @@ def arrays_of(
     known_K = np.zeros(number, dtype=np.bool_)
     device_K, host_K, bytes_3K = np.zeros(number), np.zeros(number), np.zeros((3, number))
     for i, component in enumerate(table.components):
-        found = measured.get(component)
-        if found is None:
+        measurement = measured.get(component)
+        if measurement is None:
             continue
         known_K[i] = True
-        device_K[i] = found.device_seconds
-        waits = host_is_device or found.host_seconds == found.device_seconds
-        host_K[i] = 0.0 if waits else found.host_seconds
-        bytes_3K[:, i] = (found.saved_bytes, found.forward_peak_bytes, found.backward_peak_bytes)
+        device_K[i] = measurement.device_seconds
+        waits = host_is_device or measurement.host_seconds == measurement.device_seconds
+        host_K[i] = 0.0 if waits else measurement.host_seconds
+        bytes_3K[:, i] = (measurement.saved_bytes, measurement.forward_peak_bytes, measurement.backward_peak_bytes)
     return ComponentArrays(known_K, device_K, host_K, bytes_3K)
 
 

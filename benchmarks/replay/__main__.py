@@ -67,7 +67,7 @@ def main(arguments: list[str] | None = None) -> int:
         seeds["gp"] = min(options.gp_seeds, options.seeds)
     drawn = options.truth == "drawn"
     runs = list(run_all(options.tables, options.strategies, seeds, options.processes, drawn=drawn))
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "environment": describe_environment(),
         "seeds": seeds,
         "truth": options.truth,
@@ -76,9 +76,9 @@ def main(arguments: list[str] | None = None) -> int:
         "summary": summarize(runs, tables),
     }
     if options.full:
-        found["runs"] = [asdict(run) for run in runs]
-    write_results(options.out, found)
-    print_summary(found)
+        results["runs"] = [asdict(run) for run in runs]
+    write_results(options.out, results)
+    print_summary(results)
     return 0
 
 

@@ -118,7 +118,7 @@ def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, 
     request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     started = time.perf_counter()
     trials, lines, path = [], [], []
-    found: Recommendation | None = None
+    recommendation: Recommendation | None = None
     seconds = checked = 0.0
     checks_began = math.inf
     for step in explore(request, truth.report, device, clock=clock, prune=lambda *_: truth.prune):
@@ -129,28 +129,28 @@ def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, 
             else:
                 checked += step.trial.seconds
                 checks_began = min(checks_began, clock() - step.trial.seconds)
-        found = step.recommendation
-        if found is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
-            lines.append(Line(found.confidence, truth.is_within_tolerance(found.candidate), seconds))
+        recommendation = step.recommendation
+        if recommendation is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
+            lines.append(Line(recommendation.confidence, truth.is_within_tolerance(recommendation.candidate), seconds))
         if step.trial is not None and step.trial.kind is TrialKind.COMPONENTS:
-            path.append((seconds, truth.regret(found.candidate if found else None)))
+            path.append((seconds, truth.regret(recommendation.candidate if recommendation else None)))
     failures = [t.measurement for t in trials if t.measurement.outcome is not Outcome.OK]
     searched = [t for t in trials if t.kind is TrialKind.COMPONENTS]
     return Run(
         table=truth.name,
         strategy=sampler,
         seed=seed,
-        regret=truth.regret(found.candidate if found else None),
+        regret=truth.regret(recommendation.candidate if recommendation else None),
         num_trials=len(searched),
         seconds=seconds,
         check_seconds=checked,
         num_out_of_memory=sum(m.outcome is Outcome.OUT_OF_MEMORY for m in failures),
         num_unrecorded=sum(m.outcome is Outcome.UNSUPPORTED and m.failed_component is not None for m in failures),
-        confidence=found.confidence if found else None,
+        confidence=recommendation.confidence if recommendation else None,
         path=tuple(path),
         lines=tuple(lines),
         wall_seconds=time.perf_counter() - started,
-        candidate=found.candidate.describe() if found else None,
+        candidate=recommendation.candidate.describe() if recommendation else None,
         elapsed_seconds=min(checks_began, clock()),
     )
 
@@ -220,9 +220,9 @@ def read_truth(path: Path) -> GroundTruth:
 def _path(bench: TrialBench) -> Iterator[tuple[float, float]]:
     """For the others: the fastest so far."""
     best: tuple[float, Candidate] | None = None
-    for found in bench.tries:
-        if found.row is not None and found.tokens_per_second is not None:
-            candidate = bench.truth.table.candidates[found.row]
-            if best is None or found.tokens_per_second > best[0]:
-                best = (found.tokens_per_second, candidate)
-        yield found.at_seconds, bench.truth.regret(best[1] if best else None)
+    for trial in bench.tries:
+        if trial.row is not None and trial.tokens_per_second is not None:
+            candidate = bench.truth.table.candidates[trial.row]
+            if best is None or trial.tokens_per_second > best[0]:
+                best = (trial.tokens_per_second, candidate)
+        yield trial.at_seconds, bench.truth.regret(best[1] if best else None)

@@ -252,10 +252,10 @@ PACKAGES = ("bexp", "transformers", "liger-kernel", "peft", "flash-attn")
 
 def installed_software() -> dict[str, str]:
     """Return the version of each of `PACKAGES` that is installed, by name."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

@@ -57,13 +57,13 @@ class PendingCollective(ABC):
             self._buffers.extend(buffers)
 
     def _start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
+        buffers: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
+        return buffers
 
     def finish(self, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Wait for the exchange and return the buffers, which now hold what has arrived."""
-        found: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
+        filled: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
+        return filled
 
 
 class RowExchange(PendingCollective):
@@ -96,8 +96,8 @@ class RowExchange(PendingCollective):
 
     def take_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients that have arrived."""
-        found, self._gradients = self._gradients, ()
-        return found
+        gradients, self._gradients = self._gradients, ()
+        return gradients
 
     def _launch(self, tensors: tuple[Tensor, ...], splits: tuple[Splits, ...]) -> tuple[Tensor, ...]:
         buffers = []

@@ -125,10 +125,10 @@ class Placement:
         splits = [
             Splits(on_host[i : i + size], on_host[i + size : i + 2 * size]) for i in range(0, both.numel(), 2 * size)
         ]
-        found = tuple(ChunkSplits(*splits[2 * chunk : 2 * chunk + 2]) for chunk in range(chunks))
+        chunk_splits = tuple(ChunkSplits(*splits[2 * chunk : 2 * chunk + 2]) for chunk in range(chunks))
         at_home = on_host[-1]
-        rows = [*(sum(chunk.rows.sent) for chunk in found), at_home]
-        return rows, [*(sum(chunk.pairs.sent) for chunk in found), at_home], found
+        rows = [*(sum(chunk.rows.sent) for chunk in chunk_splits), at_home]
+        return rows, [*(sum(chunk.pairs.sent) for chunk in chunk_splits), at_home], chunk_splits
 
 
 def refuse_placement(

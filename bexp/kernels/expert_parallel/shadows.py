@@ -32,8 +32,8 @@ class ShadowExchange(PendingCollective):
 
         The gradients of what it returns must be new tensors, because they are changed in place.
         """
-        found = self._start(*weights)
-        return found[: len(weights)], found[len(weights) :]
+        buffers = self._start(*weights)
+        return buffers[: len(weights)], buffers[len(weights) :]
 
     def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Begin to broadcast, and return the weights and then the buffers."""

@@ -71,8 +71,8 @@ class TargetProcess:
             line = self._replies.get(timeout=timeout_seconds)
         except queue.Empty:
             self.end()
-            told = f"the target did not answer within {timeout_seconds:.3g} s{self._last_lines()}"
-            raise TrialFailedError(Outcome.TIMED_OUT, told) from None
+            reason = f"the target did not answer within {timeout_seconds:.3g} s{self._last_lines()}"
+            raise TrialFailedError(Outcome.TIMED_OUT, reason) from None
         if line is None:
             status = self._ended_status()
             output = " | ".join(self._lines())

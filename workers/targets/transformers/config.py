@@ -177,9 +177,9 @@ def _model_class(config: Any, model_type: str) -> type:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - transformers is optional
 
     try:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise UnsupportedModelError(f"{model_type!r} has no causal language model{OWN_CLASS}") from error
     except Exception as error:  # a module may need packages that fail in ways of their own
         raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
-    return cast(type, found[0] if isinstance(found, tuple) else found)
+    return cast(type, model_class[0] if isinstance(model_class, tuple) else model_class)

@@ -245,13 +245,13 @@ class ResolvedModel:
         return kept / 4 * number * matrix_width(self.layers[index], config) / tiny_width
 
     def _followed_outputs(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        by_kind = {}
         for index, kind in enumerate(self.kinds):
-            if index < len(self.check.kinds) and kind not in found:
+            if index < len(self.check.kinds) and kind not in by_kind:
                 places = self.check.followed_outputs.get(self.check.kinds[index])
                 if places:
-                    found[kind] = places
-        return found
+                    by_kind[kind] = places
+        return by_kind
 
     def _refusal(self, method: str, name: str) -> str | None:
         if method.endswith("experts_implementation") and not self.model._can_set_experts_implementation():

@@ -262,12 +262,12 @@ class TransformersTarget:
         shards = request.devices.optimizer_shards
 
         def build() -> TrainerOptimizer:
-            found = [p for p in parameters(self._parts()) if p.requires_grad]
+            trained = [p for p in parameters(self._parts()) if p.requires_grad]
             if shards > 1:
-                found = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in found]
-            for parameter in found:
+                trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
+            for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
-            return TrainerOptimizer(found, self._request.training.optimizer.name, keeps_gradients=True)
+            return TrainerOptimizer(trained, self._request.training.optimizer.name, keeps_gradients=True)
 
         return build
 
