@@ -126,7 +126,7 @@ def explore(client: StoredExplorations, name: str, request: ExplorationRequest) 
         "submit_to_first_recommendation_seconds": first_recommendation,
         "submit_to_confidence_target_seconds": confident,
         f"submit_to_confidence_{SURE}_seconds": sure,
-        "overheads": overheads(job, result, trials),
+        "overheads": overheads(result, trials),
         "lines": lines,
         "line_seconds": moments,
         "answer": answer.model_dump(mode="json") if answer else None,
@@ -143,7 +143,7 @@ def comparisons(recommendation: Recommendation | None) -> dict[str, Any] | None:
     return {name: None if other is None else other.model_dump(mode="json") for name, other in alternatives.items()}
 
 
-def overheads(job: Exploration, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
+def overheads(result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
     """Return the seconds beside measuring: suggest, storage and messages per trial, idle profiler, process starts."""
     timings = result.answer.timings if result and result.answer else {}
     components = [t for t in trials if t.kind is TrialKind.COMPONENTS]

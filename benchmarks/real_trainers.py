@@ -224,9 +224,9 @@ def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
     return max(ran, key=lambda run: run["tokens_per_second"], default=None)
 
 
-def ratio(row: dict[str, Any], runs: str = "recommended") -> float | None:
-    """The best of these runs over the best of the sweep; None if one is missing or failed."""
-    ours, stock = best_of(row.get(runs, [])), best_of(row.get("sweep", []))
+def ratio(row: dict[str, Any]) -> float | None:
+    """The best of the recommended runs over the best of the sweep; None if one is missing or failed."""
+    ours, stock = best_of(row.get("recommended", [])), best_of(row.get("sweep", []))
     if ours is None or stock is None:
         return None
     return float(ours["tokens_per_second"] / stock["tokens_per_second"])

@@ -64,14 +64,13 @@ class Recorder:
         *,
         deadline_seconds: float,
         budget_seconds: float,
-        seed: int = 0,
     ) -> None:
         self._file = file
         self._recording = file.recording
         self._profiler = profiler
         self._deadline_seconds = deadline_seconds
         self._ends_at = time.monotonic() + budget_seconds
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._started = time.monotonic()
         self._reported_at = 0.0
 

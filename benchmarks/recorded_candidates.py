@@ -72,12 +72,10 @@ def compose(recording: Recording, table: Composition) -> ComponentArrays:
     return arrays_of(table, averaged, host_is_device=host_is_device)
 
 
-def composed_tokens_per_second(
-    table: Composition, figures: ComponentArrays, rows: Ints | slice = slice(None)
-) -> Floats:
+def composed_tokens_per_second(table: Composition, figures: ComponentArrays) -> Floats:
     """Return tokens/s of candidates, shape (C,). A candidate with an unknown component has no meaningful value."""
     with np.errstate(divide="ignore"):
-        return np.asarray(table.tokens_per_second(figures.device_seconds[None, :], figures.host_seconds, rows)[0])
+        return np.asarray(table.tokens_per_second(figures.device_seconds[None, :], figures.host_seconds)[0])
 
 
 def known_rows(table: Composition, figures: ComponentArrays) -> Mask:

@@ -13,7 +13,6 @@ from torch import nn
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
-    MAX_LAYERS,
     ResolvedConfig,
     UnsupportedModelError,
     one_line,
@@ -90,7 +89,6 @@ def resolve(
     seq_length: int,
     *,
     settings: BuildSettings | None = None,
-    max_layers: int = MAX_LAYERS,
     max_parameters: int | None = None,
 ) -> ResolvedModel:
     """The model that `raw` (a config.json's content) describes, built on the meta device.
@@ -98,7 +96,7 @@ def resolve(
     UnsupportedModelError, with the library's version, if it cannot be built, is larger than allowed, or has no
     positions for `seq_length` tokens.
     """
-    config = resolve_config(raw, seq_length, max_layers=max_layers)
+    config = resolve_config(raw, seq_length)
     require_positions(config)
     settings = settings or BuildSettings()
     model = build_model(config, settings, META)
