@@ -11,6 +11,10 @@ torch's contender is `torch.distributed.tensor.experimental.context_parallel`, w
 layout, with both of its ways to pass keys and values on. If a contender does not run, the reason stands in its place.
 Then all ranks fail alike, or the run ends with the group's timeout.
 
+The summary has margins over the ring and over other implementations. Every contender is compared with the back end that
+is fastest for it. Rounds of one contender differ; the spread is the distance between its fastest and its slowest round.
+A margin that is no larger than the larger spread of the two reads `level`.
+
 If the file exists, the run continues it: a length and back end that it has are not timed again.
 """
 
@@ -19,7 +23,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, torchs
-from benchmarks.context_parallel_margins import summarize
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.gemm_summary import verdict
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.blocks import block_attention
 from bexp.kernels.context_parallel.layouts import LAYOUTS
@@ -51,6 +55,7 @@ ROUND_SECONDS, MAX_CALLS = 0.03, 20
 IDENTITY = ("device", "num_devices", "versions", "heads", "dtype", "checked_length")
 """The settings that a run must share with one that continues it."""
 ALONE, TORCH, EXPANDED = "alone", "torch", " expanded"
+Row = dict[str, Any]
 
 
 class Bench:
@@ -161,6 +166,47 @@ def compare(timed: dict[str, dict[str, Any]], problem: Problem, num_ranks: int) 
             run["share_of_ideal"] = ideal / run["seconds"] if ideal else None
             run["speed_over_ring"] = timed["ring"]["seconds"] / run["seconds"] if "ring" in timed else None
     return {"ideal_seconds": ideal}
+
+
+def summarize(cells: list[Row]) -> Row:
+    """Return, by length, striped over ring, and our fastest layout over the fastest other implementation."""
+    lengths = sorted({cell["seq_length"] for cell in cells})
+    peers = {name for cell in cells for name in cell["timed"]} - {*LAYOUTS, ALONE}
+    return {
+        "striped_over_ring": [*_margins(cells, lengths, ("striped",), ("ring",))],
+        "ours_over_peers": [*_margins(cells, lengths, LAYOUTS, peers)],
+    }
+
+
+def fastest(cells: Iterable[Row], length: int, names: Iterable[str]) -> Row | None:
+    """Return the fastest run of these contenders at a length, on any back end; None if there is none."""
+    wanted = frozenset(names)
+    timed = [
+        run | {"name": name, "backend": cell["backend"], "rounds": cell.get("rounds")}
+        for cell in cells
+        if cell["seq_length"] == length
+        for name, run in cell["timed"].items()
+        if name in wanted
+    ]
+    return min(timed, key=lambda run: float(run["seconds"]), default=None)
+
+
+def _margins(cells: list[Row], lengths: list[int], ours: Iterable[str], others: Iterable[str]) -> Iterator[Row]:
+    for length in lengths:
+        own, other = fastest(cells, length, ours), fastest(cells, length, others)
+        if own is None or other is None:
+            continue
+        ratio = other["seconds"] / own["seconds"]
+        spread = max(own["spread_seconds"], other["spread_seconds"]) / own["seconds"]
+        yield {
+            "seq_length": length,
+            "ours": own["name"],
+            "other": other["name"],
+            "ratio": ratio,
+            "spread": spread,
+            "rounds": min(own["rounds"], other["rounds"]) if own["rounds"] and other["rounds"] else None,
+            "verdict": verdict(ratio, spread),
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -41,6 +41,7 @@ from benchmarks.kernels import seconds_once
 from benchmarks.moe_contenders import (
     AUTO,
     DENSE,
+    GRAPH,
     HIDDEN,
     LIGER,
     SEQ_LENGTH,
@@ -48,6 +49,7 @@ from benchmarks.moe_contenders import (
     WIDTH,
     FreshGradients,
     check,
+    compare_with_dense,
     compiled_name,
     contenders,
     dense_block,
@@ -56,7 +58,6 @@ from benchmarks.moe_contenders import (
     layer_model,
     prepare_auto,
 )
-from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns

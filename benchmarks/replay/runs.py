@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
@@ -19,16 +20,17 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode
-from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Measure, TrialKind
+from bexp.explorer.records.trial import Measure, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.samplers import STOCK_SAMPLERS
+from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.replay.device import VirtualClock
-from bexp.workers.replay.devices import RecordedDevices
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording
 
 OURS = "bexp"
 SAMPLERS = (OURS, *STOCK_SAMPLERS)
@@ -226,3 +228,36 @@ def _path(bench: TrialBench) -> Iterator[tuple[float, float]]:
             if best is None or trial.tokens_per_second > best[0]:
                 best = (trial.tokens_per_second, candidate)
         yield trial.at_seconds, bench.truth.regret(best[1] if best else None)
+
+
+class RecordedDevices(TrialExecutor):
+    """A device for each trial in flight. `clock` advances to the end of each trial that is waited for.
+
+    Every device gives the same answer for a component as `RecordedDevice` does.
+    """
+
+    def __init__(self, recording: Recording, number: int, *, seed: int, clock: VirtualClock) -> None:
+        if number < 1:
+            raise ValueError("there must be at least one device")
+        self._idle = [RecordedDevice(recording, seed=seed) for _ in range(number)]
+        self._capacity = number
+        self._clock = clock
+        self._running: list[tuple[float, int, TrialTask, Measurement, RecordedDevice]] = []
+
+    @property
+    def capacity(self) -> int:
+        """The number of devices."""
+        return self._capacity
+
+    def submit(self, task: TrialTask) -> None:
+        """Give a trial to the device that became idle last."""
+        device = self._idle.pop()
+        measurement = device(task)
+        heappush(self._running, (self._clock() + measurement.phases.total, task.number, task, measurement, device))
+
+    def wait(self) -> tuple[TrialTask, Measurement]:
+        """Return the trial that ends first. If several end together, the lowest number comes first."""
+        ends, _, task, measurement, device = heappop(self._running)
+        self._idle.append(device)
+        self._clock.advance(max(0.0, ends - self._clock()))
+        return task, measurement

@@ -14,8 +14,7 @@ from bexp.client.configuration import Configuration, read_configuration
 from bexp.client.connection import EXPLORATIONS, Connection, exploration_path
 from bexp.client.errors import ProblemError
 from bexp.client.events import PATIENCE_SECONDS, follow_events
-from bexp.client.explorations import NO_RECOMMENDATION, Exploration, Export, Result, State, Worker, read_as
-from bexp.client.headers import NOTE_HEADER
+from bexp.client.explorations import NO_RECOMMENDATION, NOTE_HEADER, Exploration, Export, Result, State, Worker, read_as
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
