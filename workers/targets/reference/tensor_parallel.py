@@ -50,12 +50,12 @@ class SequenceParallel:
 
     def gather(self, x_BSD: Tensor) -> Tensor:
         """Return all tokens; the gradients are summed and scattered."""
-        out: Tensor = _ExchangeFunction.apply(x_BSD, self.gathered, self.reduced)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _CollectiveFunction.apply(x_BSD, self.gathered, self.reduced)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def reduce(self, x_BSD: Tensor) -> Tensor:
         """Return this rank's tokens, summed over the ranks; the gradients are gathered."""
-        out: Tensor = _ExchangeFunction.apply(x_BSD, self.reduced, self.gathered)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _CollectiveFunction.apply(x_BSD, self.reduced, self.gathered)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def gathered(self, x_BSD: Tensor) -> Tensor:
@@ -249,8 +249,8 @@ class VocabularyEmbedding(nn.Module):
         return x_BSD + positions_TD.view_as(x_BSD)
 
 
-class _ExchangeFunction(Function):
-    """An exchange whose gradients go `back`, neither of which makes a graph."""
+class _CollectiveFunction(Function):
+    """A collective whose gradients go `back`, neither of which makes a graph."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:

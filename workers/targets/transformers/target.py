@@ -38,7 +38,7 @@ from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.tiny import num_layers_for
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
 from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
@@ -232,11 +232,11 @@ class TransformersTarget:
     ) -> TransformersTrainingRun:
         """A whole model in training. The ranks have equal weights and different data."""
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
-        exchanges = together and self._build.training and group.size > 1
+        is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
-        parallel = data_parallel(group.members if exchanges else None, self._device, sharding, dtype, dtype)
+        parallel = data_parallel(group.members if is_data_parallel else None, self._device, sharding, dtype, dtype)
         try:
-            if exchanges and sharding is not Sharding.NONE:
+            if is_data_parallel and sharding is not Sharding.NONE:
                 model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
             else:
                 model = build_model(config, self._build, self._device)
@@ -246,7 +246,7 @@ class TransformersTarget:
         seed = self._build.seed + group.rank
         padding = self._request.padding
         batch = make_batch(config.config, size, config.seq_length, self._device, padding=padding, seed=seed)
-        batches = [batch] * (EXCHANGING_MICRO_STEPS if exchanges else MICRO_STEPS)
+        batches = [batch] * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS)
         name = request.training.optimizer.name
         return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel)
 
