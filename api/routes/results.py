@@ -14,7 +14,7 @@ from bexp.api.resources import RecommendationResource, TrialPage, exploration_pa
 from bexp.api.results import export_notes, export_of, result_of, why_nothing
 from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
-from bexp.client.headers import NOTE_HEADER
+from bexp.client.explorations import NOTE_HEADER
 from bexp.explorer.exports.document import ExportDocument
 from bexp.storage.trials import read_trials
 

@@ -24,6 +24,8 @@ State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL_STATES: frozenset[State] = frozenset({"succeeded", "failed", "cancelled"})
 NO_RECOMMENDATION, NOT_FINISHED = "no-recommendation", "not-finished"
 """Names of problems that mean something to a caller."""
+NOTE_HEADER = "Bexp-Export-Note"
+"""A header for each line that belongs to an export whose format has no comments."""
 
 
 class AnswerOrigin(BaseModel):

@@ -44,7 +44,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import upgrade
 from bexp.storage.trials import read_all_trials
-from bexp.workers.devices.gpu import open_gpu
+from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.profiler import Profiler
 from tests.chaos.faulty_profiler import SHARED_VARIABLE, VARIABLE

@@ -56,8 +56,8 @@ class ReplayProfiler:
 
     def hardware(self) -> HardwareSpec:
         """The recorded device, marked as such."""
-        found = self.recording.header.report.hardware
-        return found.model_copy(update={"device_name": f"{found.device_name}{REPLAYED}"})
+        recorded = self.recording.header.report.hardware
+        return recorded.model_copy(update={"device_name": f"{recorded.device_name}{REPLAYED}"})
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         """Return the recorded back ends. If the table cannot answer the job, all are unusable, with the reason."""
