@@ -106,7 +106,7 @@ class MutantFinder:
                 yield from self._nodes(child, lines, inside)
 
     def _rule(self, node: Any) -> str | None:
-        """The rule that leaves this node and what is below it out; null if none does."""
+        """The rule that leaves this node and what is below it out; None if none does."""
         cst = self._cst
         if isinstance(node, (cst.Annotation, cst.Import, cst.ImportFrom, cst.TypeAlias)):
             return "annotations"

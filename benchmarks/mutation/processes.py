@@ -92,10 +92,10 @@ def in_lanes(trees: Sequence[Path], work: Callable[[int, Path], Iterable[Any]]) 
             os._exit(0)
         os.close(writing)
         lanes.append((child, reading))
-    found: list[Any] = []
+    outcomes: list[Any] = []
     for child, reading in lanes:
         with os.fdopen(reading) as answer:
             said = answer.read()
         os.waitpid(child, 0)
-        found += json.loads(said)
-    return found
+        outcomes += json.loads(said)
+    return outcomes

@@ -16,13 +16,13 @@ SHOWN_CHARACTERS = 200
 Z_95 = 1.959964
 
 
-def wilson(killed: int, total: int, z: float = Z_95) -> tuple[float, float]:
+def wilson(killed: int, total: int) -> tuple[float, float]:
     """The Wilson score interval of a share (Wilson 1927)."""
     if total == 0:
         return 0.0, 1.0
-    share, weight = killed / total, z * z / total
+    share, weight = killed / total, Z_95 * Z_95 / total
     centre = (share + weight / 2) / (1 + weight)
-    half = z / (1 + weight) * math.sqrt(share * (1 - share) / total + weight / (4 * total))
+    half = Z_95 / (1 + weight) * math.sqrt(share * (1 - share) / total + weight / (4 * total))
     return centre - half, centre + half
 
 

@@ -31,9 +31,9 @@ class Reached:
         lines = self.lines.get(mutant.path, {})
         first_line, last_line = mutant.lines
         wanted = lines if mutant.imported else range(first_line, last_line + 1)
-        found = {test for line in wanted for test in lines.get(line, ())}
+        reaching = {test for line in wanted for test in lines.get(line, ())}
         own = f"/test_{Path(mutant.path).stem}.py"
-        order = sorted(found, key=lambda test: (own not in test, self.seconds[test], test))
+        order = sorted(reaching, key=lambda test: (own not in test, self.seconds[test], test))
         chosen: list[str] = []
         spent = 0.0
         for test in order:
@@ -99,10 +99,10 @@ def find_reached(folder: Path, trees: Sequence[Path]) -> Reached:
         RuntimeError: the tests of a file do not run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    found = sorted(file for tests in TESTS for file in (trees[0] / tests).glob("test_*.py"))
+    test_files = sorted(file for tests in TESTS for file in (trees[0] / tests).glob("test_*.py"))
     sources = sha256(b"".join(file.read_bytes() for name in FOLDERS for file in sorted((trees[0] / name).glob("*.py"))))
     files: dict[str, str] = {}
-    for file in found:
+    for file in test_files:
         digest = sources.copy()
         digest.update(file.read_bytes())
         files[str(file.relative_to(trees[0]))] = digest.hexdigest()[:16]

@@ -46,13 +46,13 @@ _BY_OPERATION = {
 class PartsDecomposer:
     """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components.
 
-    With `exchanges`, the steps contain the exchange of gradients and parameters.
+    With `communicates`, the steps contain the exchange of gradients and parameters.
     """
 
-    def __init__(self, parts: ModelParts, *, training: bool, exchanges: bool = False) -> None:
+    def __init__(self, parts: ModelParts, *, training: bool, communicates: bool = False) -> None:
         self._parts = parts
         self._training = training
-        self._exchanges = exchanges
+        self._communicates = communicates
         self._share = SharedComponents()
         self._groups: dict[Recompute, tuple[EqualLayers[str], ...]] = {}
 
@@ -92,7 +92,7 @@ class PartsDecomposer:
             ),
             communication=(
                 self._share(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, sharding=candidate.sharding)
-                if self._exchanges
+                if self._communicates
                 else None
             ),
         )

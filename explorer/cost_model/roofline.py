@@ -16,7 +16,7 @@ from bexp.explorer.cost_model.activation_memory import (
     predict_component_bytes,
     rows_of_pair,
 )
-from bexp.explorer.cost_model.collectives import ExchangeUnits, buffered_dtype
+from bexp.explorer.cost_model.collectives import CommunicationUnits, buffered_dtype
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.parameters import (
     count_attention,
@@ -75,8 +75,8 @@ def predict_component_seconds(
     component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
     """Return the seconds of one component on `hardware`: the roofline's, and LEAST_SECONDS for each operation."""
-    found = roofline_seconds(component, model, request, hardware)
-    return replace(found, device=found.device + LEAST_SECONDS * found.num_operations)
+    predicted = roofline_seconds(component, model, request, hardware)
+    return replace(predicted, device=predicted.device + LEAST_SECONDS * predicted.num_operations)
 
 
 def roofline_seconds(
@@ -95,8 +95,8 @@ def roofline_seconds(
 
     if component.kind is ComponentKind.COMMUNICATION:
         link = LINK_BYTES_PER_SECOND[hardware.device_kind]
-        exchanged = _exchanged_bytes(model, request.sharded(component.sharding))
-        return _with_host(exchanged / link, OPERATIONS[component.kind] * model.num_layers, hardware)
+        communicated = _communicated_bytes(model, request.sharded(component.sharding))
+        return _with_host(communicated / link, OPERATIONS[component.kind] * model.num_layers, hardware)
     if isinstance(model, ModelParts):
         return _part_seconds(component, model, request, hardware, seconds)
     if component.kind is ComponentKind.OPTIMIZER:
@@ -241,7 +241,7 @@ def _plain(component: Component) -> Component:
     return component.model_copy(update={"recompute": BlockRecompute.NONE})
 
 
-def _exchanged_bytes(model: ExploredModel, request: ExplorationRequest) -> float:
+def _communicated_bytes(model: ExploredModel, request: ExplorationRequest) -> float:
     """Return the bytes that a device sends in all gathers and reductions of a step, without repeats.
 
     A ring of N devices sends (N - 1) / N of the bytes in a gather or a reduction, and twice that in an all-reduce.
@@ -249,7 +249,7 @@ def _exchanged_bytes(model: ExploredModel, request: ExplorationRequest) -> float
     sharding = request.training.sharding
     gradients = 2 if sharding is Sharding.NONE else 1
     gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)
-    units = ExchangeUnits.of(model)
+    units = CommunicationUnits.of(model)
     whole = gradients * units.num_gradients * buffered_dtype(model, request).itemsize
     whole += gathers * units.num_parameters * model.dtype.itemsize
     return float(whole) * (request.num_devices - 1) / request.num_devices

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
-from bexp.explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_dtype
+from bexp.explorer.cost_model.collectives import CommunicationUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -189,7 +189,7 @@ def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> Gathere
     level = request.training.sharding.level
     if request.mode == "eval" or level < 1:
         return GatheredBytes(0, 0)
-    units = ExchangeUnits.of(model)
+    units = CommunicationUnits.of(model)
     end, layer = units.last or units.first, max(units.layers, key=lambda unit: unit.num_parameters)
     item, buffered = model.dtype.itemsize, buffered_dtype(model, request).itemsize
     return gathered_of_units(

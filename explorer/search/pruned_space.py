@@ -10,7 +10,7 @@ from itertools import compress
 
 import numpy as np
 
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.composition import Composition, Mask, predict_memory
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.step import memory_limit
@@ -75,9 +75,9 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     space = enumerate_candidates(request, report, model)
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
-    exchanges = is_exchange_timed(request, report.hardware)
+    communicates = is_communication_timed(request, report.hardware)
     others = [c for c in bases if c not in members]
-    everything = Composition((*space.candidates, *others), model, request, exchanges=exchanges)
+    everything = Composition((*space.candidates, *others), model, request, communicates=communicates)
     limit, number = memory_limit(request, report.hardware), len(space.candidates)
     fits = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS) <= limit
     dominated = _dominated(everything, number, request, report, limit)

@@ -50,8 +50,8 @@ class OptimizerPart:
 class TrainingRun(Protocol):
     """A whole model with its optimizer and micro-batches."""
 
-    exchanges: bool
-    """Whether several devices exchange gradients or parameters."""
+    is_data_parallel: bool
+    """Whether several devices communicate gradients or parameters."""
 
     num_micro_steps: int
 
@@ -77,7 +77,7 @@ class TrainingRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Miniature:
-    """A tiny model of the same kind in training. It has `num_units` units that are exchanged one by one."""
+    """A tiny model of the same kind in training. It has `num_units` units that are communicated one by one."""
 
     run: TrainingRun
     num_units: int
@@ -143,7 +143,7 @@ class ProfiledTarget(Protocol):
     def miniature(
         self, model: ExploredModel, request: ExplorationRequest, *, together: bool
     ) -> AbstractContextManager[Miniature]:
-        """Build a model that has as many parameter tensors a layer, and next to nothing to compute or to exchange.
+        """Build a model that has as many parameter tensors a layer, and next to nothing to compute or to communicate.
 
         The ranks train it together, or each trains one alone.
         """

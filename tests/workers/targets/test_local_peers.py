@@ -43,7 +43,7 @@ def test_counts_are_read_once_unless_the_host_waits() -> None:
 )
 def test_exchanges_fill_their_buffer(splits: Splits, received: list[float]) -> None:
     buffer = torch.full((len(received), 1), torch.nan)
-    LocalPeers(2, 1).exchange(buffer, torch.arange(float(sum(splits.sent))).unsqueeze(1), splits)
+    LocalPeers(2, 1).all_to_all(buffer, torch.arange(float(sum(splits.sent))).unsqueeze(1), splits)
     assert buffer.flatten().tolist() == received
 
 

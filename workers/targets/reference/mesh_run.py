@@ -37,7 +37,7 @@ from bexp.workers.training.data_parallel import DataParallel, SingleProcess, spr
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `bexp.explorer.cost_model.fabric_exchange` says. Replicas have equal parameters and different
+    Ranks are numbered as `bexp.explorer.cost_model.transfers` says. Replicas have equal parameters and different
     data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
     """
 

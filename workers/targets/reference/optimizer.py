@@ -64,12 +64,10 @@ class TrainingOptimizer:
         spec: OptimizerSpec,
         dtype: DType,
         *,
-        hyperparameters: OptimizerSettings = OptimizerSettings(),
         bucket_bytes: int = BUCKET_BYTES,
     ) -> None:
         self.parameters = list(parameters)
         self.spec = spec
-        self.hyperparameters = hyperparameters
         self._dtype = torch.float32 if spec.has_master(dtype) else torch_dtype(dtype)
         self._moment_dtype = torch_dtype(spec.moment_dtype(dtype))
         self._gradient_dtype = torch_dtype(spec.gradient_dtype(dtype))
@@ -157,7 +155,7 @@ class TrainingOptimizer:
 
     def _update(self, slices: list[_Slice], grads: list[Tensor], moments: list[list[Tensor]]) -> None:
         weights = [part.weight for part in slices]
-        h = self.hyperparameters
+        h = OptimizerSettings()
         if self.spec.name == "adamw":
             steps = [part.step for part in slices]
             torch._foreach_add_(steps, 1)

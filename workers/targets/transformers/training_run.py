@@ -69,7 +69,7 @@ class TransformersTrainingRun:
         device: torch.device,
         parallel: DataParallel,
     ) -> None:
-        self.exchanges = not isinstance(parallel, SingleProcess)
+        self.is_data_parallel = not isinstance(parallel, SingleProcess)
         self.num_micro_steps = len(batches)
         self._batches = batches
         self._build = build

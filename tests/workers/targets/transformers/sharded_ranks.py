@@ -27,7 +27,7 @@ from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
-from bexp.workers.profiler.trials import communication
+from bexp.workers.profiler.trials import data_parallel_communication
 from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.self_check import SelfCheck
@@ -65,7 +65,7 @@ class Rank:
         self.target = TransformersTarget(self.request, self.instruments)
         self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
         self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
-        decompose = decomposer_of(self.parts, training=True, exchanges=True)
+        decompose = decomposer_of(self.parts, training=True, communicates=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
         task = TrialTask(
             number=0,
@@ -82,7 +82,7 @@ class Rank:
         component = self.communications[LEVELS.index(level)]
         assert component is not None
         request = self.request.sharded(level)
-        return communication.measure_communication(
+        return data_parallel_communication.measure_data_parallel_communication(
             self.instruments, self.target, self.parts, component, request, PhaseClock()
         )
 
@@ -135,7 +135,7 @@ def whole(tensor: Any) -> Tensor:
 
 def run(folder: Path, kinds: list[str], rank: int) -> None:
     torch.set_num_threads(1)
-    communication.SECONDS = 0.1  # of products beside the exchange
+    data_parallel_communication.SECONDS = 0.1  # of products beside the exchange
     one = Rank(folder, rank)
     found: dict[str, Any] = {}
     for kind in kinds:

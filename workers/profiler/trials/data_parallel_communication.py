@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, ExchangeUnits, Unit, buffered_dtype
+from bexp.explorer.cost_model.collectives import BUCKET_BYTES, CommunicationUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.model import DType
@@ -27,7 +27,7 @@ from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.target import ProfiledTarget, TrainingRun
-from bexp.workers.training.data_parallel import EXCHANGING_MICRO_STEPS
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS
 
 COMPUTE_TOKENS = 4096
 """Rows of the products that run beside the communication; at most a sequence's length."""
@@ -141,7 +141,7 @@ class _CommunicatedUnit:
     is_last: bool
 
 
-def measure_communication(
+def measure_data_parallel_communication(
     instruments: Instruments,
     target: ProfiledTarget,
     model: ExploredModel,
@@ -149,15 +149,15 @@ def measure_communication(
     request: ExplorationRequest,
     clock: PhaseClock,
 ) -> ComponentMeasurement:
-    """Measure one exchange of the whole model.
+    """Measure the collectives of gradients and parameters in one step of the whole model.
 
     The units are timed one after another, without computation beside them. Equal layers are timed once. The slowdown of
-    computation and the work of the host (see `bexp.workers.profiler.trials.host_overhead`) are measured separately. All
-    ranks must call this at the same time.
+    computation and the work of the host (see `measure_host_overhead`) are measured separately. All ranks must call this
+    at the same time.
     """
     members = instruments.rank_group.members
-    assert members is not None, "an exchange needs more than one process"
-    units = ExchangeUnits.of(model)
+    assert members is not None, "collectives need more than one process"
+    units = CommunicationUnits.of(model)
     tied = units.last is None
     parts = [
         _CommunicatedUnit(units.first, is_last=tied),
@@ -165,7 +165,7 @@ def measure_communication(
     ]
     if units.last is not None:
         parts.append(_CommunicatedUnit(units.last, is_last=True))
-    replicated = request.training.sharding is Sharding.NONE  # frozen parameters are then not exchanged
+    replicated = request.training.sharding is Sharding.NONE  # frozen parameters are then not communicated
     largest = max(parts, key=lambda p: p.unit.count * (p.unit.num_gradients if replicated else p.unit.num_parameters))
     barrier = instruments.rank_group.barrier(component)
     timings: list[tuple[int, Timing]] = []
@@ -207,22 +207,22 @@ def _measure_slowdown(
 ) -> float:
     """Seconds that computation loses for each second of communication, 0..1.
 
-    Products of a layer's size run alone, and beside exchanges that end before the products do. All exchanges are issued
-    first; the back end runs them on streams or threads of its own.
+    Products of a layer's size run alone, and beside collectives that end before the products do. All collectives are
+    issued first; the back end runs them on streams or threads of its own.
     """
     multiply = _products(instruments, model)
     (seconds,) = instruments.rank_group.all_reduce_max(timing.device_seconds)
-    exchanges = max(1, math.ceil(LEAST_SECONDS / seconds))
-    _run(instruments, multiply, 4, collectives, exchanges)  # the first run also warms up
+    rounds = max(1, math.ceil(LEAST_SECONDS / seconds))
+    _run(instruments, multiply, 4, collectives, rounds)  # the first run also warms up
     (block,) = instruments.rank_group.all_reduce_max(_run(instruments, multiply, 4) / 4)
-    blocks = min(MOST_BLOCKS, max(1, math.ceil(OUTLASTS * exchanges * seconds / block)))
+    blocks = min(MOST_BLOCKS, max(1, math.ceil(OUTLASTS * rounds * seconds / block)))
     repeats = max(2, min(REPEATS, int(SECONDS / (2 * blocks * block))))
     lost = []
     with collector_paused():
         for _ in range(repeats):
             alone = _run(instruments, multiply, blocks)
-            lost.append(_run(instruments, multiply, blocks, collectives, exchanges) - alone)
-    return min(1.0, max(0.0, statistics.median(lost) / (exchanges * seconds)))
+            lost.append(_run(instruments, multiply, blocks, collectives, rounds) - alone)
+    return min(1.0, max(0.0, statistics.median(lost) / (rounds * seconds)))
 
 
 def _run(
@@ -230,20 +230,20 @@ def _run(
     multiply: Callable[[], None],
     blocks: int,
     collectives: _UnitCollectives | None = None,
-    exchanges: int = 0,
+    rounds: int = 0,
 ) -> float:
-    """Seconds of the products beside the exchanges."""
+    """Seconds of the products beside the collectives of `rounds` passes."""
     mark = mark_of(instruments.device)
     instruments.rank_group.all_reduce_max(0.0)  # all ranks begin together
     instruments.synchronize()
     works: list[Any] = []
-    for _ in range(exchanges):
+    for _ in range(rounds):
         assert collectives is not None
         works += [*collectives.begin_forward(), *collectives.begin_backward()]
     start = mark()
     for block in range(blocks):
         multiply()
-        for _ in range(exchanges * block // blocks, exchanges * (block + 1) // blocks):
+        for _ in range(rounds * block // blocks, rounds * (block + 1) // blocks):
             assert collectives is not None
             collectives.copy()
     end = mark()
@@ -300,7 +300,7 @@ def measure_host_overhead(
     instruments: Instruments, target: ProfiledTarget, model: ExploredModel, request: ExplorationRequest
 ) -> HostOverhead:
     """The host's work in a step of the whole model. All ranks must call this at the same time."""
-    number = ExchangeUnits.of(model).number
+    number = CommunicationUnits.of(model).number
     seconds = []
     for together in (True, False):
         with target.miniature(model, request, together=together) as miniature:
@@ -319,12 +319,12 @@ def _seconds(instruments: Instruments, training: TrainingRun) -> tuple[float, fl
             seconds = []
             instruments.rank_group.all_reduce_max(0.0)  # all begin together
             instruments.synchronize()
-            for i in range(EXCHANGING_MICRO_STEPS):
+            for i in range(DATA_PARALLEL_MICRO_STEPS):
                 started = time.perf_counter()
                 training.micro_step(min(i, training.num_micro_steps - 1))
                 seconds.append(time.perf_counter() - started)
             training.update()
             each.append(seconds[1])
-            once.append(sum(seconds) - EXCHANGING_MICRO_STEPS * seconds[1])
+            once.append(sum(seconds) - DATA_PARALLEL_MICRO_STEPS * seconds[1])
     training.finish()
     return statistics.median(each), statistics.median(once)

@@ -1,4 +1,4 @@
-"""Seconds of exchanges over links that a request describes.
+"""Seconds of transfers over links that a request describes.
 
 Devices are numbered so that tensor-parallel ones are neighbours, then data-parallel ones, then the ranks of a pipeline,
 as Megatron-Core and torchtitan number them. A group of `size` devices lies `stride` apart.
@@ -18,17 +18,17 @@ MICRO = 1e-6
 
 
 class Link(StrEnum):
-    """The slowest link that an exchange passes."""
+    """The slowest link that a transfer passes."""
 
     INTRA_NODE = "intra_node"
     INTER_NODE = "inter_node"
     DEVICES = "devices"
-    """Whatever links the devices of a worker, on which exchanges were measured."""
+    """Whatever links the devices of a worker, on which transfers were measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Transfer:
-    """The seconds of one exchange; `link` sets its pace. The host issues it in `host_seconds`, where that is known."""
+    """The seconds of one transfer; `link` sets its pace. The host issues it in `host_seconds`, where that is known."""
 
     seconds: float
     link: Link = Link.INTRA_NODE
@@ -37,14 +37,14 @@ class Transfer:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """Devices that exchange something."""
+    """Devices between which something passes."""
 
     size: int
     stride: int
 
 
-class Exchanges(ABC):
-    """The seconds of exchanges."""
+class Transfers(ABC):
+    """The seconds of transfers."""
 
     @abstractmethod
     def gather(self, size_bytes: float, group: Group) -> Transfer:
@@ -52,7 +52,7 @@ class Exchanges(ABC):
 
     @abstractmethod
     def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
-        """Return an exchange in which the busiest device sends or receives `size_bytes`, an equal part for each."""
+        """Return a transfer in which the busiest device sends or receives `size_bytes`, an equal part for each."""
 
     @abstractmethod
     def send(self, size_bytes: float, ranks: Group) -> Transfer:
@@ -63,8 +63,8 @@ class Exchanges(ABC):
         """Return what copies `size_bytes` of one device to all others of a group, or sums theirs at that device."""
 
 
-class Fabric(Exchanges):
-    """The exchanges of a described machine."""
+class Fabric(Transfers):
+    """The transfers of a described machine."""
 
     def __init__(self, spec: FabricSpec) -> None:
         self._spec = spec
@@ -88,7 +88,7 @@ class Fabric(Exchanges):
         return Transfer(moved / rate + hops * MICRO * link.microseconds, Link.INTER_NODE)
 
     def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
-        """Return an exchange in which the busiest device sends or receives `size_bytes`, an equal part for each."""
+        """Return a transfer in which the busiest device sends or receives `size_bytes`, an equal part for each."""
         if group.size == 1 or not size_bytes:
             return Transfer(0.0)
         within, node = self._within(group), self._spec.intra_node

@@ -1,9 +1,9 @@
-"""All-to-all exchanges of rows that run beside computation, forward and backward.
+"""All-to-all collectives of rows that run beside computation, forward and backward.
 
-An exchange has two nodes in the autograd graph: `RowExchange.start` begins it, and `RowExchange.finish` waits for it.
-Backward passes them in the reverse order: the gradient of `finish` begins the reverse exchange, and the gradient of
+A collective has two nodes in the autograd graph: `RowAllToAll.start` begins it, and `RowAllToAll.finish` waits for it.
+Backward passes them in the reverse order: the gradient of `finish` begins the reverse collective, and the gradient of
 `start` waits for it. Autograd runs the nodes that are ready in the reverse order of their creation, so that whatever
-forward computes between `start` and `finish` runs beside the exchange in backward as well. All ranks create the nodes
+forward computes between `start` and `finish` runs beside the collective in backward as well. All ranks create the nodes
 in the same order, and so make their collective calls in the same order in both passes.
 """
 
@@ -34,15 +34,15 @@ class PendingCollective(ABC):
 
     @abstractmethod
     def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Begin the exchange without a trace in the autograd graph, and return its buffers."""
+        """Begin the collective without a trace in the autograd graph, and return its buffers."""
 
     @abstractmethod
     def return_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Begin the reverse exchange of the buffers' gradients, and return tensors of their shapes for the graph."""
+        """Begin the reverse collective for the buffers' gradients, and return tensors of their shapes for the graph."""
 
     @abstractmethod
     def take_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Return the gradients of what was sent, after the reverse exchange; the graph hands over `grads`."""
+        """Return the gradients of what was sent, after the reverse collective; the graph hands over `grads`."""
 
     def wait(self) -> None:
         """Make the current stream wait for what is in progress. The host waits only if the device is a CPU."""
@@ -57,17 +57,17 @@ class PendingCollective(ABC):
             self._buffers.extend(buffers)
 
     def _start(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        found: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
+        buffers: tuple[Tensor, ...] = _Start.apply(self, *tensors)  # type: ignore[no-untyped-call]  # untyped in torch
+        return buffers
 
     def finish(self, buffers: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """Wait for the exchange and return the buffers, which now hold what has arrived."""
-        found: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
-        return found
+        """Wait for the collective and return the buffers, which now hold what has arrived."""
+        filled: tuple[Tensor, ...] = _Finish.apply(self, *buffers)  # type: ignore[no-untyped-call]  # untyped in torch
+        return filled
 
 
-class RowExchange(PendingCollective):
-    """All-to-all exchanges of tensors that travel together, each with its own splits.
+class RowAllToAll(PendingCollective):
+    """All-to-all collectives of tensors that travel together, each with its own splits.
 
     Both `start` and `finish` are called once, in this order, and all ranks of the group do so in the same order.
     """
@@ -96,38 +96,38 @@ class RowExchange(PendingCollective):
 
     def take_gradients(self, grads: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Return the gradients that have arrived."""
-        found, self._gradients = self._gradients, ()
-        return found
+        gradients, self._gradients = self._gradients, ()
+        return gradients
 
     def _launch(self, tensors: tuple[Tensor, ...], splits: tuple[Splits, ...]) -> tuple[Tensor, ...]:
         buffers = []
         for tensor, each in zip(tensors, splits, strict=True):
             buffers.append(buffer := tensor.new_empty(sum(each.received), *tensor.shape[1:]))
-            self._add(self._peers.exchange(buffer, tensor, each), tensor, buffer)
+            self._add(self._peers.all_to_all(buffer, tensor, each), tensor, buffer)
         return tuple(buffers)
 
 
 class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, exchange: PendingCollective, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        return exchange.launch(tensors)
+    def forward(ctx: Any, collective: PendingCollective, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.collective = collective
+        return collective.launch(tensors)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ctx.exchange.wait()
-        return None, *ctx.exchange.take_gradients(grads)
+        ctx.collective.wait()
+        return None, *ctx.collective.take_gradients(grads)
 
 
 class _Finish(Function):
     @staticmethod
-    def forward(ctx: Any, exchange: PendingCollective, *buffers: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        exchange.wait()
+    def forward(ctx: Any, collective: PendingCollective, *buffers: Tensor) -> tuple[Tensor, ...]:
+        ctx.collective = collective
+        collective.wait()
         return buffers
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *ctx.exchange.return_gradients(grads)
+        return None, *ctx.collective.return_gradients(grads)

@@ -52,5 +52,5 @@ def run(
     return variant.recommendation, variant.reason, [step.trial for step in steps if step.trial is not None]
 
 
-def exchanges_in(task: TrialTask) -> bool:
+def communicates_in(task: TrialTask) -> bool:
     return any(component.kind is ComponentKind.COMMUNICATION for component in task.components)

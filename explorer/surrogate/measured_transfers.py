@@ -1,4 +1,4 @@
-"""Seconds of exchanges between devices that are there, interpolated between the sizes that were measured."""
+"""Seconds of transfers between devices that are there, interpolated between the sizes that were measured."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from bexp.explorer.cost_model.components import Component, ComponentKind, ExchangeSpec, Operation
-from bexp.explorer.cost_model.fabric_exchange import Exchanges, Group, Link, Transfer
+from bexp.explorer.cost_model.transfers import Group, Link, Transfer, Transfers
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.request import ExplorationRequest
@@ -17,11 +17,11 @@ SIZES = 4
 """Sizes of each operation, from the smallest to the largest, with equal ratios between them."""
 LARGEST_BYTES = 1 << 28
 ASSUMED_BYTES_PER_SECOND = {"cuda": 1e11, "cpu": 1e9}
-"""The rate that meshes are ranked by until exchanges are measured."""
+"""The rate that meshes are ranked by until transfers are measured."""
 
 
-def exchange_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> tuple[Component, ...]:
-    """Return what must be measured, so that the exchanges of all `meshes` are known."""
+def transfer_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> tuple[Component, ...]:
+    """Return what must be measured, so that the transfers of all `meshes` are known."""
     model = request.shapes
     hidden = max(request.space.plan_micro_batch_sizes) * model.seq_length * model.hidden_size * model.dtype.itemsize
     largest = min(LARGEST_BYTES, max(hidden, 4 * SMALLEST_BYTES))
@@ -49,19 +49,19 @@ def exchange_components(request: ExplorationRequest, meshes: Iterable[Mesh]) -> 
     )
 
 
-class MeasuredExchanges(Exchanges):
-    """The exchanges of the worker's devices.
+class MeasuredTransfers(Transfers):
+    """The transfers of the worker's devices.
 
     Between two measured sizes, seconds are interpolated in proportion to the bytes. Above the largest they grow with
     the bytes, and below the smallest they are those of the smallest. What is not measured yet has an assumed rate. On a
-    CPU the host issues an exchange within its seconds.
+    CPU the host issues a transfer within its seconds.
     """
 
-    def __init__(self, found: Iterable[ComponentMeasurement], device_kind: str) -> None:
+    def __init__(self, measurements: Iterable[ComponentMeasurement], device_kind: str) -> None:
         self._host_issues = device_kind != "cpu"
         self._assumed = ASSUMED_BYTES_PER_SECOND[device_kind]
         points: dict[tuple[Operation, Group], list[tuple[int, float, float]]] = {}
-        for each in found:
+        for each in measurements:
             if (asked := each.component.exchange) is not None:
                 key = asked.operation, Group(asked.size, asked.stride)
                 points.setdefault(key, []).append((asked.num_bytes, each.device_seconds, each.host_seconds))
@@ -77,7 +77,7 @@ class MeasuredExchanges(Exchanges):
         return Transfer(seconds, Link.DEVICES, host)
 
     def all_to_all(self, size_bytes: float, group: Group) -> Transfer:
-        """Return an exchange in which the busiest device receives `size_bytes`."""
+        """Return a transfer in which the busiest device receives `size_bytes`."""
         return self._transfer(Operation.ALL_TO_ALL, size_bytes, group)
 
     def send(self, size_bytes: float, ranks: Group) -> Transfer:

@@ -1,4 +1,8 @@
-"""Measures what devices of a mesh exchange: one operation of all groups of a kind, which run at the same time."""
+"""Measures an operation between devices of a mesh: all groups of a kind run it at the same time.
+
+It carries activations and gradients that ranks gather or reduce, micro-batches from stage to stage, and tokens or
+weights between the ranks of experts.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +22,7 @@ from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
 ITEM_BYTES = 2
 
 
-class _ExchangeOperation:
+class _MeshOperation:
     """One operation on buffers of bfloat16. A timer treats it as the forward of a block."""
 
     training = False
@@ -84,10 +88,10 @@ class _ExchangeOperation:
                 work.wait()
 
     def prepare_backward(self) -> None:
-        """An exchange has no backward."""
+        """The operation has no backward."""
 
     def backward(self) -> None:
-        """An exchange has no backward."""
+        """The operation has no backward."""
 
     def run_chain(self, length: int) -> None:
         """Run `length` operations in a row.
@@ -106,22 +110,22 @@ class _ExchangeOperation:
         torch.autograd.backward(x, self._own.detach())
 
 
-def measure_exchange(
+def measure_mesh_operation(
     instruments: Instruments, component: Component, seed: int, clock: PhaseClock
 ) -> ComponentMeasurement:
-    """Measure an exchange. All ranks must call this at the same time."""
+    """Measure an operation of a mesh. All ranks must call this at the same time."""
     asked, ranks = component.exchange, instruments.rank_group
-    assert asked is not None, "an exchange says what it is"
+    assert asked is not None, "the component says what its operation is"
     barrier = ranks.barrier(component)
-    assert barrier is not None, "all ranks exchange something"
+    assert barrier is not None, "all ranks take part"
     with clock.phase("build"):
-        exchange = _ExchangeOperation(
+        operation = _MeshOperation(
             asked, ranks.strided(asked.size, asked.stride), barrier, instruments.generator(seed), instruments.device
         )
     with clock.phase("warm_up"):
-        instruments.timer.warm_up(exchange)
+        instruments.timer.warm_up(operation)
     with clock.phase("timed"), instruments.monitor.watch() as watch:
-        timing = instruments.timer.time(exchange, watch.poll)
+        timing = instruments.timer.time(operation, watch.poll)
     return ComponentMeasurement(
         component=component,
         device_seconds=timing.device_seconds,
