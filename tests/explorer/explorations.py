@@ -32,7 +32,7 @@ MODEL: dict[str, Any] = {
 def request(**changes: Any) -> ExplorationRequest:
     """A space of some hundred candidates, so that a run takes well under a second."""
     small = {"micro_batch_size": {"explore": {"min": 1, "max": 16}}, "attention_backends": ["cudnn", "flash"]}
-    return ExplorationRequest.model_validate({"model": MODEL, **small, **changes})
+    return ExplorationRequest.model_validate({"model": MODEL, "batch_size": 512, **small, **changes})
 
 
 class _SpaceKey:

@@ -37,6 +37,7 @@ def small_request(**changes: Any) -> ExplorationRequest:
     """Three sizes, untiled, with no or full recomputation, on two attention back ends: twelve candidates."""
     small = {
         "micro_batch_size": [1, 2, 4],
+        "batch_size": 512,
         "attention_backends": ["cudnn", "flash"],
         "recompute": ["none", "full"],
         "bta": {"enable": False},

@@ -32,7 +32,9 @@ GIB = 1 << 30
 
 
 def asked(**changes: Any) -> ExplorationRequest:
-    return ExplorationRequest.model_validate({"model": MODEL, **changes})
+    return ExplorationRequest.model_validate(
+        {"model": MODEL, "batch_size": 512, "micro_batch_size": "explore", **changes}
+    )
 
 
 SHORT_OF_MEMORY: dict[str, dict[str, Any]] = {

@@ -48,7 +48,8 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"micro_batch_size": 5, "batch_size": 8, "mode": "eval"}, "micro_batch_size (5) does not divide"),
         (
             {"batch_size": 64, "num_devices": 3},
-            "batch_size (64) must be a multiple of num_devices (3), so that each gets as much; the nearest are 63 and 66",
+            "batch_size (64) must be a multiple of num_devices (3), so that each gets as much; the nearest are 63 and "
+            "66",
         ),
         ({"headroom": -0.1}, "headroom"),
         ({"headroom": 0.91}, "headroom"),
