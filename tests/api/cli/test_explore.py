@@ -20,8 +20,8 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
 from bexp.storage.workers import register_worker
-from tests.cli.conftest import Run
-from tests.cli.samples import REQUEST, TINY
+from tests.api.cli.conftest import Run
+from tests.api.cli.samples import REQUEST, TINY
 from tests.contracts.samples import make_worker
 
 
