@@ -1,6 +1,6 @@
 """A seeded sample of a Cosmic Ray session, and what became of it: docs/contributing.md has the commands.
 
-python -m benchmarks.mutants SESSION --keep 40 --seed 2    # forgets all other mutants
+python -m benchmarks.mutants SESSION --keep 120 --seed 2   # forgets all other mutants
 python -m benchmarks.mutants SESSION                       # each mutant that was judged, by file and line
 """
 
