@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import sqlite3
-from pathlib import Path
 
 import numpy as np
 
@@ -18,26 +17,24 @@ JUDGED = """SELECT lower(test_outcome), module_path || ':' || start_pos_row, ope
   FROM mutation_specs JOIN work_results USING (job_id) WHERE worker_outcome = 'NORMAL'"""
 
 
-def main(arguments: list[str] | None = None) -> int:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("session", type=Path)
+    parser.add_argument("session")
     parser.add_argument("--keep", type=int)
     parser.add_argument("--seed", type=int, default=1)
     options = parser.parse_args(arguments)
     with sqlite3.connect(options.session) as session:
-        if options.keep is None:
-            rows = session.execute(f"{JUDGED} {ORDER}").fetchall()
-            for outcome, place, operator in rows:
-                print(f"{outcome:9} {place} {operator.removeprefix('core/')}")
-            print(f"{sum(row[0] != 'survived' for row in rows)} of {len(rows)} killed")
-            return 0
-        waiting = [row[0] for row in session.execute(f"SELECT job_id {WAITING} {ORDER}")]
-        drawn = np.random.default_rng(options.seed).permutation(len(waiting))
-        others = [(waiting[number],) for number in drawn[options.keep :]]
-        for table in ("mutation_specs", "work_items"):
-            session.executemany(f"DELETE FROM {table} WHERE job_id = ?", others)  # noqa: S608 - the table is ours
-    return 0
+        if options.keep is not None:
+            waiting = session.execute(f"SELECT job_id {WAITING} {ORDER}").fetchall()
+            others = np.random.default_rng(options.seed).permutation(waiting)[options.keep :].tolist()
+            for table in ("mutation_specs", "work_items"):
+                session.executemany(f"DELETE FROM {table} WHERE job_id = ?", others)  # noqa: S608 - the table is ours
+            return
+        rows = session.execute(f"{JUDGED} {ORDER}").fetchall()
+    for outcome, place, operator in rows:
+        print(f"{outcome:9} {place} {operator.removeprefix('core/')}")
+    print(f"{sum(row[0] != 'survived' for row in rows)} of {len(rows)} killed")
 
 
 if __name__ == "__main__":
-    raise SystemExit(main())
+    main()

@@ -38,7 +38,7 @@ def test_a_seed_draws_the_same_mutants_in_whatever_order_they_were_found(tmp_pat
     first, second = session_of(tmp_path / "1", [*range(100)]), session_of(tmp_path / "2", [*reversed(range(100))])
     other = session_of(tmp_path / "3", [*range(100)])
     for path, seed in ((first, "5"), (second, "5"), (other, "6")):
-        assert mutants.main([str(path), "--keep", "10", "--seed", seed]) == 0
+        mutants.main([str(path), "--keep", "10", "--seed", seed])
     assert len(lines_of(first)) == 10
     assert lines_of(first) == lines_of(second) != lines_of(other)
 
