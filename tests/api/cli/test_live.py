@@ -14,7 +14,7 @@ from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.api.live_chart import RateChart
 from bexp.explorer.records.event import Event, EventCode
-from tests.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
+from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 

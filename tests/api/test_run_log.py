@@ -8,7 +8,7 @@ import pytest
 
 from bexp.api.run_log import RunLog, log_path
 from bexp.explorer.records.event import render_line
-from tests.cli.samples import EVENTS
+from tests.api.cli.samples import EVENTS
 
 LINES = [render_line(event) for event in EVENTS]
 

@@ -17,8 +17,8 @@ from bexp.explorer.records.recommendation import Answer
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
+from tests.api.cli.samples import ANSWER, EVENTS, RECOMMENDATION
 from tests.api.serving import start
-from tests.cli.samples import ANSWER, EVENTS, RECOMMENDATION
 from tests.contracts.samples import make_worker
 
 Run = Callable[..., "Finished"]

@@ -19,8 +19,8 @@ from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
-from tests.cli.conftest import Run
-from tests.cli.samples import ANSWER, REQUEST, TINY, UNDIVIDED
+from tests.api.cli.conftest import Run
+from tests.api.cli.samples import ANSWER, REQUEST, TINY, UNDIVIDED
 
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDED = re.compile(

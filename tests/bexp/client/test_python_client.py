@@ -19,9 +19,9 @@ from bexp.client.view import ExplorationView
 from bexp.config_exploration import ExplorationError
 from bexp.explorer.records.event import EventCode
 from bexp.storage.jobs import JobState
-from tests.cli.samples import REQUEST, TINY
+from tests.api.cli.samples import REQUEST, TINY
 
-ROOT = Path(__file__).parents[2]
+ROOT = Path(__file__).parents[3]
 
 
 def test_an_exploration_is_submitted_followed_and_its_answer_applied(

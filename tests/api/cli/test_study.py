@@ -16,7 +16,7 @@ from bexp.explorer.records.event import Progress
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
-from tests.cli.samples import REQUEST
+from tests.api.cli.samples import REQUEST
 from tests.contracts.samples import make_candidate, make_progress, make_report, make_request, make_trial, make_worker
 
 PASSWORD = "a-secret"

@@ -13,8 +13,8 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from tests.bexp.kernels.references import relative_error
-from tests.workers.targets import references
-from tests.workers.targets.models import CPU, shake, small_model, small_moe
+from tests.workers.targets.reference import references
+from tests.workers.targets.reference.models import CPU, shake, small_model, small_moe
 
 BATCH = 4
 MODELS: dict[str, dict[str, Any]] = {

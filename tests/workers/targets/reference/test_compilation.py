@@ -16,7 +16,7 @@ from bexp.workers.targets.reference import compilation
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from tests.bexp.kernels.references import relative_error
-from tests.workers.targets.models import CPU, small_model, small_moe
+from tests.workers.targets.reference.models import CPU, small_model, small_moe
 
 
 @pytest.fixture

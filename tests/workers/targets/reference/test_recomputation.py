@@ -19,7 +19,7 @@ from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.decoder import DecoderLayer, DecoderModel
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from tests.workers.targets.models import CPU, outcome, shake, small_model, small_moe
+from tests.workers.targets.reference.models import CPU, outcome, shake, small_model, small_moe
 
 BY_OPERATION = (BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS)
 ROUTES = torch.tensor([[0, 3], [3, 5], [1, 0]]).repeat(16, 1)  # experts 2 and 4 get nothing

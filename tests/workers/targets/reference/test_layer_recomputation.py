@@ -18,7 +18,7 @@ from bexp.measure.memory_meters import byte_meter
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import build_block, example_inputs, random_tokens
 from bexp.workers.targets.reference.target import BlockPasses
-from tests.workers.targets.models import CPU, small_model, small_moe
+from tests.workers.targets.reference.models import CPU, small_model, small_moe
 
 BATCH = 4
 SHAPE: dict[str, Any] = {"num_layers": 7, "seq_length": 64, "vocab_size": 64}

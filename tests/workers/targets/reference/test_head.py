@@ -15,7 +15,7 @@ from bexp.kernels.causal_loss import causal_cross_entropy
 from bexp.kernels.loss import chunked_cross_entropy, full_cross_entropy
 from bexp.workers.targets.reference.head import Head
 from tests.bexp.kernels.references import relative_error
-from tests.workers.targets.models import CPU, shake, small_model
+from tests.workers.targets.reference.models import CPU, shake, small_model
 
 FULL, CHUNKED = LossSpec(kind="full"), LossSpec(kind="chunked", chunk_tokens=128)
 BATCH = 20  # 240 tokens: a whole chunk and a part of one

@@ -14,8 +14,8 @@ import yaml
 from bexp.api.cli import main
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import list_tokens
-from tests.cli.conftest import Finished, Run
-from tests.cli.samples import TINY
+from tests.api.cli.conftest import Finished, Run
+from tests.api.cli.samples import TINY
 
 
 def changed(tmp_path: Path, **changes: Any) -> Path:

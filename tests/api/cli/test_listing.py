@@ -15,8 +15,8 @@ from bexp.explorer.records.recommendation import Answer
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
-from tests.cli.conftest import Run
-from tests.cli.samples import ANSWER, TINY
+from tests.api.cli.conftest import Run
+from tests.api.cli.samples import ANSWER, TINY
 from tests.contracts.samples import make_report, make_worker
 
 ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}

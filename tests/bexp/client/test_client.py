@@ -11,7 +11,7 @@ import pytest
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.records.event import EventCode
-from tests.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
+from tests.api.cli.samples import EVENTS, REQUEST, event, job_document, result_document, sse
 from tests.contracts.samples import make_trial
 
 Handler = Callable[[httpx.Request], httpx.Response]

@@ -16,8 +16,8 @@ from bexp.workers.targets.reference.block import ResidualBlock
 from bexp.workers.targets.reference.ffn_block import DenseFFN
 from bexp.workers.targets.reference.moe_block import MoEFFN
 from tests.bexp.kernels.references import relative_error
-from tests.workers.targets import references
-from tests.workers.targets.models import CPU, outcome, shake, small_model, small_moe
+from tests.workers.targets.reference import references
+from tests.workers.targets.reference.models import CPU, outcome, shake, small_model, small_moe
 
 TOLERANCES = {"float32": 1e-5, "bfloat16": 2e-2}
 # bfloat16: values are rounded to 2^-9 of themselves after each of the block's operations, forward and backward;
