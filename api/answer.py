@@ -177,9 +177,11 @@ def _context(request: ExplorationRequest | None) -> str:
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
-    precision = ", autocast" if request.training.precision == "autocast" else ""
+    precision = "" if request.training.precision == "pure" else f", precision {request.training.precision}"
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
-    return f" for {request.explored.name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
+    trainer = "" if request.trainer is None else f", for {request.runner.title}"
+    what = f"{target}{request.mode}, {execution}{length}{padding}{precision}{lora}{trainer}"
+    return f" for {request.explored.name} ({what})"
 
 
 def _provisional(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

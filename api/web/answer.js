@@ -121,7 +121,7 @@ function planRows(plan, row) {
 }
 
 function batchRows(best, request, row) {
-  const asked = request ? `batch_size ${request.batch_size}` : "the batch_size";
+  const asked = request?.batch_size ? `batch_size ${request.batch_size}` : "the batch_size";
   const steps = (count) => `${count} accumulation step${count === 1 ? "" : "s"}`;
   const other = best.dividing;
   if (other) {

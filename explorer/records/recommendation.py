@@ -57,14 +57,15 @@ class RunnerUpCheck(Frozen):
 
 
 class DividingCandidate(Frozen):
-    """The best candidate that divides the requested batch into whole micro-batches for each device.
+    """The best candidate that divides the stated batch into whole micro-batches for each device.
 
-    It is the recommended candidate itself where that one divides. The search does not aim at it, so that its confidence
-    may be low: `micro_batch_size: auto` explores candidates that divide, and no others.
+    It is the recommended candidate itself where that one divides, and else the one with the highest expected tokens/s.
+    The search does not aim at it, so that its confidence may be low: `micro_batch_size: auto` explores candidates that
+    divide, and no others.
     """
 
     candidate: Candidate
-    grad_accum_steps: Annotated[int, Field(ge=1)] = Field(description="Micro-steps in a step of the requested batch.")
+    grad_accum_steps: Annotated[int, Field(ge=1)] = Field(description="Micro-batches of a device in the batch.")
     tokens_per_second: float = Field(description="Of one device; those of its whole model if that was run.")
     loss: float = Field(
         description="Share of the recommended candidate's tokens/s that it loses; negative if it is faster."
@@ -106,10 +107,10 @@ class Recommendation(Frozen):
     `composed_tokens_per_second` is not corrected, and `whole_model` compares the uncorrected composition. `performance`
     is relative to the base candidate. `confidence` is the probability, floored to 0..99, that the whole model's
     tokens/s with this candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is
-    null if micro_batch_size x num_devices / context_parallel_size does not divide the requested batch;
+    null if no batch is stated, or if micro_batch_size x num_devices / context_parallel_size does not divide it;
     `nearest_batch_sizes` then names the batch sizes below and above that it divides. `dividing` is the best candidate
-    that does divide the requested batch; it is null in eval mode, and if none divides it, and `dividing_batch_sizes`
-    then names the nearest batch sizes that any candidate which fits divides.
+    that does divide the stated batch; if none divides it, it is null, and `dividing_batch_sizes` names the nearest
+    batch sizes that any candidate which fits divides.
     `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
     measured activations. What a whole run allocated is in `whole_model`.
     """
