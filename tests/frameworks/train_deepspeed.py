@@ -7,7 +7,9 @@ the gradients in float32 that exist while the optimizer steps.
 import json
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
 
@@ -32,15 +34,15 @@ optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)
 
 
-def num_bytes(tensors):
+def num_bytes(tensors: Iterable[torch.Tensor | None]) -> int:
     return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
 
-def masters():
+def masters() -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def note(*_):
+def note(*_: Any) -> None:
     """Note what is held when the optimizer is about to step."""
     held.append(
         {
@@ -52,7 +54,7 @@ def note(*_):
     )
 
 
-held = []
+held: list[dict[str, int]] = []
 optimizer.register_step_pre_hook(note)
 tokens = torch.randint(config["vocab_size"], (settings["train_micro_batch_size_per_gpu"], 16))
 before = [parameter.detach().clone() for parameter in model.parameters()]

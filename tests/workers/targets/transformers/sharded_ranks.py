@@ -37,7 +37,11 @@ from tests.workers.targets.transformers.targets import CPU, request_for
 
 NUM_RANKS = 2
 LEVELS = tuple(Sharding)
-TRAINING: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}}}
+TRAINING: dict[str, dict[str, Any]] = {
+    "full": {},
+    "master": {"precision": "master"},
+    "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}},
+}
 """What is trained; adapters are frozen weights in one format and trained ones in another."""
 
 
