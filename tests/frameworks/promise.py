@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.part_costs import predict_part_bytes
@@ -13,15 +14,13 @@ from tests.explorer.exports.samples import candidate, exploration
 from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target
 
 CONFIG = {**LLAMA, "tie_word_embeddings": True}
-TRAINED = {
-    "deepspeed": {"training": {"precision": "master"}},
-}
+TRAINED: dict[str, dict[str, Any]] = {"deepspeed": {"training": {"precision": "master"}}}
 """What is asked of the exploration, by the format of its export."""
 
 
 def write_promise(export_format: str, folder: Path) -> None:
     """Write `config.json`, the export, and `promise.json`: bytes by what they hold, and those of the step alone."""
-    changes = {"hf_config": CONFIG, "hf_seq_length": 16, "batch_size": 4, **TRAINED[export_format]}
+    changes: dict[str, Any] = {"hf_config": CONFIG, "hf_seq_length": 16, "batch_size": 4, **TRAINED[export_format]}
     asked = exploration(candidate(2, expert_backend=None), **changes)
     assert asked.request is not None
     parts = open_target(CONFIG, **TRAINED[export_format]).report(HARDWARE).parts

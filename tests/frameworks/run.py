@@ -130,7 +130,7 @@ def check(name: str, package: Package, folder: Path) -> bool:
         scripts[HERE / f"train_{name}.py"] = folder / "trained"
     failed = False
     for script, given in scripts.items():
-        command = [sys.executable, "-W", "ignore", script, given]
+        command = [sys.executable, "-W", "ignore", str(script), str(given)]
         refused = subprocess.run(command, cwd=folder, env=environment, check=False).returncode != 0
         sys.stdout.write(f"{package.requirement}, {script.name}: {'refused' if refused else 'accepted'}\n")
         failed |= refused

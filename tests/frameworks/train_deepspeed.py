@@ -15,7 +15,7 @@ os.environ |= {"DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_S
 
 import deepspeed
 import torch
-from torch.distributed import HashStore
+from torch._C._distributed_c10d import HashStore
 from transformers import AutoConfig, AutoModelForCausalLM
 
 TOLERANCE = 0.03
@@ -28,7 +28,8 @@ config = json.loads((folder / "config.json").read_text())
 
 torch.manual_seed(0)
 torch.distributed.init_process_group("gloo", store=HashStore(), rank=0, world_size=1)
-sys.modules["deepspeed.comm.torch"].build_shm_op = lambda: None  # it compiles a library, which one process never calls
+# It compiles a library, which one process never calls. The package hides the module behind another name.
+setattr(sys.modules["deepspeed.comm.torch"], "build_shm_op", lambda: None)  # noqa: B010
 model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
 engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=settings)

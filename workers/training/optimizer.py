@@ -108,8 +108,9 @@ class TrainingOptimizer:
 
     def _plan(self, bucket_bytes: int | None) -> list[list[_Slice]]:
         working_tensors = self._converted_gradients + self.spec.num_states * self._converted_moments
-        is_cut = working_tensors and bucket_bytes is not None
-        longest = max(1, bucket_bytes // (self._dtype.itemsize * working_tensors)) if is_cut else None
+        longest = None
+        if working_tensors and bucket_bytes is not None:
+            longest = max(1, bucket_bytes // (self._dtype.itemsize * working_tensors))
         buckets: list[list[_Slice]] = []
         room = 0
         for owner, parameter in enumerate(self.parameters):
