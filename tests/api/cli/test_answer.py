@@ -88,6 +88,12 @@ def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
     ) in text
 
 
+def test_the_heading_says_that_there_are_master_weights() -> None:
+    fields = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "training": {"precision": "master"}}
+    text = " ".join(render_answer(ANSWER, ExplorationRequest.model_validate(fields)).split())
+    assert "32 tokens per sequence, master weights)" in text
+
+
 def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
     text = render_answer(ANSWER, REQUEST)
     assert "12,34" not in text
