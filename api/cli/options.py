@@ -70,10 +70,13 @@ MicroBatchSize = Annotated[
     typer.Option(
         metavar="explore|auto|MIN-MAX|N|N,N",
         help="Micro-batch sizes to consider; MIN-MAX limits the range, 2,4,8 names them.",
-        show_default="auto if a batch size is stated, else explore",
+        show_default="of CONFIG, else auto with a batch size, and explore without",
     ),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="The effective batch size, over all devices.", show_default="none")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="The effective batch size, over all devices.", show_default=_default("batch_size", "none")),
+]
 NumDevices = Annotated[
     int | None, typer.Option(help="The number of devices that share the batch.", show_default=_default("num_devices"))
 ]
