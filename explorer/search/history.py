@@ -64,6 +64,11 @@ class TrialHistory:
         share = (variant + 1) / self._num_variants
         return int(share * self._budget.max_trials) - len(self._trials) - len(self._in_flight)
 
+    @property
+    def seconds_each(self) -> float:
+        """The seconds of the budget for each variant."""
+        return self._budget.max_seconds / self._num_variants
+
     def seconds_left(self, variant: int, of_budget: float = 1.0) -> float:
         """Seconds that variant number `variant` has left of a share of its budget; negative when it has overdrawn."""
         share = of_budget * (variant + 1) / self._num_variants

@@ -41,6 +41,17 @@ class _Reach:
     ends_search: bool
 
 
+@dataclass(frozen=True, slots=True)
+class NoiseFigures:
+    """The relative standard deviation between two runs of a micro-step, and the confidence as it is printed.
+
+    `confidences` has the tolerance with two decimals as its key.
+    """
+
+    run_noise: float
+    confidences: dict[str, int]
+
+
 class NoiseLimit:
     """Whether noise keeps the confidence in a variant's candidates below its target. It depends on trials alone."""
 
@@ -77,8 +88,9 @@ class NoiseLimit:
         if incumbent is None or not is_noisy(posterior, int(posterior.contenders.rows[incumbent])):
             return _Reach(version, is_limited=False, ends_search=False)
         target = request.budget.confidence_target
+        confidence = posterior.search_confidence or 0.0
         reachable = reachable_confidence(posterior, request.tolerance, self._history.seconds_left(self._variant))
-        if confidence_score(reachable) >= target:
+        if confidence_score(max(confidence, reachable)) >= target:
             return _Reach(version, is_limited=False, ends_search=False)
         left = self._history.seconds_left(self._variant, LIMITED_SHARE)
         wider = [level for level in LEVELS if level > request.tolerance]
@@ -96,6 +108,14 @@ def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:
     `quantile` is that of what the noise may be.
     """
     return float(posterior.surrogate.step_run_std(posterior.table, np.array([row]), quantile)[0])
+
+
+def noise_figures(posterior: Posterior, row: int) -> NoiseFigures:
+    """Return the noise between runs of a contender, and the confidence in it for each of LEVELS."""
+    (position,) = np.flatnonzero(posterior.contenders.rows == row)
+    confidence = posterior.contenders.confidence
+    found = {f"{level:.2f}": confidence_score(confidence(int(position), level)) for level in LEVELS}
+    return NoiseFigures(run_noise(posterior, row), found)
 
 
 def is_noisy(posterior: Posterior, row: int) -> bool:

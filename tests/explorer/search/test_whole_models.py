@@ -15,6 +15,7 @@ from bexp.explorer.search.candidate_report import References, build_recommendati
 from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.noise_limit import NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
@@ -213,7 +214,8 @@ def small_whole_models(*trials: Trial, **changes: Any) -> tuple[Posterior, Whole
     """A state that knows the sizes 1, 2 and 4, and the whole models that ran."""
     state = small_state(**changes)
     know(state, candidate(1), candidate(2), candidate(4))
-    return state, WholeModels(state, TrialHistory(trials, state.request.budget, 1), 0)
+    history = TrialHistory(trials, state.request.budget, 1)
+    return state, WholeModels(state, history, 0, NoiseLimit(state, history, 0))
 
 
 def whole_trial(number: int, size: int, outcome: Outcome = Outcome.OK, tokens: float | None = None) -> Trial:
@@ -315,4 +317,4 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
         found_by_it = rival if each == finder else None
         monkeypatch.setattr(f"bexp.explorer.search.whole_models.{each}", lambda _, found=found_by_it: found)
     check = NextCheck(rival.row, 0.3, None if finder == "find_runner_up" else 0.3)
-    assert WholeModels(state, history, 0).next() == (check if is_run else None)
+    assert WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next() == (check if is_run else None)
