@@ -68,10 +68,10 @@ class NoiseLimit:
 
     @property
     def ends_search(self) -> bool:
-        """Whether it is reached and nothing more is gained at a wider tolerance.
+        """Whether it is reached, and a wider tolerance is no reason to go on.
 
-        A wider tolerance of LEVELS goes on for as long as its confidence is below the target and can reach it, within
-        LIMITED_SHARE of the budget.
+        The search then has LIMITED_SHARE of the budget, to find what is surely within the widest of LEVELS, and within
+        the others where that can be reached.
         """
         return self._now.ends_search
 
@@ -94,10 +94,11 @@ class NoiseLimit:
             return _Reach(version, is_limited=False, ends_search=False)
         left = self._history.seconds_left(self._variant, LIMITED_SHARE)
         wider = [level for level in LEVELS if level > request.tolerance]
+        confidence_at = posterior.contenders.confidence_if_it_runs
+        open_levels = [level for level in wider if confidence_score(confidence_at(incumbent, level)) < target]
         goes_on = left > 0.0 and any(
-            confidence_score(posterior.contenders.confidence_if_it_runs(incumbent, level)) < target
-            and confidence_score(reachable_confidence(posterior, level, left)) >= target
-            for level in wider
+            level == LEVELS[-1] or confidence_score(reachable_confidence(posterior, level, left)) >= target
+            for level in open_levels
         )
         return _Reach(version, is_limited=True, ends_search=not goes_on)
 
