@@ -262,8 +262,8 @@ class CandidateSpace(SearchSpace):
 
     @property
     def is_limited_by_noise(self) -> bool:
-        """Whether noise keeps the confidence below its target."""
-        return self._noise.is_reached
+        """Whether noise keeps the confidence below its target, or whole models from raising it."""
+        return self._noise.outweighs_whole_models
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """The whole model of a candidate, and its composed step."""

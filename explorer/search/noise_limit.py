@@ -28,8 +28,11 @@ SURELY = 0.1
 NUM_OUTCOMES = 32
 LUCKY = 0.9
 """So many outcomes of the further runs are imagined. The confidence that they can reach is this quantile of theirs."""
+WIDER_TOLERANCE = 0.05
 LIMITED_SHARE = 0.125
-"""Share of the budget that a search has at most if noise limits its confidence."""
+"""If noise limits the confidence, a search ends once it is surely within this tolerance of the best, and it has at most
+this share of the budget.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,11 +70,22 @@ class NoiseLimit:
         return self._now.is_limited
 
     @property
-    def ends_search(self) -> bool:
-        """Whether it is reached, and a wider tolerance is no reason to go on.
+    def outweighs_whole_models(self) -> bool:
+        """Whether it is reached, or single runs differ by so much that whole models tell hardly more than components.
 
-        The search then has LIMITED_SHARE of the budget, to find what is surely within the widest of LEVELS, and within
-        the others where that can be reached.
+        It stays true after whole models, whatever they say.
+        """
+        posterior, contenders = self._posterior, self._posterior.contenders
+        if contenders.incumbent is None:
+            return False
+        is_heavy = run_noise(posterior, int(contenders.rows[contenders.incumbent])) > WIDER_TOLERANCE
+        return is_heavy or self.is_reached
+
+    @property
+    def ends_search(self) -> bool:
+        """Whether it is reached, and the search has used LIMITED_SHARE of the budget.
+
+        It ends earlier if the confidence reaches its target for WIDER_TOLERANCE.
         """
         return self._now.ends_search
 
@@ -93,14 +107,9 @@ class NoiseLimit:
         if confidence_score(max(confidence, reachable)) >= target:
             return _Reach(version, is_limited=False, ends_search=False)
         left = self._history.seconds_left(self._variant, LIMITED_SHARE)
-        wider = [level for level in LEVELS if level > request.tolerance]
-        confidence_at = posterior.contenders.confidence_if_it_runs
-        open_levels = [level for level in wider if confidence_score(confidence_at(incumbent, level)) < target]
-        goes_on = left > 0.0 and any(
-            level == LEVELS[-1] or confidence_score(reachable_confidence(posterior, level, left)) >= target
-            for level in open_levels
-        )
-        return _Reach(version, is_limited=True, ends_search=not goes_on)
+        tolerance = max(WIDER_TOLERANCE, request.tolerance)
+        is_near = confidence_score(posterior.contenders.confidence_if_it_runs(incumbent, tolerance)) >= target
+        return _Reach(version, is_limited=True, ends_search=is_near or left <= 0.0)
 
 
 def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:

@@ -71,7 +71,7 @@ class SearchSpace(ABC):
 
     @property
     def is_limited_by_noise(self) -> bool:
-        """Whether noise keeps the confidence below its target."""
+        """Whether noise keeps the confidence below its target, or whole models from raising it."""
         return False
 
     # -- trials of components ------------------------------------------------------------------------------------

@@ -19,7 +19,8 @@ WHOLE_OVERHEAD_SECONDS = 2.0
 """Seconds to build a whole model, and what its quickest steps take."""
 MICRO_STEPS, WHOLE_MICRO_STEPS = 2, 13
 """Micro-steps of a step of a whole model, and of all its steps, warm-up included."""
-LONG_STEP_SECONDS, LONG_MICRO_STEPS = 5.0, 5
+LONG_STEP_SECONDS = {"cuda": 5.0, "cpu": 2.0}
+LONG_MICRO_STEPS = 5
 """A longer step is timed once, so that there are fewer micro-steps."""
 
 
@@ -41,9 +42,9 @@ def measuring_seconds(seconds_K: Floats) -> Floats:
     return np.asarray(TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * seconds_K)
 
 
-def whole_model_seconds(micro_step_seconds: float) -> float:
+def whole_model_seconds(micro_step_seconds: float, device_kind: str) -> float:
     """Seconds that it takes to run a whole model whose micro-step takes `micro_step_seconds`."""
-    is_long = MICRO_STEPS * micro_step_seconds > LONG_STEP_SECONDS
+    is_long = MICRO_STEPS * micro_step_seconds > LONG_STEP_SECONDS[device_kind]
     number = LONG_MICRO_STEPS if is_long else WHOLE_MICRO_STEPS
     return WHOLE_OVERHEAD_SECONDS + number * micro_step_seconds
 

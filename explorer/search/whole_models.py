@@ -34,7 +34,7 @@ CONSIDERABLE = 0.1
 SHARE = 1 / 3
 """Share of a variant's seconds that its whole models have, after the first that ran well.
 
-If noise limits the confidence, it is the same share of the seconds that a search then has.
+If noise outweighs what they tell, it is the same share of the seconds that a search then has.
 """
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
@@ -123,8 +123,9 @@ class WholeModels:
 
     def _has_time(self, row: int) -> bool:
         """Whether the whole model of a candidate is expected to end within the share that whole models have."""
-        share = SHARE * (LIMITED_SHARE if self._noise.is_reached else 1.0)
-        expected = whole_model_seconds(self._posterior.corrected_seconds(row).micro_step)
+        share = SHARE * (LIMITED_SHARE if self._noise.outweighs_whole_models else 1.0)
+        device_kind = self._posterior.hardware.device_kind
+        expected = whole_model_seconds(self._posterior.corrected_seconds(row).micro_step, device_kind)
         spent = sum(trial.seconds for trial in self.trials)
         return spent + expected <= share * self._history.seconds_each
 
