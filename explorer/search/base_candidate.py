@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bexp.explorer.search.noise_limit import run_noise
+from bexp.explorer.search.noise_limit import SURELY, run_noise
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
@@ -14,7 +14,7 @@ from bexp.explorer.spec.candidate import Candidate
 NOISY = 0.02
 """If two runs of the base's micro-step differ by more than this share, one run is not enough for what rests on it.
 
-A CPU counts as such until its runs show otherwise; GPUs differ by a quarter of that.
+A CPU counts as noisy until its runs show otherwise, any other device once they surely show it.
 """
 RUNS, LAST_RUNS = 2, 3
 """How often it is then measured before the search goes on, and before the answer."""
@@ -47,7 +47,8 @@ class BaseCandidate:
         """
         posterior, table = self._posterior, self._posterior.table
         row = table.row[base]
-        if not posterior.is_open(row) or run_noise(posterior, row) <= NOISY:
+        quantile = 0.5 if posterior.hardware.device_kind == "cpu" else SURELY
+        if not posterior.is_open(row) or run_noise(posterior, row, quantile) <= NOISY:
             return None
         shares_P = table.step_shares(posterior.surrogate.device_mean_K, np.array([row]))[0]
         telling = [
