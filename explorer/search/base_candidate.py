@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from bexp.explorer.search.noise_limit import SURELY, run_noise
+from bexp.explorer.search.noise_limit import run_noise, shown_noise
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
@@ -47,8 +47,8 @@ class BaseCandidate:
         """
         posterior, table = self._posterior, self._posterior.table
         row = table.row[base]
-        quantile = 0.5 if posterior.hardware.device_kind == "cpu" else SURELY
-        if not posterior.is_open(row) or run_noise(posterior, row, quantile) <= NOISY:
+        noise = run_noise if posterior.hardware.device_kind == "cpu" else shown_noise
+        if not posterior.is_open(row) or noise(posterior, row) <= NOISY:
             return None
         shares_P = table.step_shares(posterior.surrogate.device_mean_K, np.array([row]))[0]
         telling = [

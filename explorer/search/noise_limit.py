@@ -9,6 +9,7 @@ composition's error stays open, because components do not show it.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,8 @@ LEVELS = (0.01, 0.05, 0.10)
 """The tolerances for which an answer states its confidence."""
 MOST_RUNS = 4
 """The most runs of one component. Runs within minutes see the same state of the machine, so more runs tell little."""
+NOISY = 2.0
+"""Whole models still tell candidates apart if two runs differ by less than so many tolerances."""
 SURELY = 0.1
 """A device counts as noisy by this quantile of what its noise may be: a few runs that differ may do so by chance."""
 NUM_OUTCOMES = 32
@@ -75,11 +78,7 @@ class NoiseLimit:
 
         It stays true after whole models, whatever they say.
         """
-        posterior, contenders = self._posterior, self._posterior.contenders
-        if contenders.incumbent is None:
-            return False
-        is_heavy = run_noise(posterior, int(contenders.rows[contenders.incumbent])) > WIDER_TOLERANCE
-        return is_heavy or self.is_reached
+        return self._is_noisy(WIDER_TOLERANCE) or self.is_reached
 
     @property
     def ends_search(self) -> bool:
@@ -88,6 +87,12 @@ class NoiseLimit:
         It ends earlier if the confidence reaches its target for WIDER_TOLERANCE.
         """
         return self._now.ends_search
+
+    def _is_noisy(self, least: float) -> bool:
+        """Whether two runs of the fastest candidate surely differ by more than `least`."""
+        contenders = self._posterior.contenders
+        incumbent = contenders.incumbent
+        return incumbent is not None and shown_noise(self._posterior, int(contenders.rows[incumbent])) > least
 
     @property
     def _now(self) -> _Reach:
@@ -99,7 +104,7 @@ class NoiseLimit:
     def _compute(self, version: int) -> _Reach:
         posterior, request = self._posterior, self._posterior.request
         incumbent = posterior.contenders.incumbent
-        if incumbent is None or not is_noisy(posterior, int(posterior.contenders.rows[incumbent])):
+        if incumbent is None or not self._is_noisy(NOISY * request.tolerance):
             return _Reach(version, is_limited=False, ends_search=False)
         target = request.budget.confidence_target
         confidence = posterior.search_confidence or 0.0
@@ -128,9 +133,16 @@ def noise_figures(posterior: Posterior, row: int) -> NoiseFigures:
     return NoiseFigures(run_noise(posterior, row), found)
 
 
-def is_noisy(posterior: Posterior, row: int) -> bool:
-    """Return whether two runs of a candidate surely differ by more than the tolerance."""
-    return run_noise(posterior, row, SURELY) > posterior.request.tolerance
+def shown_noise(posterior: Posterior, row: int) -> float:
+    """Return what the `run_noise` surely is, but no more than the scatter of components that were run several times.
+
+    Single runs do not tell noise from a device that is unlike what was expected.
+    """
+    repeated = [runs for runs in posterior.knowledge.log.runs.values() if len(runs.runs) > 1]
+    if not repeated:
+        return 0.0
+    squares, freedom = sum(r.squared_deviations for r in repeated), sum(len(r.runs) - 1 for r in repeated)
+    return min(run_noise(posterior, row, SURELY), math.sqrt(squares / freedom))
 
 
 def reachable_confidence(posterior: Posterior, tolerance: float, seconds: float) -> float:
