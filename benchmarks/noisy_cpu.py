@@ -51,7 +51,7 @@ def explore_once(config: Path, truth: GroundTruth) -> dict[str, Any]:
         RuntimeError: the command failed.
     """
     with tempfile.TemporaryDirectory() as folder:
-        command = [*module_command("bexp"), "explore", str(config.resolve()), "--device", "cpu", "--json"]
+        command = [*module_command("bexp.api.cli"), "explore", str(config.resolve()), "--device", "cpu", "--json"]
         environment = {**os.environ, "XDG_DATA_HOME": folder}
         started = time.perf_counter()
         ended = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, check=False)

@@ -98,16 +98,27 @@ def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> Non
     assert last.data["recommendation"]["candidate"] == rival.model_dump(mode="json")
 
 
-def test_a_faster_runner_up_within_the_noise_of_its_run_changes_nothing_and_is_noted() -> None:
+def test_a_faster_runner_up_within_the_tolerance_changes_nothing_and_is_noted() -> None:
     winner, rival = pair()
-    device = device_with({rival: 0.95})
+    device = device_with({rival: 0.96})
     device.whole_model_error = 0.2
     found = found_by(run(device))
     assert found.candidate == winner
     assert found.runner_up is not None
-    assert found.runner_up.gain is not None and found.runner_up.gain < 1
+    assert found.runner_up.gain is not None and 0.99 <= found.runner_up.gain < 1
     assert any("the runner-up was the faster one" in note for note in found.notes)
     assert not any("runner-up" in note for note in found_by(list(plain())).notes)
+
+
+def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whatever_the_noise() -> None:
+    winner, rival = pair()
+    device = device_with({rival: 0.95})
+    device.whole_model_error = 0.2
+    found = found_by(run(device))
+    assert found.candidate == rival != winner
+    assert found.runner_up is not None
+    assert found.runner_up.candidate == winner
+    assert found.runner_up.gain is not None and found.runner_up.gain > 1
 
 
 def test_a_winner_that_disappoints_makes_way_for_one_that_is_run_in_its_turn() -> None:
