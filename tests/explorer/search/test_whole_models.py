@@ -329,3 +329,25 @@ def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
         monkeypatch.setattr(f"bexp.explorer.search.whole_models.{each}", lambda _, found=found_by_it: found)
     check = NextCheck(rival.row, 0.3, None if finder == "find_runner_up" else 0.3)
     assert WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next() == (check if is_run else None)
+
+
+@pytest.mark.parametrize(("spent", "is_run"), [(150.0, True), (198.5, False)])
+def test_after_the_first_a_whole_model_begins_only_if_it_ends_within_a_third_of_the_seconds(
+    monkeypatch: pytest.MonkeyPatch, spent: float, is_run: bool
+) -> None:
+    state = small_state()
+    know(state, candidate(1), candidate(2), candidate(4))
+    best = state.recommend()
+    assert best is not None
+    size = state.table.candidates[best.row].micro_batch_size
+    rival = next(s for s in (1, 2, 4) if s != size)
+    row = state.table.row[candidate(rival)]
+    first = whole_trial(7, size, tokens=100.0).model_copy(update={"seconds": spent})
+    monkeypatch.setattr(
+        "bexp.explorer.search.whole_models.find_runner_up", lambda posterior: RunnerUp(row, 0.5, 0.1, 1.0)
+    )
+    for trials, expected in (([], best.row), ([first], row if is_run else None)):
+        history = TrialHistory(trials, state.request.budget, 1)
+        monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row, ran=bool(trials): ran)
+        check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
+        assert (None if check is None else check.row) == expected
