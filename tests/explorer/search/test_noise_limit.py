@@ -26,7 +26,7 @@ from bexp.explorer.search.noise_limit import (
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import whole_model_seconds
 from tests.explorer.explorations import answer_of, lines, trials_of
-from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_space, small_state
+from tests.explorer.search.small import REPORT, candidate, know, measure, small_request, small_space, small_state, trial
 from tests.explorer.simulator import SimulatedDevice
 
 BUDGET = 200.0
@@ -161,10 +161,7 @@ def test_more_runs_reach_more_and_noise_less() -> None:
 
 def test_the_limit_is_that_of_the_trials_so_far(monkeypatch: pytest.MonkeyPatch) -> None:
     def limit(state: Posterior, seconds: float) -> NoiseLimit:
-        history = TrialHistory([], state.request.budget, 1)
-        spent = Trial.model_construct(seconds=seconds, suggest_seconds=0.0, number=0)
-        history.add(spent)
-        return NoiseLimit(state, history, 0)
+        return NoiseLimit(state, TrialHistory([trial(0, seconds=seconds)], state.request.budget, 1), 0)
 
     loud, quiet = scattered(0.3), scattered(0.001)
     assert limit(loud, 1.0).is_reached
