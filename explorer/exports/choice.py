@@ -18,7 +18,7 @@ from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.search.restored import restore_posterior
+from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.trainer_terms import compute_dtype, find_missing, precision_of
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
@@ -136,7 +136,7 @@ def _restore(request: ExplorationRequest, report: DeviceReport, exploration: Exp
     if space.table is None:
         return None
     history = TrialHistory(exploration.trials, request.budget, len(models))
-    return restore_posterior(space, request, report, history)[0]
+    return restore_knowledge(space, request, report, history).posterior
 
 
 def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posterior, own: Choice) -> Choice | None:

@@ -16,6 +16,8 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
+from bexp.explorer.search.event_messages import describe_noise
+from bexp.explorer.search.noise_limit import NoiseFigures, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
@@ -55,11 +57,12 @@ def build_recommendation(
     *,
     final: bool = False,
     out_of_budget: bool = False,
+    limited_by_noise: bool = False,
 ) -> Recommendation:
     """Return everything that is known about the recommended candidate.
 
     `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved,
-    and why its confidence is below the target: if the search is `out_of_budget`, a note says so.
+    and why its confidence is below the target: if the search is `out_of_budget` or `limited_by_noise`, a note says so.
     """
     request = posterior.request
     table = posterior.table
@@ -68,6 +71,7 @@ def build_recommendation(
     base = posterior.corrected_seconds(references.base)
     memory = posterior.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
+    noise = noise_figures(posterior, best.row)
     return Recommendation(
         candidate=candidate,
         base=table.candidates[references.base],
@@ -98,7 +102,7 @@ def build_recommendation(
             *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
             *([] if posterior.knowledge.reused is None else [describe_reused(posterior.knowledge.reused)]),
             *_slow_head(posterior, best.row),
-            *(_shortfall(posterior, best, out_of_budget=out_of_budget) if final else ()),
+            *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
         ),
         dividing=dividing,
         dividing_batch_sizes=dividing_batch_sizes(posterior) if dividing is None else (),
@@ -108,6 +112,8 @@ def build_recommendation(
         composed_tokens_per_second=posterior.seconds(best.row).tokens_per_second,
         reused=posterior.knowledge.reused,
         dropped_share=_dropped_share(table.model, candidate, request),
+        run_noise=noise.run_noise,
+        confidences=noise.confidences,
     )
 
 
@@ -222,11 +228,15 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     ]
 
 
-def _shortfall(posterior: Posterior, best: BestCandidate, *, out_of_budget: bool) -> tuple[str, ...]:
-    """Return a note that says why the confidence is below its target, if it is known."""
+def _shortfall(
+    posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
+) -> tuple[str, ...]:
+    """Return a note that says why the confidence is below its target, if it is known; `limit` is the noise if it is."""
     request, target = posterior.request, posterior.request.budget.confidence_target
     if confidence_score(best.confidence) >= target:
         return ()
+    if limit is not None:
+        return (describe_noise(limit, target),)
     if out_of_budget:
         return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
     rival = None if request.verify else find_runner_up(posterior)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.search.posterior import Posterior, recommended_position
+from bexp.explorer.search.posterior import Posterior
 
 MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""
@@ -39,7 +39,7 @@ def find_runner_up(posterior: Posterior) -> RunnerUp | None:
     the one that is most likely to fit.
     """
     contenders, rows = posterior.contenders, posterior.contenders.rows
-    recommended = recommended_position(contenders, posterior.memory.required_C, posterior.request)
+    recommended = posterior.recommended_position
     number_A = np.array([posterior.knowledge.whole_models.count(int(row)) for row in rows])
     others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
     if not others:

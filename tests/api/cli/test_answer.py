@@ -289,3 +289,30 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         "expert mode no expert parallelism: 1.50x over overlapped, tensor=1 pipeline=1 expert=8 (overlapped in 2",
     ):
         assert part in text
+
+
+def test_a_noisy_answer_states_its_noise_and_no_more_digits_than_it_supports() -> None:
+    noisy = RECOMMENDATION.model_copy(
+        update={"run_noise": 0.0916, "confidences": {"0.01": 43, "0.05": 80, "0.10": 97}, "confidence": 43}
+    )
+    text = " ".join(" ".join(render_recommendation(noisy, REQUEST)).split())
+    assert "by tolerance 43 for 1%, 80 for 5%, 97 for 10% noise two runs of a micro-step differ by 9.2%" in text
+    assert "; the recommended one is 1.0x as fast" in text
+    assert "expect 11,500 tokens/s per device, 1.2x base" in text
+    assert noisy.ratio_text(0.945) == "0.94x" and noisy.ratio_text(12.34) == "12x"
+    sure = noisy.model_copy(update={"confidence": 90})
+    assert sure.ratio_text(1.371, 3) == "1.371x"
+
+
+@pytest.mark.parametrize(
+    ("prefer", "said"),
+    [
+        ("speed", "; the recommended one is as fast, within the noise of such runs"),
+        ("memory", "; the recommended one is 0.991x as fast and needs less memory"),
+    ],
+)
+def test_a_runner_up_that_is_faster_within_the_tolerance_is_as_fast(prefer: str, said: str) -> None:
+    assert RECOMMENDATION.runner_up is not None
+    faster = RECOMMENDATION.runner_up.model_copy(update={"gain": 0.991})
+    found = RECOMMENDATION.model_copy(update={"runner_up": faster, "prefer": prefer})
+    assert said in " ".join(" ".join(render_recommendation(found, REQUEST)).split())
