@@ -93,10 +93,12 @@ def _run(seeds: Sequence[int], processes: int) -> Iterator[UnseenRun]:
 
 
 def _read(journal: Path | None) -> Iterator[UnseenRun]:
-    """Yield the runs of a journal. A last line that was cut off is no run."""
+    """Yield the runs of a journal. A last line that was cut off is removed."""
     if journal is None or not journal.exists():
         return
-    for text in journal.read_text().splitlines(keepends=True):
-        if text.endswith("\n"):
-            run = json.loads(text)
-            yield UnseenRun(**run | {"lines": tuple(Line(**line) for line in run["lines"])})
+    text = journal.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        journal.write_text(whole)
+    for run in map(json.loads, whole.splitlines()):
+        yield UnseenRun(**run | {"lines": tuple(Line(**line) for line in run["lines"])})
