@@ -86,7 +86,7 @@ class WholeModels:
         The recommended candidate is checked in any case. After a whole model that ran well, others are run if each is
         expected to end within their share of the budget: the candidate that the answer has changed to, then runners-up.
         A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. Last comes what
-        does not fit as composed, if it is much faster than all that fit (`find_above_limit`). If no candidate
+        does not fit as composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
         not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
