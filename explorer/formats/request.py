@@ -14,11 +14,13 @@ from bexp.explorer.formats.errors import explain, relocate
 from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
     assume_seq_length,
+    check_length,
     drop_remote_code,
     pass_config,
     translate_config,
 )
-from bexp.explorer.formats.translation import Translation
+from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.spec.explored import HuggingFaceConfig
 from bexp.explorer.spec.request import ExplorationRequest
@@ -98,6 +100,7 @@ def _refuse_second_training(file: str, translation: Translation) -> None:
 
 def _translate_request(document: Mapping[str, Any], translation: Translation, changes: dict[str, Any]) -> None:
     found: tuple[Location, Any] | None
+    stated = _choose(changes, document, "target")
     if "megatron" in document or nemo.is_nemo(document):
         found, beside = None, _translate_arguments(document, changes, translation)
     elif cerebras.MARKS & document.keys():
@@ -123,10 +126,21 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
     config = translation.get("hf_config")
     if isinstance(config, Mapping):
         drop_remote_code(config, translation)
-        if _choose(changes, translation.document, "target") in (None, TRANSFORMERS):
+        target = _choose(changes, translation.document, "target")
+        is_transformers = target in (None, TRANSFORMERS)
+        refused = target in (None, BEXP, TRANSFORMERS) and refuse_other_model(_section_of(translation), stated)
+        if is_transformers and not refused:
             translation.notes += unlike_the_config(config)
         if _choose(changes, translation.document, "hf_seq_length") is None:
             assume_seq_length(config, translation)
+        elif is_transformers:
+            check_length(config, _choose(changes, translation.document, "hf_seq_length"), translation)
+
+
+def _section_of(translation: Translation) -> Section:
+    """Return the config.json of a translated request, at its place in the document."""
+    location = translation.sources.get(("hf_config",), ("hf_config",))
+    return translation.section(translation.get("hf_config"), location)
 
 
 def _is_request_field(key: str, value: Any) -> bool:
