@@ -1,4 +1,4 @@
-"""Any model of transformers, measured whole: `bexp explore config.json --target examples/targets/hugging_face.py:Target`.
+"""Any model of transformers, measured whole: `bexp explore config.json --target hugging_face.py:Target`.
 
 The library's class for the type is built: a causal language model, an encoder, an encoder with a decoder, or a network
 for images. Batches are random tokens, images and sounds. A vision-language model gets text alone. If your batches hold

@@ -21,6 +21,12 @@ RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "m
 MARKS = frozenset(RUN_KEYS[:4])
 """A document with any of these keys at the top is a Cerebras configuration."""
 
+
+def is_cerebras(document: Mapping[str, Any]) -> bool:
+    """Return whether a document is a Cerebras configuration."""
+    return bool(MARKS & document.keys())
+
+
 BTA_FLAGS = {
     "csx.debug.ini.ws_opt_enable_bta": "enable",
     "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",

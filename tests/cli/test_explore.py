@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import sqlalchemy as sa
 import yaml
+from typer.testing import CliRunner
 
-from bexp.api.cli import explore, local_run, resume
+from bexp.api.cli import app, explore, local_run, resume
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
-from bexp.api.cli.options import parse_fields, split_target
+from bexp.api.cli.options import parse_fields, read_request, split_target
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
@@ -176,3 +179,35 @@ def test_a_target_that_this_machine_lacks_is_refused_before_anything_starts(monk
     explore.check_target(of_library, "replay:table.jsonl")
     with pytest.raises(CommandError, match=r"there is no target 'my-gpt' here; there are bexp 0\.1\.0"):
         explore.check_target(ExplorationRequest.model_validate({"target": "my-gpt"}), None)
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "log_dir"),
+    [
+        ("{}", [], None),
+        ("{}", ["--log-dir", "logs"], Path("logs")),
+        ("{runconfig: {use_cs_grad_accum: true}, train_input: {batch_size: 8}}", [], Path.cwd),
+        ("{trainer: {}}", ["--log-dir", "logs"], Path("logs")),
+    ],
+)
+def test_a_log_file_is_written_for_cerebras_yaml_and_where_it_is_asked_for(
+    text: str, options: list[str], log_dir: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "my-run.yaml").write_text(text)
+    run, request = MagicMock(), REQUEST
+    run.return_value.__enter__.return_value.follow.return_value = 0
+    monkeypatch.setattr("bexp.api.cli.explore.LocalRun", run)
+    monkeypatch.setattr("bexp.api.cli.explore.open_stored", MagicMock())
+    monkeypatch.setattr("bexp.api.cli.options.parse_request", lambda *_, **__: request)
+    assert CliRunner().invoke(app, ["explore", str(tmp_path / "my-run.yaml"), *options]).exit_code == 0
+    (asked,) = run.return_value.__enter__.return_value.follow.call_args_list
+    assert asked.kwargs["log_dir"] == (log_dir() if callable(log_dir) else log_dir)
+
+
+def test_a_model_without_a_name_is_called_by_its_file(tmp_path: Path) -> None:
+    model = {key: value for key, value in TINY["model"].items() if key != "name"}
+    for file, name in (("my-run.yaml", "my-run"), ("-(x)y.yaml", "x-y"), ("config.json", "config")):
+        (tmp_path / file).write_text(json.dumps({"model": model}))
+        assert read_request(tmp_path / file, {}).explored.name == name
+    (tmp_path / "named.yaml").write_text(json.dumps(TINY))
+    assert read_request(tmp_path / "named.yaml", {}).explored.name == TINY["model"]["name"]
