@@ -94,6 +94,11 @@ class Budget(Frozen):
     trial_timeout_seconds: Annotated[float, Field(gt=0, le=3600)] = 120.0
 
 
+def is_flash(attention_backend: str) -> bool:
+    """Return whether a back end is FlashAttention by its name: `flash`, `sdpa:flash`, `flash_attention_2`."""
+    return attention_backend in {"flash", "sdpa:flash"} or attention_backend.startswith("flash_attention")
+
+
 LADDER = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
 """Micro-batch sizes of an open exploration: two an octave."""
 

@@ -21,6 +21,7 @@ from bexp.explorer.spec.execution_rules import (
 from bexp.explorer.spec.expert_modes import check_expert_modes
 from bexp.explorer.spec.legal_meshes import check_meshes
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.options import is_flash
 from bexp.explorer.spec.space_rules import (
     check_combinations,
     check_largest_tile,
@@ -135,7 +136,8 @@ def check_capacity(request: ExplorationRequest) -> None:
 
 def check_attention_backends(request: ExplorationRequest) -> None:
     """The list of attention back ends is not undone by `flash_attention`."""
-    if set(request.attention_backends or ()) == {"flash"} and not request.flash_attention:
+    named = request.attention_backends
+    if named and all(map(is_flash, named)) and not request.flash_attention:
         raise RuleError(
             "attention_backends allows only flash, and flash_attention is false",
             "attention_backends",
