@@ -177,7 +177,7 @@ def _context(request: ExplorationRequest | None) -> str:
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
-    precision = ", autocast" if request.training.precision == "autocast" else ""
+    precision = {"pure": "", "autocast": ", autocast", "master": ", master weights"}[request.training.precision]
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
     return f" for {request.explored.name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
 

@@ -87,8 +87,8 @@ class Housekeeper:
         if self._settings.keeps_all:
             return num_records == MOST_PRUNED
         older_than = None if days is None else timedelta(days=days)
-        found = find_prunable(database, older_than=older_than, keep=self._settings.keep_jobs)
-        if found:
-            prune(database, found[:MOST_PRUNED])
-            logger.warning("retention deleted %d finished explorations", len(found[:MOST_PRUNED]))
-        return len(found) > MOST_PRUNED or num_records == MOST_PRUNED
+        prunable = find_prunable(database, older_than=older_than, keep=self._settings.keep_jobs)
+        if prunable:
+            prune(database, prunable[:MOST_PRUNED])
+            logger.warning("retention deleted %d finished explorations", len(prunable[:MOST_PRUNED]))
+        return len(prunable) > MOST_PRUNED or num_records == MOST_PRUNED

@@ -38,7 +38,7 @@ def export_of(database: Database, job: Job, name: str) -> ExportDocument:
     known = job.recommendation
     reason = job.answer.variants[0].reason if job.answer is not None and known is None else None
     trials = read_all_trials(database, job.reused_from or job.id) if known is not None else []
-    found = ExportSource(
+    source = ExportSource(
         id=job.id,
         request=job.request,
         report=job.report,
@@ -47,7 +47,7 @@ def export_of(database: Database, job: Job, name: str) -> ExportDocument:
         final=job.state.is_final,
         missing=f"Nothing fits: {reason}" if reason else why_nothing(job),
     )
-    return export(name, found)
+    return export(name, source)
 
 
 def export_notes(made: ExportDocument) -> tuple[str, ...]:

@@ -27,9 +27,8 @@ from bexp.api.settings import ServiceSettings
 from bexp.api.streams import LISTENING_POLL_SECONDS, EventFeed
 from bexp.api.tokens import Tokens
 from bexp.storage.database import Database, DatabaseLimits, open_database
-from bexp.storage.probe import try_write
 from bexp.storage.queue import Queue
-from bexp.storage.schema import NewerSchemaError
+from bexp.storage.schema import NewerSchemaError, try_write
 
 RETRY_SECONDS = 10
 

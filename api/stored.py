@@ -108,8 +108,8 @@ class StoredExplorations:
     def result(self, job_id: str) -> Result | None:
         """Return the best candidate so far and, at the end, the whole answer; None while nothing is known."""
         with _refusals():
-            found = result_of(get_job(self.database, job_id))
-            return None if found is None else _as(Result, found)
+            result = result_of(get_job(self.database, job_id))
+            return None if result is None else _as(Result, result)
 
     def export(self, job_id: str, name: str) -> Export:
         """Return the answer as a file for a training framework, in the format called `name`."""
@@ -142,22 +142,22 @@ class StoredExplorations:
         while not cancelled():
             with _refusals():
                 now = get_summary(self.database, job_id)
-                found = read_events(self.database, job_id, after=after, limit=PAGE)
-            yield from found
-            after = found[-1].seq if found else after
+                page = read_events(self.database, job_id, after=after, limit=PAGE)
+            yield from page
+            after = page[-1].seq if page else after
             if now.state.is_final and after >= now.last_seq:
                 return
-            if not found:
+            if not page:
                 on_idle()
                 time.sleep(POLL_SECONDS)
 
     def stored_events(self, job_id: str) -> tuple[Event, ...]:
         """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
-        found: list[Event] = []
+        events: list[Event] = []
         with _refusals():
-            while page := read_events(self.database, job_id, after=found[-1].seq if found else 0, limit=PAGE):
-                found += page
-        return tuple(found)
+            while page := read_events(self.database, job_id, after=events[-1].seq if events else 0, limit=PAGE):
+                events += page
+        return tuple(events)
 
 
 def _shown(job: Job) -> Exploration:

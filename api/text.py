@@ -25,7 +25,7 @@ def wrap(lines: Iterable[str], width: int = WIDTH, indent: int = 6) -> list[str]
     wrapped: list[str] = []
     for line in lines:
         label, tab, text = line.rpartition("\t")
-        found = textwrap.wrap(
+        parts = textwrap.wrap(
             FIGURE.sub(NO_BREAK, text),
             width,
             initial_indent=label,
@@ -33,7 +33,7 @@ def wrap(lines: Iterable[str], width: int = WIDTH, indent: int = 6) -> list[str]
             break_long_words=False,
             break_on_hyphens=False,
         )
-        wrapped += [part.replace(NO_BREAK, " ") for part in found] or [label.rstrip()]
+        wrapped += [part.replace(NO_BREAK, " ") for part in parts] or [label.rstrip()]
     return wrapped
 
 

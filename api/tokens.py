@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
-class _Found:
+class _Known:
     token: Token
     at: float
 
@@ -47,7 +47,7 @@ class Tokens:
         self._database = database
         self._feed = feed
         self._check_seconds = check_seconds
-        self._found: dict[str, _Found] = {}
+        self._known: dict[str, _Known] = {}
         self._streams: set[OpenStream] = set()
 
     async def find(self, secret: str) -> Token | None:
@@ -57,15 +57,15 @@ class Tokens:
             sqlalchemy.exc.SQLAlchemyError: the database does not answer, and the token was not found lately.
         """
         digest = digest_of(secret)
-        found = self._found.get(digest)
-        if found is not None and time.monotonic() - found.at < self._check_seconds:
-            return found.token
-        self._found.pop(digest, None)
+        known = self._known.get(digest)
+        if known is not None and time.monotonic() - known.at < self._check_seconds:
+            return known.token
+        self._known.pop(digest, None)
         token = await run_sync(verify_token, self._database, secret)
         if token is not None:
-            self._found[digest] = _Found(token, time.monotonic())
-            if len(self._found) > MAX_KEPT:
-                del self._found[next(iter(self._found))]
+            self._known[digest] = _Known(token, time.monotonic())
+            if len(self._known) > MAX_KEPT:
+                del self._known[next(iter(self._known))]
         return token
 
     @contextmanager

@@ -58,17 +58,17 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--tokens", type=int, default=TOKENS)
     options = parser.parse_args(arguments)
     started = time.monotonic()
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "environment": describe_environment(),
         **{"tokens": options.tokens, "num_heads": options.num_heads, "within": WITHIN},
         **{"cells": [], "left_out": []},
     }
     picked: list[tuple[dict[str, Any], ExplorationRequest, DeviceReport]] = []
     with Profiler(options.device, lock_timeout_seconds=LOCK_SECONDS) as profiler:
-        found["hardware"] = profiler.hardware().model_dump(mode="json")
+        results["hardware"] = profiler.hardware().model_dump(mode="json")
         for cell in cells(options):
             if time.monotonic() > started + PICKING_SHARE * options.seconds:
-                found["left_out"].append(cell)
+                results["left_out"].append(cell)
                 continue
             request = request_of(cell)
             report = profiler.begin(request)
@@ -76,15 +76,15 @@ def main(arguments: list[str] | None = None) -> int:
     device = torch.device(options.device)
     for cell, request, report in picked:
         if time.monotonic() > started + options.seconds:
-            found["left_out"].append(cell)
+            results["left_out"].append(cell)
             continue
         timed = time_back_ends(request, [support.name for support in report.attention_backends], device)
-        found["cells"].append(cell | {"timed": timed, "verdict": {"block": verdict(cell["picked"], timed)}})
-        found["summary"] = {"cells": len(found["cells"]), "block": summary(found["cells"])}
-        write_results(options.out, found)
-        print(cell, found["cells"][-1]["verdict"])
-    print(found.get("summary"), f"left out for want of time: {len(found['left_out'])} shapes")
-    return 0 if found["cells"] else 1
+        results["cells"].append(cell | {"timed": timed, "verdict": {"block": verdict(cell["picked"], timed)}})
+        results["summary"] = {"cells": len(results["cells"]), "block": summary(results["cells"])}
+        write_results(options.out, results)
+        print(cell, results["cells"][-1]["verdict"])
+    print(results.get("summary"), f"left out for want of time: {len(results['left_out'])} shapes")
+    return 0 if results["cells"] else 1
 
 
 def cells(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
@@ -124,9 +124,11 @@ def pick(request: ExplorationRequest, report: DeviceReport, measure: Measure) ->
             measured = step.trial.measurement
             trial = {"back_end": measured.candidate.attention_backend, "outcome": measured.outcome.value}
             trials.append({**trial, "reason": measured.reason, "seconds": step.trial.seconds})
-    found = answer.recommendation if answer else None
+    recommendation = answer.recommendation if answer else None
     chosen = (
-        {"picked": found.candidate.attention_backend, "confidence": found.confidence} if found else {"picked": None}
+        {"picked": recommendation.candidate.attention_backend, "confidence": recommendation.confidence}
+        if recommendation
+        else {"picked": None}
     )
     return chosen | {"trials": trials}
 
@@ -136,23 +138,23 @@ def time_back_ends(
 ) -> dict[str, dict[str, Any]]:
     """Seconds of the attention block on every back end, or why there are none."""
     assert request.model is not None
-    found: dict[str, dict[str, Any]] = {}
+    timed: dict[str, dict[str, Any]] = {}
     runs: dict[str, Run] = {}
     for name in names:
         reason = attention_backend(name).unsupported_reason(attention_shape(request.model), device)
         if reason is not None:
-            found[name] = {"reason": reason}
+            timed[name] = {"reason": reason}
             continue
         try:
             run = block_pass(request, name, device)
             run()
             runs[name] = run
         except Exception as error:  # noqa: BLE001 - whatever a back end raises is its outcome
-            found[name] = {"reason": classify(error)[1] or type(error).__name__}
+            timed[name] = {"reason": classify(error)[1] or type(error).__name__}
     for name, timing in time_in_turns(runs, device, budget).items():
         seconds = {"seconds": timing.device_seconds, "standard_error_seconds": timing.device_error_seconds}
-        found[name] = {**seconds, "clock_seconds": timing.clock_seconds}
-    return found
+        timed[name] = {**seconds, "clock_seconds": timing.clock_seconds}
+    return timed
 
 
 def block_pass(request: ExplorationRequest, name: str, device: torch.device) -> Run:
@@ -183,9 +185,9 @@ def verdict(picked: str | None, timed: dict[str, dict[str, Any]]) -> dict[str, A
     return {"best": best, "ratio": ratio, "within": ratio is not None and ratio <= WITHIN}
 
 
-def summary(found: list[dict[str, Any]]) -> dict[str, Any]:
+def summary(cells: list[dict[str, Any]]) -> dict[str, Any]:
     """Return how many choices are within 1% of the fastest, and the worst. A choice without a time is not within."""
-    verdicts = [cell["verdict"]["block"] for cell in found]
+    verdicts = [cell["verdict"]["block"] for cell in cells]
     ratios = [each["ratio"] for each in verdicts if each["ratio"] is not None]
     return {"within": sum(each["within"] for each in verdicts), "worst_ratio": max(ratios, default=None)}
 

@@ -11,6 +11,10 @@ torch's contender is `torch.distributed.tensor.experimental.context_parallel`, w
 layout, with both of its ways to pass keys and values on. If a contender does not run, the reason stands in its place.
 Then all ranks fail alike, or the run ends with the group's timeout.
 
+The summary has margins over the ring and over other implementations. Every contender is compared with the back end that
+is fastest for it. Rounds of one contender differ; the spread is the distance between its fastest and its slowest round.
+A margin that is no larger than the larger spread of the two reads `level`.
+
 If the file exists, the run continues it: a length and back end that it has are not timed again.
 """
 
@@ -19,7 +23,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -29,9 +33,9 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.context_parallel_contenders import Pass, Problem, alone, draw, ours, torchs
-from benchmarks.context_parallel_margins import summarize
 from benchmarks.continuation import begin
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.gemm_summary import verdict
 from bexp.kernels.context_parallel.attention import ContextParallel
 from bexp.kernels.context_parallel.blocks import block_attention
 from bexp.kernels.context_parallel.layouts import LAYOUTS
@@ -51,6 +55,7 @@ ROUND_SECONDS, MAX_CALLS = 0.03, 20
 IDENTITY = ("device", "num_devices", "versions", "heads", "dtype", "checked_length")
 """The settings that a run must share with one that continues it."""
 ALONE, TORCH, EXPANDED = "alone", "torch", " expanded"
+Row = dict[str, Any]
 
 
 class Bench:
@@ -64,15 +69,15 @@ class Bench:
 
     def contenders(self, problem: Problem, backend: str) -> dict[str, Callable[[], Any]]:
         """Functions that open the contenders, by name."""
-        found: dict[str, Callable[[], Any]] = {ALONE: partial(alone, problem, backend)}
+        openers: dict[str, Callable[[], Any]] = {ALONE: partial(alone, problem, backend)}
         for layout, context in self.contexts.items():
-            found[layout] = partial(ours, problem, context, backend)
+            openers[layout] = partial(ours, problem, context, backend)
         for method in ("alltoall", "allgather"):
             torchs_own = partial(torchs, problem, self.contexts["zigzag"], backend, method)
-            found[f"{TORCH} {method}"] = partial(torchs_own, False)
+            openers[f"{TORCH} {method}"] = partial(torchs_own, False)
             if problem.q.shape[1] != problem.k.shape[1]:
-                found[f"{TORCH} {method}{EXPANDED}"] = partial(torchs_own, True)
-        return found
+                openers[f"{TORCH} {method}{EXPANDED}"] = partial(torchs_own, True)
+        return openers
 
     def check(self, problem: Problem, backend: str) -> dict[str, dict[str, Any]]:
         """Return relative errors of output and gradients against float64 by contender, or why it does not run.
@@ -83,15 +88,15 @@ class Bench:
         whole = [x.double() for x in (problem.q, problem.k, problem.v)]
         out, lse = block.forward(whole[0], whole[1], whole[2], True, scale)
         grads = block.backward(problem.gradient.double(), whole[0], whole[1], whole[2], out, lse, True, scale)
-        found: dict[str, dict[str, Any]] = {}
+        outcomes: dict[str, dict[str, Any]] = {}
         for name, open_contender in self.contenders(problem, backend).items():
-            if name.endswith(EXPANDED) and "errors" in found[name.removesuffix(EXPANDED)]:
+            if name.endswith(EXPANDED) and "errors" in outcomes[name.removesuffix(EXPANDED)]:
                 continue
             try:
                 with open_contender() as run:
                     results = [x.detach() for x in run()]
             except Exception as error:  # noqa: BLE001 - whatever a contender raises is its outcome
-                found[name] = {"reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
+                outcomes[name] = {"reason": f"{type(error).__name__}: {str(error).strip().splitlines()[0]}"}
                 continue
             if name != ALONE:
                 context = self.contexts[name if name in LAYOUTS else "zigzag"]
@@ -101,8 +106,8 @@ class Bench:
                 for what, actual, expected in zip(("out", "dq", "dk", "dv"), results, (out, *grads), strict=True)
             }
             right = max(errors.values()) <= TOLERANCES[problem.q.dtype]
-            found[name] = {"errors": errors} | ({} if right else {"reason": "its numbers are wrong"})
-        return found
+            outcomes[name] = {"errors": errors} | ({} if right else {"reason": "its numbers are wrong"})
+        return outcomes
 
     def time(self, problem: Problem, backend: str, names: list[str], rounds: int) -> dict[str, dict[str, Any]]:
         """Return seconds of a call by contender: median of the rounds, on the slowest rank (alone: on every device)."""
@@ -119,16 +124,16 @@ class Bench:
                     else:
                         run()
                     samples[name].append(self._seconds(run, calls[name]))
-        found = {}
+        timings = {}
         for name, of_rounds in samples.items():
             slowest_ranks = [max(of_ranks) for of_ranks in of_rounds]
-            found[name] = {
+            timings[name] = {
                 "seconds": statistics.median(slowest_ranks),
                 "spread_seconds": max(slowest_ranks) - min(slowest_ranks),
                 "calls": calls[name] * rounds,
                 "seconds_by_rank": [statistics.median(of_rank) for of_rank in zip(*of_rounds, strict=True)],
             }
-        return found
+        return timings
 
     def _seconds(self, run: Pass, calls: int) -> list[float]:
         """Return the seconds of one call on every rank."""
@@ -161,6 +166,47 @@ def compare(timed: dict[str, dict[str, Any]], problem: Problem, num_ranks: int) 
             run["share_of_ideal"] = ideal / run["seconds"] if ideal else None
             run["speed_over_ring"] = timed["ring"]["seconds"] / run["seconds"] if "ring" in timed else None
     return {"ideal_seconds": ideal}
+
+
+def summarize(cells: list[Row]) -> Row:
+    """Return, by length, striped over ring, and our fastest layout over the fastest other implementation."""
+    lengths = sorted({cell["seq_length"] for cell in cells})
+    peers = {name for cell in cells for name in cell["timed"]} - {*LAYOUTS, ALONE}
+    return {
+        "striped_over_ring": [*_margins(cells, lengths, ("striped",), ("ring",))],
+        "ours_over_peers": [*_margins(cells, lengths, LAYOUTS, peers)],
+    }
+
+
+def fastest(cells: Iterable[Row], length: int, names: Iterable[str]) -> Row | None:
+    """Return the fastest run of these contenders at a length, on any back end; None if there is none."""
+    wanted = frozenset(names)
+    timed = [
+        run | {"name": name, "backend": cell["backend"], "rounds": cell.get("rounds")}
+        for cell in cells
+        if cell["seq_length"] == length
+        for name, run in cell["timed"].items()
+        if name in wanted
+    ]
+    return min(timed, key=lambda run: float(run["seconds"]), default=None)
+
+
+def _margins(cells: list[Row], lengths: list[int], ours: Iterable[str], others: Iterable[str]) -> Iterator[Row]:
+    for length in lengths:
+        own, other = fastest(cells, length, ours), fastest(cells, length, others)
+        if own is None or other is None:
+            continue
+        ratio = other["seconds"] / own["seconds"]
+        spread = max(own["spread_seconds"], other["spread_seconds"]) / own["seconds"]
+        yield {
+            "seq_length": length,
+            "ours": own["name"],
+            "other": other["name"],
+            "ratio": ratio,
+            "spread": spread,
+            "rounds": min(own["rounds"], other["rounds"]) if own["rounds"] and other["rounds"] else None,
+            "verdict": verdict(ratio, spread),
+        }
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -199,25 +245,25 @@ def main(arguments: list[str] | None = None) -> int:
         "cells": [],
     }
     try:
-        found = begin(options.out, fresh, same=IDENTITY)
+        results = begin(options.out, fresh, same=IDENTITY)
     except ValueError as error:
         parser.error(str(error))
     dist.barrier()  # every rank has read the file before the first writes it
     is_wrong = False
     for backend in options.backends or BACKENDS[kind]:
         checks = bench.check(draw(CHECKED_LENGTH[kind], heads, dtype, device), backend)
-        found["checks"][backend] = checks
+        results["checks"][backend] = checks
         is_wrong |= any("reason" in checks[layout] for layout in LAYOUTS)
         names = [name for name, check in checks.items() if "reason" not in check]
-        known = {cell["seq_length"] for cell in found["cells"] if cell["backend"] == backend}
+        known = {cell["seq_length"] for cell in results["cells"] if cell["backend"] == backend}
         for seq_length in sorted(set(options.seq_lengths or SEQ_LENGTHS[kind]) - known):
             problem = draw(seq_length, heads, dtype, device)
             timed = bench.time(problem, backend, names, options.rounds)
             cell = {"seq_length": seq_length, "backend": backend, "rounds": options.rounds, "flops": problem.flops}
             cell |= {"timed": timed, **compare(timed, problem, bench.size)}
-            found["cells"] = sorted((*found["cells"], cell), key=lambda cell: (cell["backend"], cell["seq_length"]))
+            results["cells"] = sorted((*results["cells"], cell), key=lambda cell: (cell["backend"], cell["seq_length"]))
             if dist.get_rank() == 0:
-                write_results(options.out, found | {"summary": summarize(found["cells"])})
+                write_results(options.out, results | {"summary": summarize(results["cells"])})
                 print_cell(cell)
     dist.barrier()
     dist.destroy_process_group()

@@ -29,26 +29,12 @@ def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str
     if not path.exists():
         return fresh
     recorded = _load(path)
-    found = _all_differences(recorded, fresh, same)
-    if found:
-        said = "; ".join(found.values())
+    differences = _all_differences(recorded, fresh, same)
+    if differences:
+        said = "; ".join(differences.values())
         raise ValueError(f"{path} is of another run: {said}. Remove the file to measure anew, or name another.")
     day = datetime.now(UTC).isoformat(timespec="seconds")
     return fresh | recorded | {"continued": [*recorded.get("continued", []), day]}
-
-
-def load_similar(path: Path, fresh: dict[str, Any], *, same: Iterable[str], other: Iterable[str]) -> dict[str, Any]:
-    """Return the results of a run that differs from `fresh` only in the fields `other`, such as `shape.attention`.
-
-    Raises:
-        ValueError: it differs in more than those, or is not a file of results.
-    """
-    recorded = _load(path)
-    found = _all_differences(recorded, fresh, same)
-    said = "; ".join(text for name, text in found.items() if name not in set(other))
-    if said:
-        raise ValueError(f"nothing of {path} can be taken: {said}")
-    return recorded
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -64,12 +50,12 @@ def _load(path: Path) -> dict[str, Any]:
 def _identity(results: dict[str, Any], same: Iterable[str]) -> dict[str, Any]:
     """Return what must agree, as it is in JSON."""
     packages = results["environment"].get("packages", {})
-    found = {"packages": {name: packages.get(name) for name in PACKAGES}}
+    agreed = {"packages": {name: packages.get(name) for name in PACKAGES}}
     named: dict[str, Any] = {name: results.get(name) for name in same if name in results or name == KERNELS}
-    found |= named
+    agreed |= named
     if results.get("hardware"):
-        found["hardware"] = {name: results["hardware"][name] for name in HARDWARE if name in results["hardware"]}
-    identity: dict[str, Any] = json.loads(json.dumps(found))
+        agreed["hardware"] = {name: results["hardware"][name] for name in HARDWARE if name in results["hardware"]}
+    identity: dict[str, Any] = json.loads(json.dumps(agreed))
     return identity
 
 

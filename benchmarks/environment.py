@@ -25,12 +25,12 @@ def describe_environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "platform": platform.platform(),
         "num_cpus": len(os.sched_getaffinity(0)),
-        "packages": {name: found for name in PACKAGES if (found := _version(name)) is not None},
+        "packages": {name: installed for name in PACKAGES if (installed := _version(name)) is not None},
     }
 
 
 def describe_commit() -> str | None:
-    """The commit that runs, marked if files differ from it; null outside of a repository."""
+    """The commit that runs, marked if files differ from it; None outside of a repository."""
     try:
         command = ["git", "-C", str(ROOT), "describe", "--always", "--abbrev=12", "--dirty"]
         return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -91,12 +91,12 @@ class Bench:
     def modes(self) -> dict[str, ExpertParallel]:
         """Every mode by name."""
         make = partial(ExpertParallel, self.group, self.shape.moe.num_experts, self.experts)
-        found = {"plain": make()}
-        found |= {f"overlapped {degree}": make(overlap_degree=degree) for degree in OVERLAP_DEGREES}
+        runs = {"plain": make()}
+        runs |= {f"overlapped {degree}": make(overlap_degree=degree) for degree in OVERLAP_DEGREES}
         for number in SHADOWED_EXPERTS:
             if number <= self.shape.moe.num_experts:
-                found[f"shadowed {number}"] = make(shadowed_experts=tuple(sorted(self.popular[:number])))
-        return found
+                runs[f"shadowed {number}"] = make(shadowed_experts=tuple(sorted(self.popular[:number])))
+        return runs
 
     def run(self, mode: ExpertParallel) -> Tensor:
         """Run forward and backward and return the output."""
@@ -122,7 +122,7 @@ class Bench:
 
     def compare(self, rounds: int) -> dict[str, Any]:
         """Return each mode's seconds, its gain over plain, its peak bytes, and how far its output is from plain's."""
-        modes, found = self.modes(), {}
+        modes, measured = self.modes(), {}
         plain = self.run(modes["plain"]).double()
         samples: dict[str, list[float]] = {}
         for name, mode in modes.items():
@@ -131,15 +131,15 @@ class Bench:
             error = float((self.run(mode).double() - plain).norm() / plain.norm())
             assert error <= TOLERANCES[self.x.dtype], f"{name} is wrong by {error:.2g}"
             peak = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else None
-            found[name] = {"error": error, "peak_bytes": peak}
+            measured[name] = {"error": error, "peak_bytes": peak}
         for turn in range(rounds):
             for name in modes if turn % 2 == 0 else reversed(modes):
                 samples.setdefault(name, []).append(self.seconds(partial(self.run, modes[name])))
         medians = {name: statistics.median(each) for name, each in samples.items()}
-        for name, row in found.items():
+        for name, row in measured.items():
             spread = max(samples[name]) - min(samples[name])
             row |= {"seconds": medians[name], "spread_seconds": spread, "gain": medians["plain"] / medians[name]}
-        return found
+        return measured
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -79,9 +79,9 @@ def main(arguments: list[str] | None = None) -> int:
                         document["budget"] = (document.get("budget") or {}) | {"max_seconds": options.max_seconds}
                     request = parse_request({"fresh": True, **document}).model_copy(update={"seed": seed})
                     runs.append(explore(stored, path.stem, request))
-                    found = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
-                    found["kernels"] = kernels_digest()
-                    write_results(options.out, found)
+                    results = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
+                    results["kernels"] = kernels_digest()
+                    write_results(options.out, results)
         finally:
             worker.terminate()
             worker.wait()
@@ -126,7 +126,7 @@ def explore(client: StoredExplorations, name: str, request: ExplorationRequest) 
         "submit_to_first_recommendation_seconds": first_recommendation,
         "submit_to_confidence_target_seconds": confident,
         f"submit_to_confidence_{SURE}_seconds": sure,
-        "overheads": overheads(job, result, trials),
+        "overheads": overheads(result, trials),
         "lines": lines,
         "line_seconds": moments,
         "answer": answer.model_dump(mode="json") if answer else None,
@@ -135,32 +135,32 @@ def explore(client: StoredExplorations, name: str, request: ExplorationRequest) 
     }
 
 
-def comparisons(found: Recommendation | None) -> dict[str, Any] | None:
+def comparisons(recommendation: Recommendation | None) -> dict[str, Any] | None:
     """Return the gain of the recommended candidate over each alternative, and whether a part of it is predicted."""
-    if found is None:
+    if recommendation is None:
         return None
-    alternatives = {name: getattr(found, name) for name in COMPARED}
+    alternatives = {name: getattr(recommendation, name) for name in COMPARED}
     return {name: None if other is None else other.model_dump(mode="json") for name, other in alternatives.items()}
 
 
-def overheads(job: Exploration, result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
+def overheads(result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
     """Return the seconds beside measuring: suggest, storage and messages per trial, idle profiler, process starts."""
     timings = result.answer.timings if result and result.answer else {}
     components = [t for t in trials if t.kind is TrialKind.COMPONENTS]
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "num_trials": len(trials),
         "num_whole_model_trials": len(trials) - len(components),
         "process_starts": sum(t.measurement.phases.process_start > 0 for t in trials),
         "timings": timings,
     }
     if components:
-        found["suggest_median_seconds"] = statistics.median(t.suggest_seconds for t in components)
-        found["messaging_median_seconds"] = statistics.median(t.measurement.phases.messaging for t in components)
-        found["storage_mean_seconds"] = timings.get("storage", 0.0) / len(trials)
-        found["suggest_mean_seconds"] = timings.get("suggest", 0.0) / len(trials)
+        figures["suggest_median_seconds"] = statistics.median(t.suggest_seconds for t in components)
+        figures["messaging_median_seconds"] = statistics.median(t.measurement.phases.messaging for t in components)
+        figures["storage_mean_seconds"] = timings.get("storage", 0.0) / len(trials)
+        figures["suggest_mean_seconds"] = timings.get("suggest", 0.0) / len(trials)
     if timings.get("total"):
-        found["profiler_idle_share"] = timings["profiler_idle"] / timings["total"]
-    return found
+        figures["profiler_idle_share"] = timings["profiler_idle"] / timings["total"]
+    return figures
 
 
 def _hardware(job: Exploration) -> dict[str, Any] | None:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.formats.document import load_document
@@ -62,8 +62,12 @@ def main(arguments: list[str] | None = None) -> int:
             rows += check(path.stem, request, profiler, options.micro_batch_sizes)
         finally:
             profiler.close()
-        found = {"environment": describe_environment(), "hardware": rows[0]["hardware"] if rows else None, "rows": rows}
-        write_results(options.out, found)
+        results = {
+            "environment": describe_environment(),
+            "hardware": rows[0]["hardware"] if rows else None,
+            "rows": rows,
+        }
+        write_results(options.out, results)
     print_table(rows)
     return 0
 
@@ -80,13 +84,13 @@ def candidates(request: ExplorationRequest, report: DeviceReport, micro_batch_si
         "num_query_groups": model.query_groups,
     }
     levels = request.space.sharding_choices
-    found = [Candidate(micro_batch_size=m, sharding=level, **plain) for level in levels for m in micro_batch_sizes]
+    every = [Candidate(micro_batch_size=m, sharding=level, **plain) for level in levels for m in micro_batch_sizes]
     largest = max(micro_batch_sizes)
     if request.mode == "train" and levels == (None,):
         policies = (Recompute.SELECTIVE, Recompute.PARTIAL_50, Recompute.FULL)
-        found += [Candidate(micro_batch_size=largest, recompute=policy, **plain) for policy in policies]
-        found.append(Candidate(micro_batch_size=largest, bta_tile=max(1, largest // 4), **plain))
-    return found
+        every += [Candidate(micro_batch_size=largest, recompute=policy, **plain) for policy in policies]
+        every.append(Candidate(micro_batch_size=largest, bta_tile=max(1, largest // 4), **plain))
+    return every
 
 
 def check(
@@ -95,7 +99,7 @@ def check(
     """Measure, compose and run every candidate of one configuration that fits."""
     report = profiler.begin(request)
     chosen = candidates(request, report, micro_batch_sizes)
-    table = Composition(chosen, request.shapes, request, exchanges=is_exchange_timed(request, report.hardware))
+    table = Composition(chosen, request.shapes, request, communicates=is_communication_timed(request, report.hardware))
     state = Posterior.of(table, chosen, request, report.hardware)
     rows = []
     for row, candidate in enumerate(chosen):
@@ -109,7 +113,7 @@ def check(
             continue
         whole = profiler.measure(_plan(row, candidate, None, request, report))
         trial = Trial(number=row, kind=TrialKind.WHOLE_MODEL, measurement=whole)
-        found = check_whole_model(state, row, trial)
+        checked = check_whole_model(state, row, trial)
         seconds = state.seconds(row)
         entry = {
             "name": name,
@@ -127,7 +131,7 @@ def check(
             "components": [
                 state.knowledge.measured[c].model_dump(mode="json") for c in table.decompositions[row].components
             ],
-            "check": found.model_dump(mode="json") if found else None,
+            "check": checked.model_dump(mode="json") if checked else None,
         }
         rows.append(entry)
         _print_row(entry)
@@ -158,7 +162,7 @@ def print_table(rows: list[dict[str, Any]]) -> None:
     """Print the median and the largest error."""
     checked = [row["check"] for row in rows if row["outcome"] == Outcome.OK]
     for what in ("step_error", "peak_error"):
-        errors = [abs(found[what]) for found in checked]
+        errors = [abs(check[what]) for check in checked]
         if errors:
             print(
                 f"{what}: median {statistics.median(errors):.1%}, max {max(errors):.1%} over {len(errors)} candidates"
@@ -167,18 +171,18 @@ def print_table(rows: list[dict[str, Any]]) -> None:
 
 def _print_row(entry: dict[str, Any]) -> None:
     candidate = Candidate.model_validate(entry["candidate"])
-    found = entry["check"]
-    if found is None:
+    check = entry["check"]
+    if check is None:
         print(f"{entry['name']}: {candidate.describe()}: {entry['outcome']}: {entry['reason']}", flush=True)
         return
-    whole = found["measurement"]
+    whole = check["measurement"]
     print(
         f"{entry['name']}: {candidate.describe()}: micro-step {1e3 * entry['composed']['micro_step_seconds']:.1f} ms "
         f"composed, {1e3 * whole['micro_step_seconds']:.1f} whole; optimizer "
         f"{1e3 * entry['composed']['optimizer_seconds']:.2f}, {1e3 * whole['optimizer_seconds']:.2f} ms; "
         f"communication of the step {1e3 * (entry['composed']['communication_seconds'] or 0):.1f}, of the whole model "
         f"beyond its micro-steps {1e3 * (whole['communication_seconds'] or 0):.1f} ms; "
-        f"step {found['step_error']:+.1%}, peak {found['peak_error']:+.1%}",
+        f"step {check['step_error']:+.1%}, peak {check['peak_error']:+.1%}",
         flush=True,
     )
 

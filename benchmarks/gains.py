@@ -39,7 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def gains(truth: GroundTruth) -> dict[str, Any]:
-    """Return the best candidate of a table and its throughput relative to each alternative; null if there is none."""
+    """Return the best candidate of a table and its throughput relative to each alternative; None if there is none."""
     hardware = truth.report
 
     def is_plain(c: Candidate) -> bool:
@@ -60,16 +60,16 @@ def gains(truth: GroundTruth) -> dict[str, Any]:
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Return, for each alternative, how many tables have it, on how many nothing is gained, median and largest gain."""
-    found = {}
+    gains = {}
     for what in ("over_largest_without_recompute", "over_largest", "over_stock"):
         ratios = [row[what]["gain"] for row in rows if row[what] is not None]
-        found[what] = {
+        gains[what] = {
             "num_tables": len(ratios),
             "num_level": sum(ratio <= 1 + LEVEL for ratio in ratios),
             "median": statistics.median(ratios) if ratios else None,
             "max": max(ratios, default=None),
         }
-    return found
+    return gains
 
 
 def _over(truth: GroundTruth, allowed: Callable[[Candidate], bool], *, largest: bool) -> dict[str, Any] | None:
@@ -80,7 +80,7 @@ def _over(truth: GroundTruth, allowed: Callable[[Candidate], bool], *, largest: 
         fits = [(c, t) for c, t in fits if c.micro_batch_size == size]
     if not fits:
         return None
-    candidate, tokens_per_second = max(fits, key=lambda found: found[1])
+    candidate, tokens_per_second = max(fits, key=lambda fit: fit[1])
     return {"candidate": candidate.model_dump(mode="json"), "gain": truth.best / tokens_per_second}
 
 

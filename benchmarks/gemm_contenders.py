@@ -37,7 +37,7 @@ class Problem:
 
 @dataclass(frozen=True)
 class Operands:
-    """x and w to differentiate, the gradient of the output, and where the sorted rows lie in x (null: in order)."""
+    """x and w to differentiate, the gradient of the output, and where the sorted rows lie in x (None: in order)."""
 
     x: Tensor
     w: Tensor

@@ -74,19 +74,19 @@ def summarize(cells: list[dict[str, Any]]) -> dict[str, Any]:
 
 def _ratios(cells: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """The worst, the geometric mean, and how many are level or better; names with a place for the clock's."""
-    found = [cell[name] for cell in cells if name in cell]
+    ratios = [cell[name] for cell in cells if name in cell]
     return {
-        "worst_ratio{}": min(found, default=None),
-        "geometric_mean_ratio{}": geometric_mean(found),
-        "cells_at_least_0.99{}": sum(ratio >= LEVEL for ratio in found),
+        "worst_ratio{}": min(ratios, default=None),
+        "geometric_mean_ratio{}": geometric_mean(ratios),
+        "cells_at_least_0.99{}": sum(ratio >= LEVEL for ratio in ratios),
     }
 
 
 def _chosen(cells: list[dict[str, Any]], name: str) -> dict[str, Any]:
     """The same of a choice of kernels."""
     device, clock = (_ratios(cells, ratio) for ratio in (f"{name}_ratio", f"{name}_ratio_with_host"))
-    found = {key.format(""): value for key, value in device.items()}
-    return found | {key.format("_with_host"): value for key, value in clock.items()}
+    figures = {key.format(""): value for key, value in device.items()}
+    return figures | {key.format("_with_host"): value for key, value in clock.items()}
 
 
 def verdict(ratio: float, spread: float) -> str:
@@ -97,7 +97,7 @@ def verdict(ratio: float, spread: float) -> str:
 
 
 def geometric_mean(ratios: Iterable[float]) -> float | None:
-    """Return the geometric mean; null for an empty list."""
+    """Return the geometric mean; None for an empty list."""
     logs = [math.log(ratio) for ratio in ratios]
     return math.exp(sum(logs) / len(logs)) if logs else None
 

@@ -80,14 +80,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--executions", nargs="+", choices=EXECUTIONS, default=EXECUTIONS)
     parser.add_argument("--cases", nargs="+", choices=list(CASES), default=[name for name in CASES if name != "tiny"])
     options = parser.parse_args(arguments)
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name in options.cases:
         # a case that fails on the device leaves it unusable for this process
         with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as process:
-            found[name] = process.submit(measure, CASES[name], options.device, tuple(options.executions)).result()
-        run = {"environment": describe_environment(), "cases": CASES, "results": found}
+            results[name] = process.submit(measure, CASES[name], options.device, tuple(options.executions)).result()
+        run = {"environment": describe_environment(), "cases": CASES, "results": results}
         write_results(options.out, {"device": options.device, "runs": [run]})
-        print(_lines(name, found[name]), flush=True)
+        print(_lines(name, results[name]), flush=True)
     return 0
 
 
@@ -179,13 +179,13 @@ class _Runs:
                     with self.set(execution):
                         run()
                         seconds[what][execution].append(self._timed(run))
-        found: dict[str, Any] = {"losses": self.losses, "gradient_norms": self.norms, "peak_bytes": self.peaks}
+        timed: dict[str, Any] = {"losses": self.losses, "gradient_norms": self.norms, "peak_bytes": self.peaks}
         for what, samples in seconds.items():
-            found[f"{what}_seconds"] = {
+            timed[f"{what}_seconds"] = {
                 execution: {"median": statistics.median(each), "least": min(each), "most": max(each)}
                 for execution, each in samples.items()
             }
-        return {**found, "problems": self.problems}
+        return {**timed, "problems": self.problems}
 
     def micro_step(self) -> None:
         """Forward, loss and backward."""
@@ -249,22 +249,22 @@ class _Runs:
             torch.cuda.empty_cache()
 
 
-def _lines(name: str, found: dict[str, Any]) -> str:
-    if "error" in found:
-        return f"{name}: {found['error']}"
+def _lines(name: str, result: dict[str, Any]) -> str:
+    if "error" in result:
+        return f"{name}: {result['error']}"
     lines = []
     for what in ("micro_step", "step"):
-        seconds = found[f"{what}_seconds"]
+        seconds = result[f"{what}_seconds"]
         eager = seconds[next(iter(seconds))]["median"]
         for execution, each in seconds.items():
-            peak = found["peak_bytes"][execution]
+            peak = result["peak_bytes"][execution]
             spread = f"{1e3 * each['least']:.2f} to {1e3 * each['most']:.2f}"
             lines.append(
                 f"{name:20s} {what:10s} {execution:14s} {1e3 * each['median']:8.2f} ms ({spread})"
-                f" {eager / each['median']:5.2f}x  loss {found['losses'][execution]:.4f}"
-                f" norm {found['gradient_norms'][execution]:.4f}"
+                f" {eager / each['median']:5.2f}x  loss {result['losses'][execution]:.4f}"
+                f" norm {result['gradient_norms'][execution]:.4f}"
                 + ("" if peak is None else f"  peak {peak / 2**30:.2f} GiB")
-                + (f"  {found['problems'][execution]}" if execution in found["problems"] else "")
+                + (f"  {result['problems'][execution]}" if execution in result["problems"] else "")
             )
     return "\n".join(lines)
 

@@ -76,7 +76,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error("these kernels are timed on a CUDA device, and there is none")
     device = torch.device("cuda", torch.cuda.current_device())
     hardware = measure_hardware(device, None)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "environment": describe_environment(),
         "hardware": hardware.model_dump(mode="json"),
         "kernels": kernels_digest(),
@@ -85,12 +85,12 @@ def main(arguments: list[str] | None = None) -> int:
     }
     names = [name for name in CONTENDERS if name in (options.contenders or CONTENDERS)]
     deadline = time.monotonic() + 60 * options.minutes
-    fresh = found | {"contenders": names, "cells": empty_cells(), "table_seconds": 0.0}
+    fresh = results | {"contenders": names, "cells": empty_cells(), "table_seconds": 0.0}
     try:
-        found = begin(options.out, fresh, same=("k", "n", "contenders", "kernels"))
+        results = begin(options.out, fresh, same=("k", "n", "contenders", "kernels"))
     except ValueError as error:
         parser.error(str(error))
-    cells, kept = found["cells"], sum(bool(cell["runs"]) for cell in found["cells"])
+    cells, kept = results["cells"], sum(bool(cell["runs"]) for cell in results["cells"])
     if kept:
         print(f"{options.out}: {kept} cells are kept and not measured again")
     todo = sorted((cell for cell in cells if not cell["runs"]), key=lambda cell: sum(cell["counts"]))
@@ -98,20 +98,20 @@ def main(arguments: list[str] | None = None) -> int:
         if time.monotonic() > deadline:
             break
         for name in (CHOSEN | COUNTED).keys() & names:
-            found["table_seconds"] += prepare_table(cell, device, counted=name in COUNTED)
+            results["table_seconds"] += prepare_table(cell, device, counted=name in COUNTED)
         cell["runs"] = time_cell(tuple(cell["counts"]), names, device)
         if number % SAVED_CELLS == 0:
-            write_results(options.out, found)
+            write_results(options.out, results)
     peak, bandwidth = peaks(hardware, measure_hardware(device, None))
     sustained = sustained_matmul(device)
     for cell in cells:
         cell["roofline_seconds"] = roofline_seconds(cell["counts"], peak, bandwidth)
         cell["sustained_roofline_seconds"] = roofline_seconds(cell["counts"], sustained["flops_per_second"], bandwidth)
-    found |= {"matmul_flops_per_second": peak, "bandwidth_bytes_per_second": bandwidth, "sustained": sustained}
-    found["summary"] = summarize(cells)
-    write_results(options.out, found)
-    print_summary(found)
-    print(f"{found['table_seconds']:.1f} s were spent on the table of auto")
+    results |= {"matmul_flops_per_second": peak, "bandwidth_bytes_per_second": bandwidth, "sustained": sustained}
+    results["summary"] = summarize(cells)
+    write_results(options.out, results)
+    print_summary(results)
+    print(f"{results['table_seconds']:.1f} s were spent on the table of auto")
     return 0 if all(run["outcome"] != "wrong" for cell in cells for run in cell["runs"]) else 1
 
 
@@ -160,16 +160,16 @@ def time_cell(counts: tuple[int, ...], names: Iterable[str], device: torch.devic
     links: dict[str, int] = {}
     fastest = math.inf
     for name in sorted(names, key=lambda name: name != REFERENCE):  # what tells whether others are hopeless comes first
-        rows[name], found = _checked(name, given)
-        if found is not None:
-            run, links[name] = found
+        rows[name], contender = _checked(name, given)
+        if contender is not None:
+            run, links[name] = contender
             once = seconds_once(run, device) / links[name]
             fastest = min(fastest, once)
             if once > HOPELESS * fastest:
                 rows[name] |= _timed(TurnTiming(once, 0.0, once, 0.0, 1, in_turns=False), 1, sum(counts))
             else:
                 runs[name] = run
-        del found
+        del contender
         torch.cuda.empty_cache()
     for name, timing in time_in_turns(runs, device, BUDGET).items():
         rows[name] |= _timed(timing, links[name], sum(counts))
@@ -246,10 +246,10 @@ def roofline_seconds(counts: tuple[int, ...], peak: float, bandwidth: float) -> 
     return sum(max(2 * rows * K * N / peak, 2 * size / bandwidth) for size in sizes)
 
 
-def print_summary(found: dict[str, Any]) -> None:
+def print_summary(results: dict[str, Any]) -> None:
     """The summary, and why contenders failed; `benchmarks.result_tables` shows the cells."""
-    print(found["summary"])
-    failures = {(r["name"], r["reason"]) for cell in found["cells"] for r in cell["runs"] if "reason" in r}
+    print(results["summary"])
+    failures = {(r["name"], r["reason"]) for cell in results["cells"] for r in cell["runs"] if "reason" in r}
     for name, reason in sorted(failures):
         print(f"{name}: {reason}")
 

@@ -74,11 +74,11 @@ def main(arguments: list[str] | None = None) -> int:
             train(family, options, text, seed=SEEDS[1]),
             train(family, options, text, seed=SEEDS[0], settings=settings),
         ]
-        found = compare(*(run["losses"] for run in runs))
-        within = within and found["within"]
-        results["models"][family] = {"settings": settings, **found, "runs": runs}
+        comparison = compare(*(run["losses"] for run in runs))
+        within = within and comparison["within"]
+        results["models"][family] = {"settings": settings, **comparison, "runs": runs}
         write_results(options.out, results)
-        print(_line(family, found, runs), flush=True)
+        print(_line(family, comparison, runs), flush=True)
     return 0 if within else 1
 
 
@@ -135,8 +135,8 @@ def train(
     model = build(family, options, dtype).to("cuda" if cuda else "cpu")
     applied = None
     if settings is not None:
-        told = {"candidate": {"micro_batch_size": options.micro_batch_size}, "settings": settings}
-        applied = str(bexp.apply(model, told)).splitlines()
+        recommendation = {"candidate": {"micro_batch_size": options.micro_batch_size}, "settings": settings}
+        applied = str(bexp.apply(model, recommendation)).splitlines()
     losses = _Losses()
     if cuda:
         torch.cuda.reset_peak_memory_stats()
@@ -269,13 +269,14 @@ def _device_name() -> str:
     return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
 
 
-def _line(family: str, found: dict[str, Any], runs: list[dict[str, Any]]) -> str:
+def _line(family: str, comparison: dict[str, Any], runs: list[dict[str, Any]]) -> str:
     seconds = ", ".join(f"{run['seconds']:.1f} s" for run in runs)
     last = ", ".join(f"{_windows(run['losses'])[-1]:.4f}" for run in runs)
     return (
-        f"{family}: patched - unpatched {found['distance']:.5f}, seeds {found['spread']:.5f} (root mean squares); "
-        f"second half at most {found['largest_distance']:.5f} and {found['largest_spread']:.5f}; last losses {last}; "
-        f"{'within' if found['within'] else 'NOT within'} the spread ({seconds})"
+        f"{family}: patched - unpatched {comparison['distance']:.5f}, seeds {comparison['spread']:.5f} "
+        f"(root mean squares); second half at most {comparison['largest_distance']:.5f} and "
+        f"{comparison['largest_spread']:.5f}; last losses {last}; "
+        f"{'within' if comparison['within'] else 'NOT within'} the spread ({seconds})"
     )
 
 

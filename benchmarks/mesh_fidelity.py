@@ -131,7 +131,7 @@ def measure(
     """
     space = MeshKnowledge(request, report)
     space.learn(measured.values())
-    found = max(space.candidates, key=lambda each: space.step(each).tokens_per_second)
+    fastest = max(space.candidates, key=lambda each: space.step(each).tokens_per_second)
 
     def run(kind: TrialKind, components: Sequence[Any] = (), mesh_run: MeshRun | None = None) -> Measurement:
         return profiler.measure(
@@ -139,7 +139,7 @@ def measure(
                 number=0,
                 kind=kind,
                 model=request.shapes,
-                candidate=found.candidate,
+                candidate=fastest.candidate,
                 components=tuple(components),
                 timeout_seconds=timeout_seconds,
                 num_processes=request.num_devices,
@@ -148,8 +148,8 @@ def measure(
         )
 
     moments = [time.perf_counter()]
-    exchanges = tuple(each for each in space.exchanges if each not in measured)
-    for components in (exchanges, space.missing(found)):
+    transfers = tuple(each for each in space.transfers if each not in measured)
+    for components in (transfers, space.missing(fastest)):
         measurement = run(TrialKind.COMPONENTS, components)
         if measurement.outcome is not Outcome.OK:
             return {"outcome": measurement.outcome, "reason": measurement.reason}
@@ -157,7 +157,7 @@ def measure(
         measured |= {each.component: each for each in measurement.components}
         moments.append(time.perf_counter())
     checks = MeshChecks(space)
-    mesh_run = checks.run_of(found, space.step(found, simulate=True))
+    mesh_run = checks.run_of(fastest, space.step(fastest, simulate=True))
     measurement = run(TrialKind.WHOLE_MODEL, mesh_run=mesh_run)
     moments.append(time.perf_counter())
     trial = Trial(number=0, kind=TrialKind.WHOLE_MODEL, measurement=measurement, mesh_run=mesh_run)
@@ -169,15 +169,15 @@ def measure(
         "conditions": None if measurement.contamination is None else measurement.contamination,
         "components": [
             {"key": component.key, **space.measured[component].model_dump(include=COMPONENT_FIELDS)}
-            for component in (*space.exchanges, *space.composer.components(found))
+            for component in (*space.transfers, *space.composer.components(fastest))
         ],
-        **compared(space, found, checks, mesh_run),
+        **compared(space, fastest, checks, mesh_run),
     }
 
 
-def compared(space: MeshKnowledge, found: MeshCandidate, checks: MeshChecks, run: MeshRun) -> dict[str, Any]:
+def compared(space: MeshKnowledge, mesh_candidate: MeshCandidate, checks: MeshChecks, run: MeshRun) -> dict[str, Any]:
     """Return the figures of a row; only the composed ones if the whole model failed."""
-    step = space.step(found, simulate=True, run=run)
+    step = space.step(mesh_candidate, simulate=True, run=run)
     figures: dict[str, Any] = {
         "mesh_run": run.model_dump(mode="json"),
         "composed_step_seconds": step.seconds,
@@ -186,7 +186,7 @@ def compared(space: MeshKnowledge, found: MeshCandidate, checks: MeshChecks, run
         "bubble_share": step.bubble_share,
         "exchange_share": step.exchange_share,
     }
-    check = checks.of(found)
+    check = checks.of(mesh_candidate)
     if check is None:
         return figures
     whole = check.measurement
@@ -211,10 +211,10 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def print_summary(found: list[dict[str, Any]]) -> None:
+def print_summary(rows: list[dict[str, Any]]) -> None:
     """Print median and largest errors."""
     for name in ("step_error", "peak_error"):
-        errors = [abs(row[name]) for row in found if name in row]
+        errors = [abs(row[name]) for row in rows if name in row]
         if errors:
             print(f"{name}: median {statistics.median(errors):.1%}, max {max(errors):.1%} of {len(errors)} rows")
 

@@ -1,16 +1,22 @@
-"""The contenders of the MoE layer benchmark: layers on every back end, dense ones, and how results are checked."""
+"""The contenders of the MoE layer benchmark: layers on every back end, dense ones, and how results are checked.
+
+The throughput of MoE layers is compared with dense ones of the same active FLOPs, by the device's time and by
+wall-clock.
+"""
 
 from __future__ import annotations
 
 import importlib
 import importlib.util
+import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from benchmarks.contenders.registry import COMPARED, contender, usable_contenders
-from benchmarks.expert_reference import expert_ffn, relative_error
 from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.routing import RoutingSpec
@@ -32,6 +38,11 @@ TOLERANCE = 1e-2
 DENSE = ("dense eager", "dense compile")
 LIGER, QUACK, AUTO = "liger", "quack", "auto"
 _COMPILED = " compile"
+CLOCKS = {"relative_to_dense": "seconds", "device_relative_to_dense": "device_seconds"}
+"""By wall-clock (the larger of host and device) and by the device alone: the name of the ratio, and its time."""
+GRAPH = " graph"
+"""What the name of a contender ends in that is replayed as a CUDA graph."""
+_ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": F.silu, "gelu": F.gelu, "relu": F.relu}
 
 
 def layer_model(num_experts: int, top_k: int) -> ModelSpec:
@@ -157,16 +168,16 @@ def check(num_experts: int, top_k: int, device: torch.device) -> list[dict[str, 
         arguments = (leaves["x"], block.routes, leaves["weights"], leaves["w_in"], leaves["w_out"])
         out = run(*arguments, "silu")
         out.backward(gradient.to(dtype))
-        found = {"out": out.detach()} | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
+        tensors = {"out": out.detach()} | {key: leaf.grad for key, leaf in leaves.items() if leaf.grad is not None}
         if name == "float64":
-            reference = found
+            reference = tensors
             continue
         if block.transposes:
-            found = {key: value.transpose(1, 2) if key.startswith("w_") else value for key, value in found.items()}
-        for key, value in found.items():
+            tensors = {key: value.transpose(1, 2) if key.startswith("w_") else value for key, value in tensors.items()}
+        for key, value in tensors.items():
             error = relative_error(value, reference[key])
             rows.append({"num_experts": num_experts, "top_k": top_k, "backend": name, "of": key, "error": error})
-        del out, leaves, found, block
+        del out, leaves, tensors, block
         torch.cuda.empty_cache()
     return rows
 
@@ -199,3 +210,47 @@ def _liger(
     function = importlib.import_module("liger_kernel.ops.fused_moe").LigerFusedMoEFunction
     out: Tensor = function.apply(x_TD, w_in, w_out, routes_TK.to(torch.int32), weights_TK)
     return out
+
+
+def compare_with_dense(rows: list[dict[str, Any]]) -> None:
+    """Write both ratios into each row that was timed, against the faster dense layer for as many tokens.
+
+    CUDA graphs are compared with dense layers that are graphs, too.
+    """
+    for ratio, seconds in CLOCKS.items():
+        best: dict[tuple[Any, ...], float] = {}
+        for row in rows:
+            if row["backend"].removesuffix(GRAPH) in DENSE and seconds in row:
+                best[_tokens(row)] = min(best.get(_tokens(row), math.inf), row[seconds])
+        for row in rows:
+            row.pop(ratio, None)
+            if seconds in row and _tokens(row) in best:
+                row[ratio] = best[_tokens(row)] / row[seconds]
+
+
+def _tokens(row: dict[str, Any]) -> tuple[Any, ...]:
+    return row["kind"], row["top_k"], row["micro_batch_size"], row["backend"].endswith(GRAPH)
+
+
+def expert_ffn(
+    x_TD: Tensor, routes_TK: Tensor, weights_TK: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
+) -> Tensor:
+    """Do what `ExpertFFN` does. In float64 this is the reference for the back ends."""
+    hidden_size = w_out.shape[1]
+    out = torch.zeros_like(x_TD)
+    for expert in range(w_in.shape[0]):
+        tokens, ranks = torch.where(routes_TK == expert)
+        h = x_TD[tokens] @ w_in[expert]
+        act = _ACTIVATIONS[activation](h[:, :hidden_size])
+        if h.shape[1] > hidden_size:
+            act = act * h[:, hidden_size:]
+        y = act @ w_out[expert]
+        out = out.index_add(0, tokens, weights_TK[tokens, ranks].unsqueeze(1) * y)
+    return out
+
+
+def relative_error(actual: Tensor, wanted: Tensor) -> float:
+    """Return the norm of the difference over the norm of the expected value; infinity for NaN."""
+    difference = (actual.detach().double() - wanted.detach().double()).norm()
+    error = float(difference / wanted.detach().double().norm().clamp(min=1e-30))
+    return math.inf if math.isnan(error) else error

@@ -41,6 +41,7 @@ from benchmarks.kernels import seconds_once
 from benchmarks.moe_contenders import (
     AUTO,
     DENSE,
+    GRAPH,
     HIDDEN,
     LIGER,
     SEQ_LENGTH,
@@ -48,6 +49,7 @@ from benchmarks.moe_contenders import (
     WIDTH,
     FreshGradients,
     check,
+    compare_with_dense,
     compiled_name,
     contenders,
     dense_block,
@@ -56,7 +58,6 @@ from benchmarks.moe_contenders import (
     layer_model,
     prepare_auto,
 )
-from benchmarks.moe_summary import GRAPH, compare_with_dense
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.measure.memory import measure_memory
 from bexp.measure.turns import Run, TurnsBudget, synchronize, time_in_turns
@@ -102,30 +103,30 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": [],
     }
     try:
-        found = begin(options.out, fresh, same=("shape", "kernels"))
+        results = begin(options.out, fresh, same=("shape", "kernels"))
     except ValueError as error:
         parser.error(str(error))
-    for num_experts, top_k, micro_batch in missing(found["rows"], options.cells):
+    for num_experts, top_k, micro_batch in missing(results["rows"], options.cells):
         if time.monotonic() > deadline:
             break
         cell = Cell(num_experts, top_k, micro_batch, device, hardware.memory_bandwidth_bytes_per_second)
-        found["rows"] += cell.measure()
-        compare_with_dense(found["rows"])
-        write_results(options.out, found)
-        for row in found["rows"]:
+        results["rows"] += cell.measure()
+        compare_with_dense(results["rows"])
+        write_results(options.out, results)
+        for row in results["rows"]:
             if cell.key.items() <= row.items():
                 print(describe(row), flush=True)
-    for model in dict.fromkeys((row["num_experts"], row["top_k"]) for row in found["rows"]):
-        done = {(row["num_experts"], row["top_k"]) for row in found["errors"]}
+    for model in dict.fromkeys((row["num_experts"], row["top_k"]) for row in results["rows"]):
+        done = {(row["num_experts"], row["top_k"]) for row in results["errors"]}
         if model not in done and time.monotonic() < deadline + CHECK_SECONDS:
-            found["errors"] += check(*model, device)
-            write_results(options.out, found)
-    found["left_out"] = [list(cell) for cell in missing(found["rows"])]
-    write_results(options.out, found)
-    wrong = [row for row in found["errors"] if not row["error"] <= TOLERANCE]
+            results["errors"] += check(*model, device)
+            write_results(options.out, results)
+    results["left_out"] = [list(cell) for cell in missing(results["rows"])]
+    write_results(options.out, results)
+    wrong = [row for row in results["errors"] if not row["error"] <= TOLERANCE]
     for row in wrong:
         print("WRONG", row)
-    print(f"{len(found['errors'])} results compared with float64, {len(found['left_out'])} cells left out")
+    print(f"{len(results['errors'])} results compared with float64, {len(results['left_out'])} cells left out")
     return 1 if wrong else 0
 
 

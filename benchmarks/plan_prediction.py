@@ -42,29 +42,29 @@ def predict(
 
     Raises:
         RowError: the row stands for several candidates, or for none, or a block cannot be measured, or `measure` is
-            null and a block is missing.
+            None and a block is missing.
     """
     space = MeshKnowledge(request, report)
     if len(space.candidates) != 1:
         raise RowError(f"the row stands for {len(space.candidates)} candidates")
-    found, subject = space.candidates[0], subject_of(request)
+    mesh_candidate, subject = space.candidates[0], subject_of(request)
     space.learn(
         ComponentMeasurement.model_validate({name: value for name, value in known.items() if name not in LABELS})
         for known in components
         if known["subject"] == subject
     )
-    for component in space.missing(found):
+    for component in space.missing(mesh_candidate):
         if measure is None:
             raise RowError(f"{component.key} has not been measured")
-        measured = measure_block(component, found, request, measure)
+        measured = measure_block(component, mesh_candidate, request, measure)
         space.learn([measured])
         components.append({"subject": subject, "kernels": kernels_digest(), **measured.model_dump(mode="json")})
         save()
-    return describe_step(space, space.step(found, simulate=True), report)
+    return describe_step(space, space.step(mesh_candidate, simulate=True), report)
 
 
 def measure_block(
-    component: Component, found: MeshCandidate, request: ExplorationRequest, measure: Measure
+    component: Component, mesh_candidate: MeshCandidate, request: ExplorationRequest, measure: Measure
 ) -> ComponentMeasurement:
     """Measure a block as a trial of a plan does; one that was disturbed is measured again, once.
 
@@ -75,7 +75,7 @@ def measure_block(
         number=0,
         kind=TrialKind.COMPONENTS,
         model=request.shapes,
-        candidate=found.candidate,
+        candidate=mesh_candidate.candidate,
         components=(component,),
         timeout_seconds=TIMEOUT_SECONDS,
     )
@@ -119,10 +119,10 @@ def describe_step(space: MeshKnowledge, step: MeshStep, report: DeviceReport) ->
 
 def power_capped_share(space: MeshKnowledge, step: MeshStep) -> float:
     """Return the share of the step that hangs on blocks during which the power limit held the clock down."""
-    found = 0.0
+    share_sum = 0.0
     for part, share in step.makeup.items():
         measured = space.measured.get(part) if isinstance(part, Component) else None
         conditions = None if measured is None else measured.conditions
         if conditions is not None and POWER_CAP in conditions.clock_reasons:
-            found += share
-    return min(1.0, found)
+            share_sum += share
+    return min(1.0, share_sum)

@@ -108,8 +108,8 @@ def forget_earlier(row: dict[str, Any], table: dict[str, Any], results: dict[str
 def read_results(path: Path) -> dict[str, Any]:
     """Return the results of an earlier run, or those of none."""
     if path.exists():
-        found: dict[str, Any] = json.loads(path.read_text())
-        return found
+        results: dict[str, Any] = json.loads(path.read_text())
+        return results
     return {"environment": describe_environment(), "hardware": None, "rows": {}, "components": []}
 
 
@@ -155,8 +155,8 @@ def run_row(
 
 def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> None:
     """Compose a row again from stored blocks, with the kernels of its run; if one is missing, `kept` says which."""
-    found = results["rows"].get(row["name"], {})
-    if "predicted" not in found:
+    recorded = results["rows"].get(row["name"], {})
+    if "predicted" not in recorded:
         return
     request = request_of(row, table)
 
@@ -165,11 +165,11 @@ def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str,
             hardware=HardwareSpec.model_validate(results["hardware"]),
             attention_backends=_named(of.attention_backends),
             expert_backends=_named(of.expert_backends),
-            default_attention=found["kernels"]["attention"],
-            default_experts=found["kernels"]["experts"],
+            default_attention=recorded["kernels"]["attention"],
+            default_experts=recorded["kernels"]["experts"],
         )
 
-    kept = {name: value for name, value in found.items() if name != "kept"}
+    kept = {name: value for name, value in recorded.items() if name != "kept"}
     try:
         predicted = predict_as_run(row, table, begin, None, results["components"], lambda: None)
     except RowError as refusal:
@@ -178,7 +178,7 @@ def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str,
         return
     error = predicted["predicted"] / row["tokens_per_second"] - 1
     results["rows"][row["name"]] = {**kept, **_published(row, request), **predicted, "error": error}
-    print(f"{row['name']:30} error {found['error']:+.1%}, now {error:+.1%}", flush=True)
+    print(f"{row['name']:30} error {recorded['error']:+.1%}, now {error:+.1%}", flush=True)
 
 
 def predict_as_run(
@@ -203,14 +203,14 @@ def predict_as_run(
         return predict(request, begin(request), measure, components, save)
 
     asked, causes, otherwise = dict(row["request"]), {}, {}
-    found = of(asked)
+    prediction = of(asked)
     for name, value in row.get("as_run", {}).items():
-        causes[name], asked[name] = found["predicted"], value
-        found = of(asked)
+        causes[name], asked[name] = prediction["predicted"], value
+        prediction = of(asked)
     for name, value in row.get("unstated", {}).items():
         with suppress(RowError):
             otherwise[name] = of({**asked, name: value})["predicted"]
-    return {**found, "causes": causes, "otherwise": otherwise}
+    return {**prediction, "causes": causes, "otherwise": otherwise}
 
 
 def _named(backends: Sequence[str] | None) -> tuple[BackendSupport, ...]:

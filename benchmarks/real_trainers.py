@@ -84,9 +84,9 @@ class Table:
             run = ModelRun(path, row, environment, self.options)
             for part, measure in run.parts().items():
                 if not run.has(part):
-                    found = measure()
+                    measured = measure()
                     with self._lock:
-                        row[part] = found
+                        row[part] = measured
                         write_results(self.options.out, self.results)
         print(describe(row), flush=True)
 
@@ -148,7 +148,7 @@ class ModelRun:
         return part in self._row and accumulates(self._row[part], self._options.batch_size)
 
     def _explore(self) -> dict[str, Any]:
-        """Explore through the service; the document of `bexp best --json`, null if there is no answer."""
+        """Explore through the service; the document of `bexp best --json`, None if there is no answer."""
         asked = ["--fresh", "--target", "transformers", "--seq-length", str(self._seq_length)]
         asked += ["--batch-size", str(self._options.batch_size), "--max-seconds", str(self._options.max_seconds)]
         asked += [word for field in self._row["fields"] for word in ("--set", field)]
@@ -166,11 +166,15 @@ class ModelRun:
     def _train_as(self, place: str) -> list[dict[str, Any]]:
         """The Trainer with one candidate of the answer."""
         document = self._row["exploration"]["document"]
-        found = {} if document is None else document["recommendation"]
-        candidate = found.get("candidate") if place == "candidate" else (found.get(place) or {}).get("candidate")
-        if candidate is None or (place != "candidate" and candidate == found["candidate"]):
+        recommendation = {} if document is None else document["recommendation"]
+        candidate = (
+            recommendation.get("candidate")
+            if place == "candidate"
+            else (recommendation.get(place) or {}).get("candidate")
+        )
+        if candidate is None or (place != "candidate" and candidate == recommendation["candidate"]):
             return []
-        wanted = {**document, "recommendation": {**found, "candidate": candidate, "dividing": None}}
+        wanted = {**document, "recommendation": {**recommendation, "candidate": candidate, "dividing": None}}
         run = {"micro_batch_size": candidate["micro_batch_size"], "recommendation": wanted}
         runs = self._train(["--runs", json.dumps([run])])
         return [{key: value for key, value in one.items() if key != "recommendation"} for one in runs]
@@ -215,14 +219,14 @@ def compiled_runs(sweep: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
-    """The fastest run that did not fail; null if all did."""
+    """The fastest run that did not fail; None if all did."""
     ran = [run for run in runs if "tokens_per_second" in run]
     return max(ran, key=lambda run: run["tokens_per_second"], default=None)
 
 
-def ratio(row: dict[str, Any], runs: str = "recommended") -> float | None:
-    """The best of these runs over the best of the sweep; null if one is missing or failed."""
-    ours, stock = best_of(row.get(runs, [])), best_of(row.get("sweep", []))
+def ratio(row: dict[str, Any]) -> float | None:
+    """The best of the recommended runs over the best of the sweep; None if one is missing or failed."""
+    ours, stock = best_of(row.get("recommended", [])), best_of(row.get("sweep", []))
     if ours is None or stock is None:
         return None
     return float(ours["tokens_per_second"] / stock["tokens_per_second"])
@@ -230,8 +234,8 @@ def ratio(row: dict[str, Any], runs: str = "recommended") -> float | None:
 
 def describe(row: dict[str, Any]) -> str:
     """One line for a person."""
-    found = ratio(row)
-    said = "no recommendation, or it failed" if found is None else f"{found:.3f}x the best of the sweep"
+    gain = ratio(row)
+    said = "no recommendation, or it failed" if gain is None else f"{gain:.3f}x the best of the sweep"
     named = " ".join([row["model"], *row["fields"]])
     return f"{named}: {said}, answered after {row['exploration']['wall_seconds']:.0f} s"
 

@@ -64,16 +64,15 @@ class Recorder:
         *,
         deadline_seconds: float,
         budget_seconds: float,
-        seed: int = 0,
     ) -> None:
         self._file = file
         self._recording = file.recording
         self._profiler = profiler
         self._deadline_seconds = deadline_seconds
         self._ends_at = time.monotonic() + budget_seconds
-        self._rng = np.random.default_rng(seed)
+        self._rng = np.random.default_rng(0)
         self._started = time.monotonic()
-        self._told = 0.0
+        self._reported_at = 0.0
 
     @property
     def is_over(self) -> bool:
@@ -194,8 +193,8 @@ class Recorder:
 
     def _tell(self, what: str, done: int, of: int, *, last: bool = False) -> None:
         now = time.monotonic()
-        if now - self._told >= 5 or last:
-            self._told = now
+        if now - self._reported_at >= 5 or last:
+            self._reported_at = now
             left = max(0.0, self._ends_at - now)
             print(f"{what}: {done} of {of}; {now - self._started:.0f} s, {left:.0f} s left", flush=True)
 
@@ -224,11 +223,11 @@ def open_table(
         noise=NOISE,
     )
     if path.exists():
-        found = Recording.read(path).header
-        if found.request != request:
+        recorded = Recording.read(path).header
+        if recorded.request != request:
             raise RecordingError(f"{path} records another request: give another --out")
-        if found.report.hardware.fingerprint != header.report.hardware.fingerprint:
-            raise RecordingError(f"{path} was begun on {found.report.hardware.describe()}")
+        if recorded.report.hardware.fingerprint != header.report.hardware.fingerprint:
+            raise RecordingError(f"{path} was begun on {recorded.report.hardware.describe()}")
     return RecordingFile(path, header)
 
 
@@ -263,8 +262,8 @@ def _components(recording: Recording, request: ExplorationRequest) -> set[Compon
 
 
 def _tables(recording: Recording, models: Iterable[ModelSpec]) -> list[Composition]:
-    found = [recording.prune(recording.header.request, model).table for model in models]
-    return [table for table in found if table is not None]
+    tables = [recording.prune(recording.header.request, model).table for model in models]
+    return [table for table in tables if table is not None]
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -333,8 +332,8 @@ def record_table(
             )
         done = not options.plan
         for table in tables if not options.plan else ():
-            found = recorder.record(table, runs=options.runs, whole=options.whole, whole_models=options.whole_models)
-            done = found and done
+            recorded = recorder.record(table, runs=options.runs, whole=options.whole, whole_models=options.whole_models)
+            done = recorded and done
     finally:
         file.close()
     return done

@@ -39,14 +39,14 @@ def arrays_of(
     known_K = np.zeros(number, dtype=np.bool_)
     device_K, host_K, bytes_3K = np.zeros(number), np.zeros(number), np.zeros((3, number))
     for i, component in enumerate(table.components):
-        found = measured.get(component)
-        if found is None:
+        measurement = measured.get(component)
+        if measurement is None:
             continue
         known_K[i] = True
-        device_K[i] = found.device_seconds
-        waits = host_is_device or found.host_seconds == found.device_seconds
-        host_K[i] = 0.0 if waits else found.host_seconds
-        bytes_3K[:, i] = (found.saved_bytes, found.forward_peak_bytes, found.backward_peak_bytes)
+        device_K[i] = measurement.device_seconds
+        waits = host_is_device or measurement.host_seconds == measurement.device_seconds
+        host_K[i] = 0.0 if waits else measurement.host_seconds
+        bytes_3K[:, i] = (measurement.saved_bytes, measurement.forward_peak_bytes, measurement.backward_peak_bytes)
     return ComponentArrays(known_K, device_K, host_K, bytes_3K)
 
 
@@ -72,12 +72,10 @@ def compose(recording: Recording, table: Composition) -> ComponentArrays:
     return arrays_of(table, averaged, host_is_device=host_is_device)
 
 
-def composed_tokens_per_second(
-    table: Composition, figures: ComponentArrays, rows: Ints | slice = slice(None)
-) -> Floats:
+def composed_tokens_per_second(table: Composition, figures: ComponentArrays) -> Floats:
     """Return tokens/s of candidates, shape (C,). A candidate with an unknown component has no meaningful value."""
     with np.errstate(divide="ignore"):
-        return np.asarray(table.tokens_per_second(figures.device_seconds[None, :], figures.host_seconds, rows)[0])
+        return np.asarray(table.tokens_per_second(figures.device_seconds[None, :], figures.host_seconds)[0])
 
 
 def known_rows(table: Composition, figures: ComponentArrays) -> Mask:

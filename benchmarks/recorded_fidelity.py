@@ -36,13 +36,13 @@ def main(arguments: list[str] | None = None) -> int:
         parser.error(str(error))
     rows = [row for name, recording in recordings.items() for row in compare(name, recording)]
     first = next(iter(recordings.values())).header
-    found = {
+    results = {
         "environment": describe_environment(),
         "hardware": first.report.hardware.model_dump(mode="json"),
         "recorded_at": first.recorded_at.isoformat(),
         "rows": rows,
     }
-    write_results(options.out, found)
+    write_results(options.out, results)
     print_table(rows)
     return 0
 
@@ -90,8 +90,8 @@ def compare(name: str, recording: Recording) -> list[dict[str, Any]]:
 def _tokens_per_second(whole: WholeModelMeasurement, micro_batch_size: int, recording: Recording) -> float:
     request = recording.header.request
     micro_step, optimizer = whole.micro_step_seconds, whole.optimizer_seconds
-    found = combine_seconds(micro_step, optimizer, micro_batch_size, request.shapes, request)
-    return found.tokens_per_second
+    seconds = combine_seconds(micro_step, optimizer, micro_batch_size, request.shapes, request)
+    return seconds.tokens_per_second
 
 
 def print_table(rows: list[dict[str, Any]]) -> None:

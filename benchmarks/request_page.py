@@ -43,12 +43,12 @@ def _section(title: str, part: dict[str, Any]) -> str:
 def _line(name: str, field: dict[str, Any], required: bool) -> str:
     what = " ".join(field.get("description", "").split())
     default = field.get("default")
-    told = (
+    requirement = (
         "required"
         if required
         else "default " + (f"`{json.dumps(default)}`" if not isinstance(default, dict) else "as below")
     )
-    return f"- `{name}` ({_type(field)}; {told}){f': {what}' if what else ''}\n"
+    return f"- `{name}` ({_type(field)}; {requirement}){f': {what}' if what else ''}\n"
 
 
 def _type(field: dict[str, Any]) -> str:

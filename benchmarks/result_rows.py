@@ -43,8 +43,8 @@ def trainer_summary(result: Row) -> Iterable[Row]:
     yield {"what": "at least 0.98 of the Trainer's own best, defaults", "figure": f"{within} of {len(default)} models"}
     lines = [line.strip() for row in trainers(result) for line in row["exploration"]["log"] if "BEXP203" in line]
     errors = [[abs(float(error)) for error in pair] for pair in CHECK.findall(" ".join(lines))]
-    for what, found in zip(("step", "peak"), zip(*errors, strict=True), strict=True):
-        figure = f"median {statistics.median(found):.1f}%, max {max(found):.1f}% over {len(found)}"
+    for what, values in zip(("step", "peak"), zip(*errors, strict=True), strict=True):
+        figure = f"median {statistics.median(values):.1f}%, max {max(values):.1f}% over {len(values)}"
         yield {"what": f"composed {what} against the whole model", "figure": figure}
     seconds = [took for row in default if (took := row["exploration"]["wall_seconds"]) is not None]
     figure = f"median {statistics.median(seconds):.0f} s, longest {max(seconds):.0f} s over {len(seconds)} models"
@@ -76,16 +76,16 @@ def compositions(result: Row) -> Iterable[Row]:
 
 def by_table(result: Row) -> Iterable[Row]:
     """Return what our search came to, by table."""
-    for name, found in result["summary"]["tables"].items():
-        yield {"name": name, **found["bexp"], "table": result["tables"][name]}
+    for name, summary in result["summary"]["tables"].items():
+        yield {"name": name, **summary["bexp"], "table": result["tables"][name]}
 
 
 def explorations(result: Row) -> Iterable[Row]:
     """Return each run with its recommendation and timings; one without whole models has no final answer."""
     for run in result["runs"]:
         final = run["submit_to_final_seconds"] if run["request"]["verify"] else None
-        found = run["answer"]["variants"][0]["recommendation"]
-        yield {"comparisons": {}, **run, "final": final, "found": found, "t": run["overheads"]["timings"]}
+        recommendation = run["answer"]["variants"][0]["recommendation"]
+        yield {"comparisons": {}, **run, "final": final, "found": recommendation, "t": run["overheads"]["timings"]}
 
 
 def checked(result: Row) -> Iterable[Row]:
@@ -115,9 +115,9 @@ def fused_ways(result: Row) -> Iterable[Row]:
     clocks = ("clock_seconds", "device_seconds")
     for row in result["rows"]:
         chosen = row["seconds"]["chosen"]
-        for way, found in row["seconds"].items():
+        for way, clocked in row["seconds"].items():
             both = [
-                f"{found[of] * 1e3:.2f} ms" if way == "chosen" else f"{chosen[of] / found[of]:.2f}" for of in clocks
+                f"{clocked[of] * 1e3:.2f} ms" if way == "chosen" else f"{chosen[of] / clocked[of]:.2f}" for of in clocks
             ]
             yield {**row, "way": way, "text": "{} ({})".format(*both)}
 
@@ -126,15 +126,15 @@ def launches(result: Row) -> Iterable[Row]:
     """Return what launches cost the host, in units of one small operation: the least and the most over the shapes."""
     gemms, rows = ([row["launches"] for row in result[key]] for key in ("gemms", "layers"))
     products = ("multiply_rows", "sum_over_rows")
-    found = {
+    units_by_way = {
         f"a grouped GEMM of `{name}`, or its sum over rows": [row[f"{name} {of}"] for row in gemms for of in products]
         for name in ("hopper_grouped", "triton_grouped")
     }
     halves = [f"fused: {part} without autograd" for part in ("forward", "backward")]
-    found["`fused`, forward and backward without autograd"] = [sum(row[half] for half in halves) for row in rows]
-    found["`fused`, a layer in a chain, with autograd"] = [row["fused, a layer in a chain"] for row in rows]
-    found["`fused`, one layer alone, with autograd"] = [row["fused forward and backward"] for row in rows]
-    for what, units in found.items():
+    units_by_way["`fused`, forward and backward without autograd"] = [sum(row[half] for half in halves) for row in rows]
+    units_by_way["`fused`, a layer in a chain, with autograd"] = [row["fused, a layer in a chain"] for row in rows]
+    units_by_way["`fused`, one layer alone, with autograd"] = [row["fused forward and backward"] for row in rows]
+    for what, units in units_by_way.items():
         least, most = min(units), max(units)
         micros = {"least_us": least * result["launch_us"], "most_us": most * result["launch_us"]}
         yield {"what": what, "least": least, "most": most, **micros}
@@ -150,7 +150,7 @@ def variable_sizes(result: Row) -> Iterable[Row]:
 
 def expert_modes(result: Row) -> Iterable[Row]:
     """Return a row a mode."""
-    return ({**row, "mode": mode, **found} for row in result["rows"] for mode, found in row["modes"].items())
+    return ({**row, "mode": mode, **figures} for row in result["rows"] for mode, figures in row["modes"].items())
 
 
 def graphs(result: Row) -> Iterable[Row]:
@@ -188,12 +188,12 @@ def choices(result: Row) -> Iterable[Row]:
 def tiled(result: Row) -> Iterable[Row]:
     """Return how many of the best candidates tile."""
     best = [
-        found
+        candidate_row
         for row in result["rows"]
-        for key, found in row["best"].items()
+        for key, candidate_row in row["best"].items()
         if row["num_experts"] is not None and key.endswith(("tiled", "explored"))
     ]
-    yield {"tiled": sum(bool(found["candidate"].get("bta_tile")) for found in best), "all": len(best)}
+    yield {"tiled": sum(bool(candidate_row["candidate"].get("bta_tile")) for candidate_row in best), "all": len(best)}
 
 
 def layouts(result: Row) -> Iterable[Row]:

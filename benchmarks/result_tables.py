@@ -61,10 +61,10 @@ def render(table: Row) -> str:
 def rows_of(result: Row, where: str) -> Iterable[Row]:
     """Return the rows at a path, or of a function. A path that ends in a dot is one row."""
     if call := re.fullmatch(r"(\w+)\((.*)\)", where):
-        found: Iterable[Row] = getattr(import_module("benchmarks.result_rows"), call[1])(
+        rows: Iterable[Row] = getattr(import_module("benchmarks.result_rows"), call[1])(
             result, *filter(None, [call[2]])
         )
-        return found
+        return rows
     at: Any = result
     for key in filter(None, where.split(".")):
         at = at[key]
@@ -84,8 +84,8 @@ def show(cell: str, row: Row) -> str:
 @cache
 def load(name: str) -> Row:
     """Return a recorded result."""
-    found: Row = json.loads((RESULTS / f"{name}.json").read_text())
-    return found
+    result: Row = json.loads((RESULTS / f"{name}.json").read_text())
+    return result
 
 
 def origin(name: str, result: Row) -> str:
@@ -110,12 +110,12 @@ def origin(name: str, result: Row) -> str:
 def pages() -> dict[Path, str]:
     """Return the text of every page."""
     about = "Written by `python -m benchmarks.result_tables` from the JSON beside it.\n"
-    found = {}
+    texts = {}
     for page in yaml.safe_load(SPECIFICATION.read_text()):
         tables = [each for table in page["tables"] for each in _repeated(table)]
         text = "\n".join([f"# {page['title']}\n", about, *map(render, tables)])
-        found[RESULTS / f"{page['page']}.md"] = text
-    return found
+        texts[RESULTS / f"{page['page']}.md"] = text
+    return texts
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -136,7 +136,7 @@ def _repeated(table: Row) -> list[Row]:
     """Return the table for each list of values, which take the places of $0, $1 and so on."""
     text = json.dumps({key: value for key, value in table.items() if key != "each"})
     return [
-        json.loads(re.sub(r"\$(\d)", lambda found, values=values: values[int(found[1])], text))  # type: ignore[misc]
+        json.loads(re.sub(r"\$(\d)", lambda match, values=values: values[int(match[1])], text))  # type: ignore[misc]
         for values in table.get("each", [[]])
     ]
 
@@ -167,21 +167,21 @@ def _markdown(heads: list[str], lines: Iterable[list[str]]) -> str:
     return "\n".join(f"| {' | '.join(line)} |" for line in [heads, ["---"] * len(heads), *lines])
 
 
-def _candidate(found: Row) -> str:
+def _candidate(candidate: Row) -> str:
     """`m=6, tile 2, recompute experts, cudnn, fused`, as far as it differs from the default."""
-    tile, recompute = found.get("bta_tile"), found["recompute"]
+    tile, recompute = candidate.get("bta_tile"), candidate["recompute"]
     parts = [
-        f"m={found['micro_batch_size']}",
+        f"m={candidate['micro_batch_size']}",
         tile and f"tile {tile}",
         recompute != "none" and f"recompute {recompute}",
     ]
     return ", ".join(
-        str(part) for part in [*parts, *map(found.get, ("attention_backend", "expert_backend", "sharding"))] if part
+        str(part) for part in [*parts, *map(candidate.get, ("attention_backend", "expert_backend", "sharding"))] if part
     )
 
 
-def _join(found: Mapping[str, Any] | list[str]) -> str:
-    pairs = found.items() if isinstance(found, Mapping) else ((each, None) for each in found)
+def _join(parts: Mapping[str, Any] | list[str]) -> str:
+    pairs = parts.items() if isinstance(parts, Mapping) else ((each, None) for each in parts)
     return "; ".join(str(name) if number is None else f"{name} {number}" for name, number in pairs)
 
 

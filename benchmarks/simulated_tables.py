@@ -165,12 +165,12 @@ def main(arguments: list[str] | None = None) -> int:
     for path in options.configs:
         request = parse_request(load_document(path.read_text()))
         report = h200_report(request.shapes)
-        found = simulate(
+        recording = simulate(
             path.stem, request, report, options.seed, whole_model_share=options.whole_model_share, kind=options.device
         )
         target = options.out / f"{options.device}-{path.stem}-{options.seed}.jsonl"
-        write(found, target)
-        print(f"{target}: {len(found.components)} components, {len(found.whole_models)} whole models")
+        write(recording, target)
+        print(f"{target}: {len(recording.components)} components, {len(recording.whole_models)} whole models")
     return 0
 
 

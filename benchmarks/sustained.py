@@ -17,7 +17,7 @@ _AT_ONCE = 20
 def sustained_matmul(device: torch.device) -> dict[str, Any]:
     """Rate of bfloat16 products of SIZE^3 random numbers in the last half of SECONDS without a rest.
 
-    With the multiprocessors' clock (MHz) and the power (W) meanwhile, and the card's limit; null where NVML is silent.
+    With the multiprocessors' clock (MHz) and the power (W) meanwhile, and the card's limit; None where NVML is silent.
     """
     a, b = (torch.randn(SIZE, SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
     out = torch.empty_like(a)

@@ -71,17 +71,17 @@ def main(arguments: list[str] | None = None) -> int:
         "steps": options.steps,
         "max_seconds": options.max_seconds,
     }
-    found: list[dict[str, Any]] = []
+    runs_made: list[dict[str, Any]] = []
     runs: Iterator[dict[str, Any]] = iter(options.runs)
-    for run in [*runs] if not options.sweep else _sweep(found, options.batch_size):
-        found.append(run_trainer(config, {**common, **run}))
-        print(_line(found[-1]), flush=True)
-        results = {"model": options.config.stem, "environment": describe_environment(), "runs": found}
+    for run in [*runs] if not options.sweep else _sweep(runs_made, options.batch_size):
+        runs_made.append(run_trainer(config, {**common, **run}))
+        print(_line(runs_made[-1]), flush=True)
+        results = {"model": options.config.stem, "environment": describe_environment(), "runs": runs_made}
         write_results(options.out, results)
     return 0
 
 
-def _sweep(found: list[dict[str, Any]], batch_size: int | None = None) -> Iterator[dict[str, Any]]:
+def _sweep(made: list[dict[str, Any]], batch_size: int | None = None) -> Iterator[dict[str, Any]]:
     """The next run, given those that have been made. No micro-batch is larger than the batch."""
     largest = 1
     sizes = [size for size in SIZES if batch_size is None or size <= batch_size]
@@ -89,7 +89,7 @@ def _sweep(found: list[dict[str, Any]], batch_size: int | None = None) -> Iterat
         best, falls = 0.0, 0
         for size in (size for size in sizes if size >= largest):
             yield {"micro_batch_size": size, "gradient_checkpointing": checkpointing}
-            speed = found[-1].get("tokens_per_second")
+            speed = made[-1].get("tokens_per_second")
             if speed is None:
                 break
             largest = size

@@ -44,10 +44,10 @@ def claim_next(
     conditions = _claimable(database, settings, by, among)
     while True:
         with database.read() as connection:  # an idle worker takes no write lock
-            found = find_next(database, connection, conditions)
-        if found is None:
+            next_job = find_next(database, connection, conditions)
+        if next_job is None:
             return None
-        take = sa.update(jobs).where(jobs.c.id == found.scalar_subquery()).values(_values(database, settings, by))
+        take = sa.update(jobs).where(jobs.c.id == next_job.scalar_subquery()).values(_values(database, settings, by))
         with database.begin() as connection:
             await_turn(database, connection)
             row = connection.execute(take.returning(*jobs.c)).one_or_none()
@@ -70,8 +70,8 @@ def end_abandoned(database: Database, settings: QueueSettings, abandoned: sa.Col
     """End the `abandoned` jobs that nobody runs: cancelled ones, or those whose workers were lost too often."""
     conditions = [has_no_worker(database), abandoned]
     with database.read() as connection:
-        found = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
-    for row in found:
+        rows = connection.execute(sa.select(jobs.c.id, jobs.c.cancel_requested).where(*conditions)).all()
+    for row in rows:
         with database.begin() as connection:
             here = [jobs.c.id == row.id, *conditions]
             if row.cancel_requested:

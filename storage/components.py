@@ -56,24 +56,24 @@ def keep_components(
         "versions": _describe(report.hardware, software)[:255],
     }
     subjects = component_subjects(request, report)
-    found: dict[tuple[str, str], dict[str, Any]] = {}
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
     for measurement in (m for trial in trials for m in trial.measurement.components):
         subject = subject_of(measurement.component, subjects)
         if subject is not None and measurement.contamination is None:
             document = measurement.model_dump(mode="json", exclude_defaults=True, exclude={"conditions"})
             key = (subject, _digest(measurement.component.key)[:32])
-            found[key] = {**values, "subject": subject, "component": key[1], "measurement": document}
-    if not found:
+            rows[key] = {**values, "subject": subject, "component": key[1], "measurement": document}
+    if not rows:
         return 0
     try:
         with database.begin() as connection:
             now = database.now(connection)
             connection.execute(sa.delete(components).where(components.c.source == source))
-            connection.execute(sa.insert(components), [{**row, "at": now} for row in found.values()])
+            connection.execute(sa.insert(components), [{**row, "at": now} for row in rows.values()])
             _drop_old(connection, now)
     except sa.exc.IntegrityError:  # a worker that has lost this job keeps the same at this moment
         return 0
-    return len(found)
+    return len(rows)
 
 
 def _drop_old(connection: sa.Connection, now: datetime) -> None:

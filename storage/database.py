@@ -140,7 +140,7 @@ class Database:
 
     @property
     def sqlite_path(self) -> Path | None:
-        """The file of a SQLite database; null for PostgreSQL."""
+        """The file of a SQLite database; None for PostgreSQL."""
         return None if self.is_postgresql else Path(self.engine.url.database or "")
 
     @contextmanager

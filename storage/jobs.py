@@ -175,11 +175,11 @@ def describe_unreadable(name: str, error: ValidationError) -> str:
 
 def summaries_of(connection: sa.Connection, rows: Sequence[sa.Row[Any]]) -> list[JobSummary]:
     """Return the jobs in rows of `SUMMARY_COLUMNS`, with their labels."""
-    found: dict[str, dict[str, str]] = {row.id: {} for row in rows}
-    query = sa.select(labels).where(labels.c.job_id.in_(found)).order_by(labels.c.key)
-    for label in connection.execute(query) if found else ():
-        found[label.job_id][label.key] = label.value
-    return [JobSummary(**row._asdict() | {"state": JobState(row.state), "labels": found[row.id]}) for row in rows]
+    labels_of: dict[str, dict[str, str]] = {row.id: {} for row in rows}
+    query = sa.select(labels).where(labels.c.job_id.in_(labels_of)).order_by(labels.c.key)
+    for label in connection.execute(query) if labels_of else ():
+        labels_of[label.job_id][label.key] = label.value
+    return [JobSummary(**row._asdict() | {"state": JobState(row.state), "labels": labels_of[row.id]}) for row in rows]
 
 
 def _is(job_id: str, owner: str | None) -> list[sa.ColumnElement[bool]]:

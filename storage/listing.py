@@ -28,17 +28,17 @@ class JobFilter:
 
     def conditions(self) -> list[sa.ColumnElement[bool]]:
         """Return what a row of `jobs` must meet."""
-        found: list[sa.ColumnElement[bool]] = []
+        conditions: list[sa.ColumnElement[bool]] = []
         if self.state is not None:
-            found.append(jobs.c.state == self.state.value)
+            conditions.append(jobs.c.state == self.state.value)
         if self.model is not None:
-            found.append(jobs.c.model_name == self.model)
+            conditions.append(jobs.c.model_name == self.model)
         if self.owner is not None:
-            found.append(jobs.c.owner == self.owner)
+            conditions.append(jobs.c.owner == self.owner)
         for key, value in self.labels:
             labelled = sa.select(labels.c.job_id).where(labels.c.key == key, labels.c.value == value)
-            found.append(jobs.c.id.in_(labelled))
-        return found
+            conditions.append(jobs.c.id.in_(labelled))
+        return conditions
 
 
 def list_jobs(

@@ -43,12 +43,12 @@ def find_prunable(database: Database, *, older_than: timedelta | None = None, ke
     with database.read() as connection:
         rows = connection.execute(query.order_by(place_of_owner, *newest_first)).all()
         now = database.now(connection)
-    found = [
+    prunable = [
         row
         for place, row in enumerate(rows)
         if (keep is not None and place >= keep) or (older_than is not None and row.finished_at < now - older_than)
     ]
-    return [row.id for row in sorted(found, key=lambda row: (row.finished_at, row.id))]
+    return [row.id for row in sorted(prunable, key=lambda row: (row.finished_at, row.id))]
 
 
 def prune(database: Database, job_ids: list[str]) -> None:

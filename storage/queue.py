@@ -112,10 +112,10 @@ class Queue:
         fingerprint = report.hardware.fingerprint
         values: dict[str, Any] = {}
         if not job.report:
-            found: dict[str, Any] = {"reported_runs": find_reported_runs(self.database, job, report)}
+            known: dict[str, Any] = {"reported_runs": find_reported_runs(self.database, job, report)}
             if job.request is not None:
-                found["earlier"] = find_earlier_runs(self.database, job.request, report, software)
-            report = report.model_copy(update=found)
+                known["earlier"] = find_earlier_runs(self.database, job.request, report, software)
+            report = report.model_copy(update=known)
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
             if job.request is not None:
                 values["devices_needed"] = job.request.devices.needed(report.hardware.num_devices)

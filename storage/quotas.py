@@ -63,9 +63,9 @@ def select_quotas(connection: sa.Connection) -> dict[str, Quota]:
     return {row.owner: Quota(row.max_queued, row.max_running) for row in rows}
 
 
-def quota_of(found: Mapping[str, Quota], owner: str) -> Quota:
+def quota_of(by_owner: Mapping[str, Quota], owner: str) -> Quota:
     """Return the quota that holds for an owner."""
-    return found.get(owner) or found.get(EVERYBODY) or Quota()
+    return by_owner.get(owner) or by_owner.get(EVERYBODY) or Quota()
 
 
 def check_queued(connection: sa.Connection, owner: str) -> None:

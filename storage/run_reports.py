@@ -86,7 +86,7 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         documents = connection.execute(
             sa.select(run_reports.c.job_id, run_reports.c.report).where(run_reports.c.job_id.in_([r.id for r in rows]))
         ).all()
-    found: list[ReportedRun] = []
+    summaries: list[ReportedRun] = []
     for row in rows:
         other = job_from_row(row)
         if (
@@ -98,8 +98,8 @@ def find_reported_runs(database: Database, job: Job, report: DeviceReport) -> tu
         ):
             continue
         reports = [RunReport.model_validate(document) for job_id, document in documents if job_id == other.id]
-        found += summarize_reports(other.id, other.recommendation, other.report.hardware, reports)
-    return tuple(found)
+        summaries += summarize_reports(other.id, other.recommendation, other.report.hardware, reports)
+    return tuple(summaries)
 
 
 def _version(report: DeviceReport) -> str | None:

@@ -1,4 +1,4 @@
-"""The schema of a database: its upgrade, and the check whether it is current."""
+"""The schema of a database: its upgrade, the check whether it is current, and a write that shows if one succeeds."""
 
 from __future__ import annotations
 
@@ -100,9 +100,20 @@ def latest_revision() -> str:
     return max(_revisions())
 
 
+def try_write(database: Database) -> None:
+    """Write the version of the schema again, and commit. A full disk and a lock that nobody gives back show only then.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: the database does not take it.
+    """
+    version = sa.table(VERSION_TABLE, sa.column("version_num"))
+    with database.begin() as connection:
+        connection.execute(sa.update(version).values(version_num=version.c.version_num))
+
+
 def _refuse_earlier(database: Database) -> None:
     with database.read() as connection:
-        if _has_tables(connection) and any(found < min(_revisions()) for found in _read_revisions(connection)):
+        if _has_tables(connection) and any(revision < min(_revisions()) for revision in _read_revisions(connection)):
             raise EarlierSchemaError(database)
 
 

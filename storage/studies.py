@@ -60,13 +60,13 @@ def drop_studies(database: Database, job_ids: Collection[str]) -> int:
         if not sa.inspect(connection).has_table("studies"):
             return 0
         studies = sa.table("studies", sa.column("study_name", sa.String))
-        found = [name for name in connection.scalars(sa.select(studies.c.study_name)) if _job_of(name) in job_ids]
-    if found:
+        names = [name for name in connection.scalars(sa.select(studies.c.study_name)) if _job_of(name) in job_ids]
+    if names:
         with exclusive(database), _storage(database) as storage:
-            for name in found:
+            for name in names:
                 with suppress(KeyError):  # another process has dropped it meanwhile
                     optuna.delete_study(study_name=name, storage=storage)
-    return len(found)
+    return len(names)
 
 
 def study_name(job_id: str, suffix: str = "") -> str:
@@ -84,11 +84,11 @@ def _by_variant(job: Job, trials: Sequence[Trial]) -> dict[str, list[Trial]]:
         main: Variant | None = explored_models(job.request, job.report)[0].variant
     else:  # another version stored the request; the main variant is explored first
         main = trials[0].candidate.variant if trials else None
-    found: dict[str, list[Trial]] = {}
+    by_variant: dict[str, list[Trial]] = {}
     for trial in trials:
         variant = trial.candidate.variant
-        found.setdefault("" if variant == main else variant.describe(), []).append(trial)
-    return found
+        by_variant.setdefault("" if variant == main else variant.describe(), []).append(trial)
+    return by_variant
 
 
 def _write(storage: RDBStorage, name: str, trials: Sequence[Trial], space: Mapping[str, Any]) -> None:

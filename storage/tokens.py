@@ -100,8 +100,8 @@ def find_revoked(database: Database, digests: Collection[str]) -> set[str]:
     """Return those of the digests whose token exists no longer or has expired."""
     valid = sa.or_(tokens.c.expires_at.is_(None), tokens.c.expires_at > database.clock())
     with database.read() as connection:
-        found = connection.scalars(sa.select(tokens.c.digest).where(tokens.c.digest.in_(digests), valid))
-        return set(digests).difference(found)
+        valid_digests = connection.scalars(sa.select(tokens.c.digest).where(tokens.c.digest.in_(digests), valid))
+        return set(digests).difference(valid_digests)
 
 
 def revoke_token(database: Database, name: str, *, by: Caller = LOCAL) -> bool:
@@ -124,10 +124,10 @@ def parse_lifetime(text: str) -> timedelta:
     Raises:
         ValueError: it is none, or zero.
     """
-    found = _DURATION.fullmatch(text)
-    if found is None or not int(found[1]):
+    match = _DURATION.fullmatch(text)
+    if match is None or not int(match[1]):
         raise ValueError("a lifetime is a whole number and a unit: 90d, 12h, 30m or 45s")
-    return timedelta(**{_UNITS[found[2]]: int(found[1])})
+    return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
 def _token_of(row: sa.Row[Any]) -> Token:

@@ -94,15 +94,15 @@ def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool
 
 def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str, ClaimQuota]:
     """Return what the quotas mean for claims, for each owner that has jobs and such a quota."""
-    found = select_quotas(connection)
-    if all(quota.max_running is None for quota in found.values()):
+    quotas = select_quotas(connection)
+    if all(quota.max_running is None for quota in quotas.values()):
         return {}
     held = sa.select(jobs.c.owner, sa.func.count()).where(is_held(database)).group_by(jobs.c.owner)
     running = {row[0]: row[1] for row in connection.execute(held)}
     active = jobs.c.state.in_((JobState.QUEUED.value, JobState.RUNNING.value))
     reasons = {}
     for owner in connection.scalars(sa.select(jobs.c.owner).where(active).distinct()):
-        limit = quota_of(found, owner).max_running
+        limit = quota_of(quotas, owner).max_running
         if limit is not None:
             reason = f"{HELD_BACK}'{owner}': {limit} running at a time"
             reasons[owner] = ClaimQuota(reason, running.get(owner, 0) >= limit)

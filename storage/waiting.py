@@ -1,8 +1,8 @@
-"""The reason why a job waits if no live worker can run it."""
+"""The jobs that wait: why, if no live worker can run them, and their requests, which a worker may read beforehand."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import timedelta
 from types import MappingProxyType
 from typing import Any
@@ -12,6 +12,7 @@ from pydantic import ValidationError
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode, EventDraft
+from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.storage.changes import change_jobs, end_job, has_no_worker
 from bexp.storage.database import Database
@@ -58,15 +59,15 @@ def find_waiting(
     The reason is None when a live worker could run the job and is merely busy. `quotas` are those of the owners.
     The reason that one gave stays while the quota is the same: between two claims it does not hold for a moment.
     """
-    found = []
+    changed = []
     for row in overdue:
         new = waiting_reason(row, live)
         quota = quotas.get(row.owner)
         if new is None and quota is not None and (quota.holds or row.waiting_reason == quota.reason):
             new = quota.reason
         if new != row.waiting_reason:
-            found.append((row.id, new))
-    return found
+            changed.append((row.id, new))
+    return changed
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
@@ -78,10 +79,10 @@ def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta
         )
         live, rows = select_overdue(database, connection, overdue, live_within=live_within)
         quotas = find_claim_quotas(database, connection)
-    found = find_waiting(live, rows, quotas)
-    for first in range(0, len(found), NOTED_AT_ONCE):
+    changed = find_waiting(live, rows, quotas)
+    for first in range(0, len(changed), NOTED_AT_ONCE):
         by_reason: dict[str | None, list[str]] = {}
-        for job_id, reason in found[first : first + NOTED_AT_ONCE]:
+        for job_id, reason in changed[first : first + NOTED_AT_ONCE]:
             by_reason.setdefault(reason, []).append(job_id)
         with database.begin() as connection:
             for reason, job_ids in by_reason.items():
@@ -123,8 +124,8 @@ def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta
         sa.not_(sa.exists(just_noted)),
     ]
     with database.read() as connection:
-        found = connection.execute(sa.select(jobs.c.id, jobs.c.waiting_reason).where(*overdue)).all()
-    for job_id, reason in found:
+        rows = connection.execute(sa.select(jobs.c.id, jobs.c.waiting_reason).where(*overdue)).all()
+    for job_id, reason in rows:
         error = f"no worker could run it within {describe_duration(max_wait)}: {reason}"
         with database.begin() as connection:
             end_job(database, connection, [jobs.c.id == job_id, *overdue], JobState.FAILED, error)
@@ -168,3 +169,24 @@ def _describe_pinned(report: Any) -> str:
         return DeviceReport.model_validate(report).hardware.describe()
     except ValidationError:
         return "another version stored a description that this one cannot read"
+
+
+def list_waiting_ids(database: Database, target: str) -> list[str]:
+    """Return the ids of the jobs of `target` that no worker owns."""
+    with database.read() as connection:
+        query = sa.select(jobs.c.id).where(has_no_worker(database), jobs.c.target == target)
+        return list(connection.scalars(query))
+
+
+def read_requests(database: Database, job_ids: Collection[str]) -> dict[str, ExplorationRequest | None]:
+    """Return the requests of these jobs by id; None where another version stored what this one cannot read."""
+    with database.read() as connection:
+        rows = connection.execute(sa.select(jobs.c.id, jobs.c.request).where(jobs.c.id.in_(job_ids))).all()
+    return {row.id: _request_in(row.request) for row in rows}
+
+
+def _request_in(document: object) -> ExplorationRequest | None:
+    try:
+        return ExplorationRequest.model_validate(document)
+    except ValidationError:
+        return None

@@ -110,14 +110,14 @@ def _devices(
     """The devices of each worker: one device each, or all devices in one worker if `group` is set."""
     if given is None:
         counts = None if num_devices is None else parse_counts(num_devices)
-        found = default_devices(visible_devices(settings.environment), group=group, counts=counts)
+        devices = default_devices(visible_devices(settings.environment), group=group, counts=counts)
     else:
-        found = parse_devices(given)
+        devices = parse_devices(given)
     if group:
-        return (found,)
-    if len(set(found)) < len(found):
+        return (devices,)
+    if len(set(devices)) < len(devices):
         raise ValueError(f"device '{given}' names a device twice, which only --group can use")
-    return tuple((device,) for device in found)
+    return tuple((device,) for device in devices)
 
 
 if __name__ == "__main__":

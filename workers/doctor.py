@@ -47,9 +47,9 @@ MOE = DENSE.model_copy(
 
 
 class DeviceDiagnosis(Frozen):
-    """One device. `report` is null if the device cannot be used now; `reason` then says why.
+    """One device. `report` is None if the device cannot be used now; `reason` then says why.
 
-    `compile_reason` says why torch.compile cannot be used, and is null if it can.
+    `compile_reason` says why torch.compile cannot be used, and is None if it can.
     """
 
     device: str
@@ -122,10 +122,10 @@ def _print(diagnosis: Diagnosis, console: Console) -> None:
 
 
 def _describe_targets(targets: Mapping[str, str]) -> str:
-    found = [describe_target(name, version) for name, version in targets.items()]
+    descriptions = [describe_target(name, version) for name, version in targets.items()]
     if TRANSFORMERS not in targets:
-        found.append(f"{TRANSFORMERS} is not installed: pip install 'bexp\\[transformers]'")
-    return "; ".join(found)
+        descriptions.append(f"{TRANSFORMERS} is not installed: pip install 'bexp\\[transformers]'")
+    return "; ".join(descriptions)
 
 
 def _facts(device: DeviceDiagnosis, report: DeviceReport) -> Iterator[tuple[str, str]]:

@@ -22,7 +22,7 @@ from bexp.storage.schema import NewerSchemaError, upgrade
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.jobs.own_job import OwnJob
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError
 from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import ReplayProfiler
@@ -42,7 +42,7 @@ _log = logging.getLogger("bexp.workers")
 
 def build_workers(
     profilers: Mapping[str, DeviceProfiler], database_url: str, settings: WorkerSettings, own_job_id: str | None = None
-) -> list[Worker]:
+) -> list[JobWorker]:
     """A worker for each profiler, by the name of its device. With `own_job_id` they run that job alone.
 
     Raises:
@@ -54,7 +54,7 @@ def build_workers(
     return [_worker(database, device, profiler, settings, job_ids) for device, profiler in profilers.items()]
 
 
-def run_workers(workers: Sequence[Worker], max_jobs: int | None, own_job_id: str | None = None) -> int:
+def run_workers(workers: Sequence[JobWorker], max_jobs: int | None, own_job_id: str | None = None) -> int:
     """Bring the schema up to date and serve jobs until all workers have ended; returns the exit status."""
     database = workers[0].database
     try:
@@ -86,7 +86,7 @@ def _upgrade(database: Database) -> None:
 
 def _worker(
     database: Database, device: str, profiler: DeviceProfiler, settings: WorkerSettings, job_ids: list[str] | None
-) -> Worker:
+) -> JobWorker:
     options: dict[str, Any] = {"job_ids": job_ids}
     if isinstance(profiler, ReplayProfiler):
         chosen = AnswerableJobs(database, profiler.recording) if job_ids is None else job_ids
@@ -96,10 +96,10 @@ def _worker(
         local = {name_local_target(settings.local_target): file, LOCAL: file}
         options["targets"] = installed_targets() | local
     queue = Queue(database, settings.queue)
-    return Worker(queue, profiler, device, max_poll_seconds=settings.max_poll.total_seconds(), **options)
+    return JobWorker(queue, profiler, device, max_poll_seconds=settings.max_poll.total_seconds(), **options)
 
 
-def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, own_job_id: str | None = None) -> int:
+def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job_id: str | None = None) -> int:
     """Run each worker in a thread until all have ended; returns SERVICE_FAILED if the device of any failed.
 
     With `own_job_id` the first worker is there for that job alone.
@@ -107,7 +107,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, own_job_id
     ending = threading.Event()
     failed = threading.Event()
 
-    def run(worker: Worker) -> None:
+    def run(worker: JobWorker) -> None:
         try:
             worker.run(max_jobs=max_jobs)
         except (ProfilerError, DeviceBusyError, NewerSchemaError, *DATABASE_TROUBLE) as error:
@@ -142,7 +142,7 @@ def serve_workers(workers: Sequence[Worker], max_jobs: int | None, *, own_job_id
     return SERVICE_FAILED if failed.is_set() or (own is not None and own.is_refused) else 0
 
 
-def listen(workers: Sequence[Worker]) -> Listener:
+def listen(workers: Sequence[JobWorker]) -> Listener:
     """Tell the workers of queued jobs from now on."""
 
     def notice(_: str | None) -> None:

@@ -107,8 +107,8 @@ def revoke(name: TokenName) -> None:
     from bexp.storage.tokens import revoke_token  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
-        found = revoke_token(database, name, by=_me())
-    if not found:
+        revoked = revoke_token(database, name, by=_me())
+    if not revoked:
         raise CommandError(ExitCode.USAGE, f"there is no token named {name!r}")
     say(f"token {name} is revoked")
 
@@ -141,11 +141,11 @@ def list_quotas(as_json: AsJson = False) -> None:
     from bexp.storage.quotas import list_quotas as read_quotas  # noqa: PLC0415 - for this command alone
 
     with open_storage() as database:
-        found = read_quotas(database)
+        quotas = read_quotas(database)
     if as_json:
-        print_json({owner: asdict(quota) for owner, quota in found.items()})
+        print_json({owner: asdict(quota) for owner, quota in quotas.items()})
         return
-    rows = [(owner, _number(quota.max_queued), _number(quota.max_running)) for owner, quota in found.items()]
+    rows = [(owner, _number(quota.max_queued), _number(quota.max_running)) for owner, quota in quotas.items()]
     print_table(("OWNER", "QUEUED", "RUNNING"), rows)
 
 

@@ -34,16 +34,16 @@ def study(job_id: JobId, as_json: AsJson = False) -> None:
     from bexp.storage.studies import write_studies  # noqa: PLC0415 - for this command alone
 
     with open_stored() as stored:
-        found = write_studies(stored.database, find_job(stored, job_id).id)
-    if not found.names:
+        written = write_studies(stored.database, find_job(stored, job_id).id)
+    if not written.names:
         raise CommandError(ExitCode.USAGE, f"there is no study of an exploration {job_id!r}")
     if as_json:
-        print_json({"storage": found.url, "studies": found.names})
+        print_json({"storage": written.url, "studies": written.names})
         return
-    typer.echo(f"storage  {found.url}")
-    for name in found.names:
+    typer.echo(f"storage  {written.url}")
+    for name in written.names:
         typer.echo(f"study    {name}")
-    say(f"open it with: optuna-dashboard --host 127.0.0.1 '{found.url}'")
+    say(f"open it with: optuna-dashboard --host 127.0.0.1 '{written.url}'")
 
 
 def prune(
@@ -90,13 +90,13 @@ def prune(
     kept = KEEP_AUDIT if audit_older_than_days is None else timedelta(days=audit_older_than_days)
     older_than = None if older_than_days is None else timedelta(days=older_than_days)
     with open_storage() as database:
-        found = find_prunable(database, older_than=older_than, keep=keep)
+        prunable = find_prunable(database, older_than=older_than, keep=keep)
         if dry_run:
-            say(f"{_explorations(len(found))} would be deleted")
+            say(f"{_explorations(len(prunable))} would be deleted")
             return
-        prune_jobs(database, found)
+        prune_jobs(database, prunable)
         if older_than is not None or keep is not None:
-            say(f"deleted {_explorations(len(found))}")
+            say(f"deleted {_explorations(len(prunable))}")
         if num_records := prune_audit(database, kept):
             say(f"records of the audit deleted: {num_records}")
         if components or older_than is not None:

@@ -70,13 +70,13 @@ def load_command(name: str) -> Any:
     """Import a command, or a group of commands, with its options."""
     place, summary = COMMANDS[name]
     module, _, member = place.partition(":")
-    found = getattr(import_module(f"bexp.api.cli.{module}"), member)
-    if isinstance(found, typer.Typer):
-        group = typer.main.get_group(found)
+    command = getattr(import_module(f"bexp.api.cli.{module}"), member)
+    if isinstance(command, typer.Typer):
+        group = typer.main.get_group(command)
         group.name, group.help = name, summary
         return group
     alone = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     # typer would keep the line breaks of the source, which do not suit the terminal's width.
-    paragraphs = cleandoc(found.__doc__ or "").split("\n\n")
-    alone.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(found)
+    paragraphs = cleandoc(command.__doc__ or "").split("\n\n")
+    alone.command(name, help="\n\n".join(" ".join(paragraph.split()) for paragraph in paragraphs))(command)
     return typer.main.get_command(alone)

@@ -30,14 +30,14 @@ def connect() -> Iterator[Explorations]:
 
     Raises ServiceError if the service does not answer, CommandError if the database cannot be used.
     """
-    told = environment()
-    if told.api_url is None:
+    variables = environment()
+    if variables.api_url is None:
         with open_stored() as stored:
             yield stored
         return
     from bexp.client.client import Client  # noqa: PLC0415 - takes long, and only a service needs it
 
-    with Client(told.api_url, told.api_token) as client:
+    with Client(variables.api_url, variables.api_token) as client:
         client.connection.check_alive()
         yield client
 

@@ -43,7 +43,7 @@ def explore(
     Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
     """
     name, local_target = options.split_target(target)
-    request = options.read_request(config, {"device_kind": options.device_kind(device), "target": name, **fields})
+    request = options.read_request(config, fields, device_kind=options.device_kind(device), target=name)
     if local_target is None:
         check_target(request, device)
     with LocalRun(request, new_job_id(), device, target) as run, open_stored() as stored:

@@ -36,10 +36,10 @@ def find_job(client: Explorations, given: str) -> Exploration:
     return client.get(_only(given, [job.id for job in searched if job.id.startswith(given)]))
 
 
-def _only(given: str, found: Sequence[str]) -> str:
-    if not found:
+def _only(given: str, job_ids: Sequence[str]) -> str:
+    if not job_ids:
         raise CommandError(ExitCode.USAGE, f"no exploration begins with {given!r}; `bexp list` shows them")
-    if len(found) > 1:
-        named = ", ".join(found[:MOST_NAMED]) + (", ..." if len(found) > MOST_NAMED else "")
+    if len(job_ids) > 1:
+        named = ", ".join(job_ids[:MOST_NAMED]) + (", ..." if len(job_ids) > MOST_NAMED else "")
         raise CommandError(ExitCode.USAGE, f"several explorations begin with {given!r}: {named}")
-    return found[0]
+    return job_ids[0]

@@ -142,7 +142,7 @@ def _check_number_of_devices(device: str | None, needed: int) -> None:
 def _check_devices(owned: str | None) -> None:
     """Raise CommandError if the only worker would own a GPU that is not there; it would end after some seconds."""
     parts: Sequence[str] = [part.strip() for part in (owned or "").split(",")]
-    last = max((int(found[1] or 0) for part in parts if (found := _LAST_GPU.fullmatch(part))), default=None)
+    last = max((int(match[1] or 0) for part in parts if (match := _LAST_GPU.fullmatch(part))), default=None)
     if last is None:
         return
     from bexp.measure.visible_gpus import visible_gpus  # noqa: PLC0415 - takes time, and only GPUs need it
@@ -154,5 +154,5 @@ def _check_devices(owned: str | None) -> None:
 
 def _count_devices(part: str) -> int:
     """Return how many devices `cpu`, `cuda:0` or `cuda:0-3` names; the worker judges whether they exist."""
-    found = re.fullmatch(r"cuda:(\d{1,4})-(\d{1,4})", part.strip())
-    return max(1, int(found[2]) - int(found[1]) + 1) if found else 1
+    match = re.fullmatch(r"cuda:(\d{1,4})-(\d{1,4})", part.strip())
+    return max(1, int(match[2]) - int(match[1]) + 1) if match else 1

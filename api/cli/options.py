@@ -201,7 +201,7 @@ def collect_fields(
         "labels": parse_labels(labels),
         "fresh": fresh or None,
     }
-    return given | parse_fields(assignments)
+    return {name: value for name, value in given.items() if value is not None} | parse_fields(assignments)
 
 
 def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
@@ -224,12 +224,13 @@ def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
     return with_fields
 
 
-def read_request(config: Path, fields: dict[str, Any]) -> ExplorationRequest:
-    """Return the request in the file, with the given `fields` in place of its own.
+def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> ExplorationRequest:
+    """Return the request in the file, with the given `fields`, and those of `others` that are not None, in their place.
 
     Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
     """
-    given = {FIELDS.get(key, key): value for key, value in fields.items() if value is not None}
+    given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
+    given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(load_document(_read(config)), overrides=given)
 
 

@@ -67,12 +67,12 @@ def serve(
     from bexp.api.serve import ServeError  # noqa: PLC0415 - the web framework takes long to import
     from bexp.api.serve import serve as serve_api  # noqa: PLC0415 - for this command alone
 
-    told = environment()
+    variables = environment()
     try:
         with database_errors():
             serve_api(
                 ServiceSettings(
-                    told.database_url,
+                    variables.database_url,
                     require_token=require_token,
                     max_wait_seconds=3600 * max_wait_hours,
                     token_rate=token_rate,
@@ -81,8 +81,8 @@ def serve(
                     keep_days=keep_days,
                     keep_jobs=keep_jobs,
                 ),
-                host if host is not None else told.host,
-                port if port is not None else told.port,
+                host if host is not None else variables.host,
+                port if port is not None else variables.port,
                 on_ready=lambda url: say(f"serving {url}"),
                 notify=say,
             )

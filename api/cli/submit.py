@@ -37,7 +37,7 @@ def submit(
 
     Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
     """
-    request = options.read_request(config, {"device_kind": options.device_kind(device), "target": target, **fields})
+    request = options.read_request(config, fields, device_kind=options.device_kind(device), target=target)
     with connect() as client:
         job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():

@@ -18,15 +18,15 @@ def workers(as_json: AsJson = False) -> None:
     Example: bexp workers
     """
     with connect() as client:
-        found = client.workers()
+        live = client.workers()
     if as_json:
-        print_json([worker.model_dump(mode="json") for worker in found])
+        print_json([worker.model_dump(mode="json") for worker in live])
         return
-    if not found:
+    if not live:
         say("no worker is running; start one with `bexp worker`")
         return
     rows = []
-    for worker in found:
+    for worker in live:
         targets = ", ".join(describe_target(*item) for item in worker.targets.items())
         seen = f"{worker.last_heartbeat_at.astimezone():%Y-%m-%d %H:%M:%S}"
         hardware = f"{worker.num_devices} x {worker.device_name}" if worker.num_devices > 1 else worker.device_name

@@ -72,17 +72,17 @@ def show_audit(
     limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
 ) -> AuditPage:
     """Submissions, cancels, resumes and deletions of explorations, and changes of tokens and quotas, newest first."""
-    found = read_audit(service.database, owner=owner, before=cursor, limit=limit + 1)
-    page = found[:limit]
+    records = read_audit(service.database, owner=owner, before=cursor, limit=limit + 1)
+    page = records[:limit]
     items = [AuditResource.model_validate(asdict(record)) for record in page]
-    return AuditPage(items=items, next_cursor=str(page[-1].id) if len(found) > limit else None)
+    return AuditPage(items=items, next_cursor=str(page[-1].id) if len(records) > limit else None)
 
 
 @router.get("/quotas", summary="The quotas of all owners", responses={200: examples.example(examples.QUOTAS)})
 def show_quotas(_caller: Administrator, service: ServiceDep) -> QuotaList:
     """The quotas that are set; `*` is that of each owner without one of its own."""
-    found = list_quotas(service.database)
-    return QuotaList(items=[QuotaResource(owner=name, inherited=False, **asdict(one)) for name, one in found.items()])
+    quotas = list_quotas(service.database)
+    return QuotaList(items=[QuotaResource(owner=name, inherited=False, **asdict(one)) for name, one in quotas.items()])
 
 
 @router.get(
@@ -92,8 +92,8 @@ def show_quotas(_caller: Administrator, service: ServiceDep) -> QuotaList:
 )
 def show_quota(_caller: Administrator, owner: OwnerDep, service: ServiceDep) -> QuotaResource:
     """The quota that holds for an owner, its own or that of `*`. An owner without a quota has no limits."""
-    found = list_quotas(service.database)
-    return QuotaResource(owner=owner, inherited=owner not in found, **asdict(quota_of(found, owner)))
+    quotas = list_quotas(service.database)
+    return QuotaResource(owner=owner, inherited=owner not in quotas, **asdict(quota_of(quotas, owner)))
 
 
 @router.put(

@@ -14,7 +14,7 @@ from bexp.api.resources import RecommendationResource, TrialPage, exploration_pa
 from bexp.api.results import export_notes, export_of, result_of, why_nothing
 from bexp.api.routes.explorations import JobDep, SummaryDep
 from bexp.api.service import ServiceDep
-from bexp.client.headers import NOTE_HEADER
+from bexp.client.explorations import NOTE_HEADER
 from bexp.explorer.exports.document import ExportDocument
 from bexp.storage.trials import read_trials
 
@@ -60,10 +60,10 @@ def get_recommendation(
     """
     if export_format is not None:
         return _file(export_of(service.database, job, export_format), export_format)
-    found = result_of(job)
-    if found is None:
+    result = result_of(job)
+    if result is None:
         raise ProblemException(HTTPStatus.NOT_FOUND, why_nothing(job), name="no-recommendation")
-    return found
+    return result
 
 
 def _file(made: ExportDocument, name: str) -> Response:

@@ -155,10 +155,10 @@ function variantTable(variants) {
     ...onlyIf("peak memory", "dropped")];
   const cells = (variant) => {
     const best = variant.recommendation;
-    const found = best ? [best.candidate.micro_batch_size, format.number(format.expected(best)), best.confidence,
+    const figures = best ? [best.candidate.micro_batch_size, format.number(format.expected(best)), best.confidence,
       ...onlyIf(format.bytes(best.measured_peak_bytes), format.percent(best.dropped_share ?? 0))]
       : [variant.reason ?? "nothing fits", "", "", ...onlyIf("", "")];
-    return [variant.num_query_groups, ...onlyIf(variant.capacity_factor ?? "none"), format.number(variant.num_parameters), ...found];
+    return [variant.num_query_groups, ...onlyIf(variant.capacity_factor ?? "none"), format.number(variant.num_parameters), ...figures];
   };
   const compared = drops ? "num_query_groups and capacity_factor" : "num_query_groups";
   return el(

@@ -23,13 +23,13 @@ const titleOf = (point) =>
 const markClass = (point) => `mark p${point.index} ${point.isWholeModel ? "whole" : "composed"}`;
 
 function policyLegend(points) {
-  const found = policiesOf(points.map((point) => point.policy));
+  const policies = policiesOf(points.map((point) => point.policy));
   const key = (index, kind) =>
     svg("svg", { width: 16, height: 16, viewBox: "-8 -8 16 16", "aria-hidden": "true" }, mark(index, 0, 0, { class: kind }));
   return el(
     "ul",
     { class: "legend" },
-    found.map((policy) => {
+    policies.map((policy) => {
       const index = policyIndex(policy);
       return el("li", {}, key(index, `mark p${index} whole`), format.words(policy));
     }),
@@ -182,10 +182,10 @@ export function heatMap({ trials, best }) {
   const speeds = [...cells.values()].flatMap(({ point }) => (point ? [point.tokensPerSecond] : []));
   const [low, high] = [Math.min(...speeds), Math.max(...speeds)];
   const cell = (policy, size) => {
-    const found = cells.get(`${policy} ${size}`);
-    if (found === undefined) return el("td", { class: "unknown" }, el("span", { class: "hidden" }, "not tried"));
-    if (found.outcome !== undefined) return el("td", { class: "failed" }, FAILED[found.outcome] ?? found.outcome);
-    const { point } = found;
+    const known = cells.get(`${policy} ${size}`);
+    if (known === undefined) return el("td", { class: "unknown" }, el("span", { class: "hidden" }, "not tried"));
+    if (known.outcome !== undefined) return el("td", { class: "failed" }, FAILED[known.outcome] ?? known.outcome);
+    const { point } = known;
     const chosen = best?.candidate.recompute === policy && best.candidate.micro_batch_size === size;
     const share = high > low ? (point.tokensPerSecond - low) / (high - low) : 1;
     const made = el(

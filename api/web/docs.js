@@ -72,9 +72,9 @@ function schema(name, described) {
 
 /** Open what the address names, with everything around it. */
 function openNamed() {
-  const found = document.getElementById(decodeURIComponent(location.hash.slice(1)));
-  for (let node = found; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
-  found?.scrollIntoView();
+  const section = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  for (let node = section; node; node = node.parentElement) if (node.tagName === "DETAILS") node.open = true;
+  section?.scrollIntoView();
 }
 
 async function show() {

@@ -142,11 +142,11 @@ export class ExplorationView {
   /** Offer the variants that have trials, and return the recommendation of the chosen one, if it is known. */
   #drawVariants(exploration, trials) {
     const main = exploration.recommendation;
-    const found = [...new Set(trials.map((trial) => format.variant(trial.measurement.candidate)))];
-    this.variant ??= (main && format.variant(main.candidate)) ?? found[0] ?? null;
-    this.variantLabel.hidden = found.length < 2;
-    if (this.variants.childElementCount !== found.length) {
-      this.variants.replaceChildren(...found.map((name) => el("option", { value: name, selected: name === this.variant }, name)));
+    const variants = [...new Set(trials.map((trial) => format.variant(trial.measurement.candidate)))];
+    this.variant ??= (main && format.variant(main.candidate)) ?? variants[0] ?? null;
+    this.variantLabel.hidden = variants.length < 2;
+    if (this.variants.childElementCount !== variants.length) {
+      this.variants.replaceChildren(...variants.map((name) => el("option", { value: name, selected: name === this.variant }, name)));
     }
     const answered = exploration.answer?.variants.find((variant) => format.variant(variant) === this.variant);
     if (answered) return answered.recommendation;

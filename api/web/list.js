@@ -38,9 +38,9 @@ export async function showList(root, signal, shell) {
       const text = wanted.value.trim();
       const filter = { ...(state.value && { state: state.value }), ...(text && { [text.includes("=") ? "label" : "model"]: text }) };
       const query = { limit: 50, ...filter, ...(cursor && { cursor }) };
-      const found = await listExplorations(query, signal);
-      items.push(...found.items);
-      cursor = found.next_cursor;
+      const listed = await listExplorations(query, signal);
+      items.push(...listed.items);
+      cursor = listed.next_cursor;
       if (cursor === null) break;
     }
     const focused = document.activeElement?.getAttribute("href");

@@ -26,8 +26,8 @@ export class Log {
     const now = performance.now();
     if (isFinal || (this.shown > 0 && now - this.spoken > SPEAK_MILLISECONDS)) {
       this.spoken = now;
-      const found = best ? ` Best micro_batch_size ${isFinal ? "" : "so far "}${best.candidate.micro_batch_size}, confidence ${best.confidence}.` : "";
-      this.summary.textContent = `${events.length} events.${found}`;
+      const summary = best ? ` Best micro_batch_size ${isFinal ? "" : "so far "}${best.candidate.micro_batch_size}, confidence ${best.confidence}.` : "";
+      this.summary.textContent = `${events.length} events.${summary}`;
     }
   }
 }

@@ -31,17 +31,17 @@ def render_report(exploration: dict[str, Any], trials: list[dict[str, Any]], eve
 
 def _modules(entry: str) -> dict[str, str]:
     """Return `entry` and what it imports, as data URLs by name: a module of such a URL has no folder to import from."""
-    found: dict[str, str] = {}
+    urls: dict[str, str] = {}
     waiting = [entry]
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in urls:
             continue
         source = _text(name)
         waiting += MODULE.findall(source)
         encoded = base64.b64encode(MODULE.sub(r'"\1"', source).encode()).decode()
-        found[name] = f"data:text/javascript;base64,{encoded}"
-    return found
+        urls[name] = f"data:text/javascript;base64,{encoded}"
+    return urls
 
 
 def _text(name: str) -> str:

@@ -49,7 +49,7 @@ export function showSubmit(root, signal, shell) {
 }
 
 function problemText(error) {
-  const found = error.problem.errors ?? [];
-  const items = found.map(({ field, message }) => el("li", {}, field && el("code", {}, field), field && ": ", message));
+  const fieldErrors = error.problem.errors ?? [];
+  const items = fieldErrors.map(({ field, message }) => el("li", {}, field && el("code", {}, field), field && ": ", message));
   return [el("p", {}, error.message), items.length > 0 && el("ul", {}, items)].filter(Boolean);
 }

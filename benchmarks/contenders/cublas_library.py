@@ -95,14 +95,14 @@ def library() -> ctypes.CDLL:
     """The libcublas of this process, else the one of torch's CUDA version; CublasError if it has no grouped GEMM."""
     name = _loaded_library() or f"libcublas.so.{(torch.version.cuda or '').partition('.')[0]}"
     try:
-        found = ctypes.CDLL(name)
+        loaded = ctypes.CDLL(name)
     except OSError as error:
         raise CublasError(f"cuBLAS cannot be loaded: {error}") from error
     for function in _FUNCTIONS:
-        if not hasattr(found, function):
+        if not hasattr(loaded, function):
             raise CublasError(f"{Path(name).name} has no {function}")
-        getattr(found, function).restype = ctypes.c_int
-    return found
+        getattr(loaded, function).restype = ctypes.c_int
+    return loaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def _handle(device: torch.device, stream: int) -> _Handle:
 
 
 def _loaded_library() -> str | None:
-    """Path of the libcublas that is mapped into this process; null if none is."""
+    """Path of the libcublas that is mapped into this process; None if none is."""
     maps = Path("/proc/self/maps")
     if not maps.exists():
         return None

@@ -55,9 +55,9 @@ def _sum_rows(
     total = tl.zeros((BLOCK_T, BLOCK_D), dtype=tl.float32)
     for k in range(TOP_K):
         row = tl.load(row_of_pair + tokens * TOP_K + k, mask=inside, other=0).to(tl.int64)
-        found = tl.load(rows + row[:, None] * D + columns[None, :], mask=live, other=0.0).to(tl.float32)
+        part = tl.load(rows + row[:, None] * D + columns[None, :], mask=live, other=0.0).to(tl.float32)
         if WEIGHTED:
-            found *= tl.load(weights + tokens * TOP_K + k, mask=inside, other=0.0).to(tl.float32)[:, None]
-        total += found
+            part *= tl.load(weights + tokens * TOP_K + k, mask=inside, other=0.0).to(tl.float32)[:, None]
+        total += part
     cells = tokens.to(tl.int64)[:, None] * D + columns[None, :]
     tl.store(out + cells, total.to(out.dtype.element_ty), mask=live)

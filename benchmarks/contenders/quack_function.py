@@ -68,10 +68,10 @@ class _QuackFFN(Function):
         x_TD, weights_TK, w_in, w_out, pre, row_of_pair, *bounds_and_tokens = ctx.saved_tensors
         groups = Groups(*bounds_and_tokens)
         needs = ctx.needs_input_grad
-        found = _run_backward(
+        gradients = _run_backward(
             aligned(grad_TD), x_TD, weights_TK, w_in, w_out, pre, ctx.activation, groups, row_of_pair, needs
         )
-        x, weights, grad_w_in, grad_w_out = found
+        x, weights, grad_w_in, grad_w_out = gradients
         return x, None, weights, grad_w_in, grad_w_out, None, None
 
 
@@ -109,7 +109,7 @@ def _run_backward(
     row_of_pair: Tensor,
     needs: tuple[bool, ...],
 ) -> tuple[Tensor | None, ...]:
-    """Return the gradients of x, the routing weights, w_in and w_out; null for one that is not needed."""
+    """Return the gradients of x, the routing weights, w_in and w_out; None for one that is not needed."""
     needs_x, _, needs_weights, needs_w_in, needs_w_out = needs[:5]
     grad_x = grad_weights = grad_w_in = grad_w_out = None
     weights_R = torch.empty_like(row_of_pair, dtype=torch.float32)

@@ -21,5 +21,5 @@ def contender(name: str) -> ExpertBackend:
 
 def usable_contenders(shape: ExpertsShape, device: torch.device) -> tuple[str, ...]:
     """Return the names of all that serve `shape` on `device`."""
-    found = (*expert_backends(), *COMPARED.values())
-    return tuple(backend.name for backend in found if backend.unsupported_reason(shape, device) is None)
+    contenders = (*expert_backends(), *COMPARED.values())
+    return tuple(backend.name for backend in contenders if backend.unsupported_reason(shape, device) is None)

@@ -19,7 +19,7 @@ from bexp.workers.replay.device import VirtualClock
 
 @dataclass(frozen=True, slots=True)
 class Try:
-    """A candidate that was tried, and when: its composed tokens/s are null if it failed or is too large."""
+    """A candidate that was tried, and when: its composed tokens/s are None if it failed or is too large."""
 
     row: int | None
     tokens_per_second: float | None
@@ -44,7 +44,7 @@ class TrialBench:
         return sum(t.tokens_per_second is None for t in self.tries)
 
     def row(self, candidate: Candidate) -> int | None:
-        """The row of a legal candidate that may fit; null for any other."""
+        """The row of a legal candidate that may fit; None for any other."""
         row = self.truth.table.row.get(candidate)
         return row if row is not None and self.truth.legal_C[row] else None
 
@@ -53,7 +53,7 @@ class TrialBench:
         self.tries.append(Try(None, None, self.clock()))
 
     def run(self, row: int) -> float | None:
-        """Try a candidate: its tokens/s, or null."""
+        """Try a candidate: its tokens/s, or None."""
         table = self.truth.table
         missing = tuple(c for c in table.decompositions[row].components if c not in self._measured)
         failed = any(c in self._failed for c in missing)
@@ -66,12 +66,12 @@ class TrialBench:
                 components=missing,
                 timeout_seconds=self.truth.request.budget.trial_timeout_seconds,
             )
-            found = self.device(task)
-            self._measured |= {m.component: m for m in found.components}
-            if found.outcome is not Outcome.OK:
+            measurement = self.device(task)
+            self._measured |= {m.component: m for m in measurement.components}
+            if measurement.outcome is not Outcome.OK:
                 failed = True
-                if found.failed_component is not None:
-                    self._failed.add(found.failed_component)
+                if measurement.failed_component is not None:
+                    self._failed.add(measurement.failed_component)
         tokens = None if failed else self._compose(row)
         self.tries.append(Try(row, tokens, self.clock()))
         return tokens
@@ -83,7 +83,7 @@ class TrialBench:
         return None if row is None else self.truth.table.candidates[row]
 
     def _compose(self, row: int) -> float | None:
-        """Tokens/s of a candidate from its measured components, as the product composes them; null if too large."""
+        """Tokens/s of a candidate from its measured components, as the product composes them; None if too large."""
         table = self.truth.single(row)
         hardware = self.truth.report.hardware
         figures = arrays_of(table, self._measured, host_is_device=hardware.device_kind == "cpu")

@@ -55,23 +55,23 @@ class _Sums:
         )
 
 
-def calibrate(lines_by_table: Mapping[str, Sequence[Line]], *, seed: int = 0) -> dict[str, Any] | None:
-    """Return the calibration of the lines of all tables; null if there are none."""
+def calibrate(lines_by_table: Mapping[str, Sequence[Line]]) -> dict[str, Any] | None:
+    """Return the calibration of the lines of all tables; None if there are none."""
     sums = [_Sums.of(lines) for lines in lines_by_table.values() if lines]
     if not sums:
         return None
-    found: dict[str, Any] = dict(_figures(sums))
+    calibration: dict[str, Any] = dict(_figures(sums))
     resampled: dict[str, list[float]] = {}
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     for _ in range(RESAMPLES if len(sums) > 1 else 0):
         chosen = [sums[i] for i in rng.integers(len(sums), size=len(sums))]
         for key, value in _figures(chosen).items():
             if value is not None:
                 resampled.setdefault(key, []).append(value)
-    found["intervals_95"] = {key: [float(p) for p in np.percentile(v, INTERVAL)] for key, v in resampled.items()}
-    found["num_tables"] = len(sums)
-    found["reliability"] = _reliability(sums)
-    return found
+    calibration["intervals_95"] = {key: [float(p) for p in np.percentile(v, INTERVAL)] for key, v in resampled.items()}
+    calibration["num_tables"] = len(sums)
+    calibration["reliability"] = _reliability(sums)
+    return calibration
 
 
 def _figures(sums: Sequence[_Sums]) -> dict[str, float | None]:

@@ -145,7 +145,7 @@ class GroundTruth:
 
 
 def run_std(recording: Recording) -> float | None:
-    """Relative standard deviation between runs of a component, pooled over the table; null with one run of each."""
+    """Relative standard deviation between runs of a component, pooled over the table; None with one run of each."""
     squares = []
     for rows in recording.components.values():
         logs = [np.log(row.figures.device_seconds) for row in rows if row.figures and row.figures.device_seconds > 0]
@@ -160,13 +160,13 @@ def _whole(recording: Recording, table: Composition, candidate: Candidate) -> fl
         return None
     tokens = [
         combine_seconds(
-            found.micro_step_seconds,
-            found.optimizer_seconds,
+            whole.micro_step_seconds,
+            whole.optimizer_seconds,
             candidate.micro_batch_size,
             table.model,
             table.request,
         ).tokens_per_second
-        for found in well
+        for whole in well
     ]
     return float(np.exp(np.mean(np.log(tokens))))
 

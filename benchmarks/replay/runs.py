@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Protocol
@@ -19,16 +20,17 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.strategies import Strategy
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventCode
-from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import Measure, TrialKind
+from bexp.explorer.records.trial import Measure, TrialKind, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.samplers import STOCK_SAMPLERS
+from bexp.explorer.search.trial_executor import TrialExecutor
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.replay.device import VirtualClock
-from bexp.workers.replay.devices import RecordedDevices
+from bexp.workers.replay.device import RecordedDevice, VirtualClock
+from bexp.workers.replay.recording import Recording
 
 OURS = "bexp"
 SAMPLERS = (OURS, *STOCK_SAMPLERS)
@@ -118,7 +120,7 @@ def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, 
     request = truth.request.model_copy(update={"seed": seed, "sampler": sampler})
     started = time.perf_counter()
     trials, lines, path = [], [], []
-    found: Recommendation | None = None
+    recommendation: Recommendation | None = None
     seconds = checked = 0.0
     checks_began = math.inf
     for step in explore(request, truth.report, device, clock=clock, prune=lambda *_: truth.prune):
@@ -129,28 +131,28 @@ def search(truth: SearchTruth, seed: int, device: Measure, clock: VirtualClock, 
             else:
                 checked += step.trial.seconds
                 checks_began = min(checks_began, clock() - step.trial.seconds)
-        found = step.recommendation
-        if found is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
-            lines.append(Line(found.confidence, truth.is_within_tolerance(found.candidate), seconds))
+        recommendation = step.recommendation
+        if recommendation is not None and any(event.code is EventCode.RECOMMENDATION for event in step.events):
+            lines.append(Line(recommendation.confidence, truth.is_within_tolerance(recommendation.candidate), seconds))
         if step.trial is not None and step.trial.kind is TrialKind.COMPONENTS:
-            path.append((seconds, truth.regret(found.candidate if found else None)))
+            path.append((seconds, truth.regret(recommendation.candidate if recommendation else None)))
     failures = [t.measurement for t in trials if t.measurement.outcome is not Outcome.OK]
     searched = [t for t in trials if t.kind is TrialKind.COMPONENTS]
     return Run(
         table=truth.name,
         strategy=sampler,
         seed=seed,
-        regret=truth.regret(found.candidate if found else None),
+        regret=truth.regret(recommendation.candidate if recommendation else None),
         num_trials=len(searched),
         seconds=seconds,
         check_seconds=checked,
         num_out_of_memory=sum(m.outcome is Outcome.OUT_OF_MEMORY for m in failures),
         num_unrecorded=sum(m.outcome is Outcome.UNSUPPORTED and m.failed_component is not None for m in failures),
-        confidence=found.confidence if found else None,
+        confidence=recommendation.confidence if recommendation else None,
         path=tuple(path),
         lines=tuple(lines),
         wall_seconds=time.perf_counter() - started,
-        candidate=found.candidate.describe() if found else None,
+        candidate=recommendation.candidate.describe() if recommendation else None,
         elapsed_seconds=min(checks_began, clock()),
     )
 
@@ -220,9 +222,42 @@ def read_truth(path: Path) -> GroundTruth:
 def _path(bench: TrialBench) -> Iterator[tuple[float, float]]:
     """For the others: the fastest so far."""
     best: tuple[float, Candidate] | None = None
-    for found in bench.tries:
-        if found.row is not None and found.tokens_per_second is not None:
-            candidate = bench.truth.table.candidates[found.row]
-            if best is None or found.tokens_per_second > best[0]:
-                best = (found.tokens_per_second, candidate)
-        yield found.at_seconds, bench.truth.regret(best[1] if best else None)
+    for trial in bench.tries:
+        if trial.row is not None and trial.tokens_per_second is not None:
+            candidate = bench.truth.table.candidates[trial.row]
+            if best is None or trial.tokens_per_second > best[0]:
+                best = (trial.tokens_per_second, candidate)
+        yield trial.at_seconds, bench.truth.regret(best[1] if best else None)
+
+
+class RecordedDevices(TrialExecutor):
+    """A device for each trial in flight. `clock` advances to the end of each trial that is waited for.
+
+    Every device gives the same answer for a component as `RecordedDevice` does.
+    """
+
+    def __init__(self, recording: Recording, number: int, *, seed: int, clock: VirtualClock) -> None:
+        if number < 1:
+            raise ValueError("there must be at least one device")
+        self._idle = [RecordedDevice(recording, seed=seed) for _ in range(number)]
+        self._capacity = number
+        self._clock = clock
+        self._running: list[tuple[float, int, TrialTask, Measurement, RecordedDevice]] = []
+
+    @property
+    def capacity(self) -> int:
+        """The number of devices."""
+        return self._capacity
+
+    def submit(self, task: TrialTask) -> None:
+        """Give a trial to the device that became idle last."""
+        device = self._idle.pop()
+        measurement = device(task)
+        heappush(self._running, (self._clock() + measurement.phases.total, task.number, task, measurement, device))
+
+    def wait(self) -> tuple[TrialTask, Measurement]:
+        """Return the trial that ends first. If several end together, the lowest number comes first."""
+        ends, _, task, measurement, device = heappop(self._running)
+        self._idle.append(device)
+        self._clock.advance(max(0.0, ends - self._clock()))
+        return task, measurement

@@ -24,13 +24,13 @@ DEEPSPEED_NUM_SIZES = 3  # num_tuning_micro_batch_sizes of DeepSpeed's autotuner
 
 def powers_of_two(bench: TrialBench, _: int) -> Candidate | None:
     """Double the micro-batch until it does not fit, and take the last that did (Lightning's BatchSizeFinder)."""
-    found = None
+    fitting = None
     for size in (m for m in _sizes(bench.truth) if m & (m - 1) == 0):
         candidate = _plain(bench.truth, size)
         if _try(bench, candidate) is None:
             break
-        found = candidate
-    return found
+        fitting = candidate
+    return fitting
 
 
 def backing_off_from_the_top(bench: TrialBench, _: int) -> Candidate | None:

@@ -23,22 +23,23 @@ def summarize(runs: Sequence[Run], tables: Mapping[str, Mapping[str, Any]]) -> d
     """Figures by strategy over all tables, by table and strategy, the calibration, and the goals with what is met."""
     by_strategy = _group(runs, lambda r: r.strategy)
     ours_seconds = {
-        name: statistics.median(r.seconds for r in found)
-        for name, found in _group(by_strategy.get(OURS, []), lambda r: r.table).items()
+        name: statistics.median(r.seconds for r in group)
+        for name, group in _group(by_strategy.get(OURS, []), lambda r: r.table).items()
     }
-    overall = {name: _figures(found, tables, ours_seconds) for name, found in by_strategy.items()}
+    overall = {name: _figures(group, tables, ours_seconds) for name, group in by_strategy.items()}
     by_table = {
         table: {
-            name: _figures(some, tables, ours_seconds) for name, some in _group(found, lambda r: r.strategy).items()
+            name: _figures(some, tables, ours_seconds) for name, some in _group(group, lambda r: r.strategy).items()
         }
-        for table, found in _group(runs, lambda r: r.table).items()
+        for table, group in _group(runs, lambda r: r.table).items()
     }
     ours = by_strategy.get(OURS, [])
     lines = {
-        table: [line for run in found for line in run.lines] for table, found in _group(ours, lambda r: r.table).items()
+        table: [line for run in of_table for line in run.lines]
+        for table, of_table in _group(ours, lambda r: r.table).items()
     }
     calibration = calibrate(lines)
-    timed = {t: found for t, found in lines.items() if _is_timed_whole(tables[t])}
+    timed = {t: of_table for t, of_table in lines.items() if _is_timed_whole(tables[t])}
     return {
         "strategies": overall,
         "tables": by_table,
@@ -130,12 +131,12 @@ def cheaper(by_table: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 def by_table_rivals(by_table: Mapping[str, Mapping[str, Any]]) -> dict[str, list[str]]:
     """The same by table; a table without any has an empty list."""
-    found: dict[str, list[str]] = {}
+    rivals: dict[str, list[str]] = {}
     for table, strategies in by_table.items():
         ours = strategies.get(OURS)
         if ours is None:
             continue
-        found[table] = [
+        rivals[table] = [
             name
             for name, other in strategies.items()
             if name != OURS
@@ -143,7 +144,7 @@ def by_table_rivals(by_table: Mapping[str, Mapping[str, Any]]) -> dict[str, list
             and other["regret"]["p95"] <= ours["regret"]["p95"]
             and other["seconds"]["median"] < ours["seconds"]["median"]
         ]
-    return found
+    return rivals
 
 
 def _spread(values: Sequence[float]) -> dict[str, float]:
@@ -170,10 +171,10 @@ def _seconds_to(run: Run, tolerance: float) -> float | None:
 def _regret_at(run: Run, seconds: float) -> float:
     """Of the running choice when that many device seconds were spent."""
     regret = 1.0
-    for at, found in run.path:
+    for at, reached in run.path:
         if at > seconds:
             break
-        regret = found
+        regret = reached
     return regret
 
 

@@ -42,19 +42,19 @@ def main(arguments: list[str] | None = None) -> int:
     os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
     started = time.perf_counter()
     runs = run_searches(range(first, end), options.processes, options.journal)
-    found: dict[str, Any] = {
+    results: dict[str, Any] = {
         "environment": describe_environment(),
         "commit": describe_commit(),
         "seed_range": [first, end],
         "wall_seconds": time.perf_counter() - started,
         **summarize(runs),
     }
-    print_figures(found)
+    print_figures(results)
     if options.out is not None:
-        write_results(options.out, found | {"runs": [_row(run) for run in runs]})
+        write_results(options.out, results | {"runs": [_row(run) for run in runs]})
     if not options.gate:
         return 0
-    failed = misses(found, GATES[options.gate][1])
+    failed = misses(results, GATES[options.gate][1])
     for message in failed:
         print(f"gate: {message}", file=sys.stderr)
     return 1 if failed else 0

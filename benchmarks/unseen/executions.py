@@ -30,7 +30,7 @@ from bexp.explorer.spec.execution import Execution
 from bexp.workers.replay.device import VirtualClock
 
 SPACES = {"drawn": None, "three sizes": 3}
-"""Spaces by name, with the number of their micro-batch sizes; null leaves the space as it was drawn."""
+"""Spaces by name, with the number of their micro-batch sizes; None leaves the space as it was drawn."""
 CHOICE = (Execution.EAGER, Execution.GRAPH)
 MOST_TIMES = 1.3
 
@@ -65,12 +65,12 @@ def _search(seed: int, space: str, executions: Sequence[Execution] | None) -> Ru
 
 def summarize(runs: Sequence[ExecutionRun]) -> dict[str, Any]:
     """Return for each space how many times the seconds are, together and by device, and both regrets."""
-    found = {}
+    by_space = {}
     for space in dict.fromkeys(run.space for run in runs):
         of = [run for run in runs if run.space == space]
         without, together = (sum(run.seconds[i] for run in of) for i in range(2))
         times = [run.seconds[1] / run.seconds[0] for run in of]
-        found[space] = {
+        by_space[space] = {
             "num_devices": len(of),
             "times": together / without,
             "times_by_device": {
@@ -81,7 +81,7 @@ def summarize(runs: Sequence[ExecutionRun]) -> dict[str, Any]:
             "check_times": sum(run.check_seconds[1] for run in of) / sum(run.check_seconds[0] for run in of),
             "regret": [_spread([run.regret[i] for run in of]) for i in range(2)],
         }
-    return found
+    return by_space
 
 
 def _spread(regrets: Sequence[float]) -> dict[str, float]:
@@ -107,8 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(compare, *zip(*tasks, strict=True), chunksize=5))
     spaces = summarize(runs)
-    found = {"environment": describe_environment(), "commit": describe_commit(), "seed_range": [first, end]}
-    write_results(options.out, found | {"spaces": spaces, "runs": [asdict(run) for run in runs]})
+    results = {"environment": describe_environment(), "commit": describe_commit(), "seed_range": [first, end]}
+    write_results(options.out, results | {"spaces": spaces, "runs": [asdict(run) for run in runs]})
     for name, space in spaces.items():
         regrets = " and ".join(f"{each['mean']:.2%} (p95 {each['p95']:.2%})" for each in space["regret"])
         print(f"{name}: {space['times']:.2f}x the device seconds on {space['num_devices']} devices; regret {regrets}")

@@ -82,10 +82,10 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
     }
 
 
-def misses(found: Mapping[str, Any], limits: Limits) -> list[str]:
+def misses(figures: Mapping[str, Any], limits: Limits) -> list[str]:
     """Return what is worse than its limit, in words."""
-    calibration = found["calibration"] or {}
-    p95, error = found["regret"]["p95"], calibration.get("expected_calibration_error", 0.0)
+    calibration = figures["calibration"] or {}
+    p95, error = figures["regret"]["p95"], calibration.get("expected_calibration_error", 0.0)
     true = calibration.get("confident_share_true")
     messages = []
     if p95 > limits.regret_p95:
@@ -97,22 +97,22 @@ def misses(found: Mapping[str, Any], limits: Limits) -> list[str]:
     return messages
 
 
-def print_figures(found: Mapping[str, Any]) -> None:
+def print_figures(figures: Mapping[str, Any]) -> None:
     """Print the figures for a person."""
-    regret, calibration = found["regret"], found["calibration"]
+    regret, calibration = figures["regret"], figures["calibration"]
     parts = ", ".join(f"{name} {regret[name]:.2%}" for name in ("median", "p95", "max", "mean"))
     print(
-        f"{found['num_runs']} searches on unseen devices in {found['wall_seconds']:.0f} s; regret {parts}, "
-        f"above {LARGE_REGRET:.0%} in {regret['share_large']:.2%}, {found['num_without_answer']} without an answer"
+        f"{figures['num_runs']} searches on unseen devices in {figures['wall_seconds']:.0f} s; regret {parts}, "
+        f"above {LARGE_REGRET:.0%} in {regret['share_large']:.2%}, {figures['num_without_answer']} without an answer"
     )
-    for name, sure in (("first lines", found["first_confident"]), ("answers", found["final_confident"])):
+    for name, sure in (("first lines", figures["first_confident"]), ("answers", figures["final_confident"])):
         if sure["number"]:
             print(f"{sure['number']} {name} >= 90 said {sure['mean_forecast']:.1%}, true {sure['share_true']:.1%}")
     print(
-        f"within tolerance {found['share_within_tolerance']:.1%}, said {found['mean_final_confidence']:.1%}; "
-        f"recommendations that run out of memory {found['share_failing_whole']:.2%}, runs in which a check did "
-        f"{found['share_with_failed_checks']:.1%}; median {found['trials']:.0f} trials, {found['seconds']:.1f} s and "
-        f"{found['check_seconds']:.1f} s of checks"
+        f"within tolerance {figures['share_within_tolerance']:.1%}, said {figures['mean_final_confidence']:.1%}; "
+        f"recommendations that run out of memory {figures['share_failing_whole']:.2%}, runs in which a check did "
+        f"{figures['share_with_failed_checks']:.1%}; median {figures['trials']:.0f} trials, "
+        f"{figures['seconds']:.1f} s and {figures['check_seconds']:.1f} s of checks"
     )
     if calibration is None:
         return

@@ -56,12 +56,12 @@ def run_search(seed: int) -> UnseenRun:
     truth, clock = draw_truth(seed), VirtualClock()
     device = truth.device(seed, clock)
     run = search(truth, seed, device, clock)
-    found = next((c for c in truth.table.candidates if c.describe() == run.candidate), None)
+    recommended = next((c for c in truth.table.candidates if c.describe() == run.candidate), None)
     return UnseenRun(
         seed=seed,
         num_candidates=len(truth.prune.legal.candidates),
         regret=run.regret,
-        regret_of_admitted=truth.regret_of_admitted(found),
+        regret_of_admitted=truth.regret_of_admitted(recommended),
         within_tolerance=run.regret <= truth.request.tolerance,
         confidence=run.confidence or 0,
         fails_whole=run.candidate is not None and run.regret >= 1.0,

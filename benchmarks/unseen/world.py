@@ -204,12 +204,16 @@ def _complete(
 
 def _sizes(draws: Draws, component: Component, request: ExplorationRequest) -> tuple[float, float, float]:
     """Return measured bytes: off the prediction by similar, with a workspace from some size on."""
-    found = predict_component_bytes(component, request.shapes, request)
+    predicted = predict_component_bytes(component, request.shapes, request)
     sort = (component.kind, component.backend, component.recompute)
     factor = math.exp(0.08 * draws.normal("bytes", *sort, component.bta_tile is None))
     threshold = draws.scale_between(2, 64, "workspace from", component.kind, component.backend)
     workspace = draws.between(0.0, 0.3, "workspace", component.kind) * GIB * (component.micro_batch_size > threshold)
-    return factor * found.saved, factor * found.forward_peak + workspace, factor * found.backward_peak + workspace
+    return (
+        factor * predicted.saved,
+        factor * predicted.forward_peak + workspace,
+        factor * predicted.backward_peak + workspace,
+    )
 
 
 def _memory_factors(draws: Draws, table: Composition) -> Floats:

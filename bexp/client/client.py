@@ -14,8 +14,7 @@ from bexp.client.configuration import Configuration, read_configuration
 from bexp.client.connection import EXPLORATIONS, Connection, exploration_path
 from bexp.client.errors import ProblemError
 from bexp.client.events import PATIENCE_SECONDS, follow_events
-from bexp.client.explorations import NO_RECOMMENDATION, Exploration, Export, Result, State, Worker, read_as
-from bexp.client.headers import NOTE_HEADER
+from bexp.client.explorations import NO_RECOMMENDATION, NOTE_HEADER, Exploration, Export, Result, State, Worker, read_as
 from bexp.explorer.records.event import Event
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.records.trial import Trial
@@ -109,8 +108,8 @@ class Client:
 
     def answer(self, job_id: str) -> Mapping[str, Any] | None:
         """Return the recommendation as the service's document, to save as best.json; None while nothing is known."""
-        found = self._recommendation(job_id)
-        return found if found is not None and found.get("recommendation") is not None else None
+        stored = self._recommendation(job_id)
+        return stored if stored is not None and stored.get("recommendation") is not None else None
 
     def recommendation(self, job_id: str) -> RecommendedSetup | None:
         """Return the best candidate so far, as `bexp.apply` takes it; None while nothing is known."""
@@ -157,14 +156,14 @@ class Client:
 
     def stored_events(self, job_id: str) -> tuple[Event, ...]:
         """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
-        found: list[Event] = []
+        events: list[Event] = []
         while True:
-            params = {"after": found[-1].seq if found else 0}
+            params = {"after": events[-1].seq if events else 0}
             path = exploration_path(job_id, "events")
             page = self.connection.page(path, params=params, headers={"Accept": "application/json"})
-            found += [read_as(Event, item) for item in page["items"]]
+            events += [read_as(Event, item) for item in page["items"]]
             if page.get("next_cursor") is None or not page["items"]:
-                return tuple(found)
+                return tuple(events)
 
     def wait(self, job_id: str) -> Exploration:
         """Wait for the end of an exploration, and return it."""

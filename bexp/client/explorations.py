@@ -24,9 +24,11 @@ State = Literal["queued", "running", "succeeded", "failed", "cancelled"]
 FINAL_STATES: frozenset[State] = frozenset({"succeeded", "failed", "cancelled"})
 NO_RECOMMENDATION, NOT_FINISHED = "no-recommendation", "not-finished"
 """Names of problems that mean something to a caller."""
+NOTE_HEADER = "Bexp-Export-Note"
+"""A header for each line that belongs to an export whose format has no comments."""
 
 
-class AnswerSource(BaseModel):
+class AnswerOrigin(BaseModel):
     """The exploration that measured an answer, and when it finished."""
 
     model_config = ConfigDict(frozen=True)
@@ -57,7 +59,7 @@ class Exploration(BaseModel):
     finished_at: datetime | None = None
     attempt: int = Field(0, description="Left out in lists.")
     request: ExplorationRequest | None = Field(None, description="Left out in lists.")
-    answered_from: AnswerSource | None = Field(None, description="None if the exploration measures its own answer.")
+    answered_from: AnswerOrigin | None = Field(None, description="None if the exploration measures its own answer.")
     report: dict[str, Any] | None = Field(None, description="The device that it runs on. Left out in lists.")
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
-from bexp.graphs.recorder import CudaRecorder, NotCapturableError, Recorder, told
+from bexp.graphs.recorder import CudaRecorder, NotCapturableError, Recorder, describe_error
 from bexp.graphs.training_state import TrainingState
 
 _LOGGER = logging.getLogger(__name__)
@@ -127,7 +127,7 @@ class GraphedLoss:
             with self._state.on_its_device(), self._within(inputs):
                 self._steps[signature] = _GraphedStep(self._function, inputs, self._state, self._recorder)
         except (NotCapturableError, torch.OutOfMemoryError) as error:
-            self.problem = str(error) if isinstance(error, NotCapturableError) else told(error)
+            self.problem = str(error) if isinstance(error, NotCapturableError) else describe_error(error)
             error.__cause__ = error.__context__ = None  # their frames hold what the attempt computed
             self.error = error.with_traceback(None)
             self.reset()
@@ -231,17 +231,17 @@ class _Replay(Function):
 
 
 def _signature_of(inputs: dict[str, Any]) -> Signature:
-    found: list[Any] = [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
+    signature: list[Any] = [torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")]
     for name, value in inputs.items():
         if isinstance(value, Tensor):
             if value.requires_grad:
                 raise NotCapturableError(f"the input '{name}' asks for its gradient")
-            found.append((name, value.shape, value.dtype, value.device))
+            signature.append((name, value.shape, value.dtype, value.device))
         elif isinstance(value, _CONSTANTS):
-            found.append((name, type(value), value))
+            signature.append((name, type(value), value))
         else:
             raise NotCapturableError(f"the input '{name}' is a {type(value).__name__}")
-    return tuple(found)
+    return tuple(signature)
 
 
 @contextmanager

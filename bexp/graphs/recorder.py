@@ -90,7 +90,7 @@ class CudaRecorder:
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # the model's own code runs here
-            raise NotCapturableError(told(error)) from error
+            raise NotCapturableError(describe_error(error)) from error
         finally:
             torch.cuda.current_stream().wait_stream(self._stream)
 
@@ -117,7 +117,7 @@ class CudaRecorder:
             torch.cuda.synchronize()
             if isinstance(error, torch.OutOfMemoryError):
                 raise
-            raise NotCapturableError(told(error)) from error
+            raise NotCapturableError(describe_error(error)) from error
         self._graphs.update(graphs)
         return [graph.replay for graph in graphs]
 
@@ -161,7 +161,7 @@ class CudaRecorder:
         generator.set_state(random_state)
 
 
-def told(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """Return an error in one line, with the place in the model's code where it happened."""
     text = (" ".join(str(error).split()) or type(error).__name__)[:200]
     places = [frame for frame in traceback.extract_tb(error.__traceback__) if _is_outside(frame.filename)]

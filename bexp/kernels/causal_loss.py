@@ -129,8 +129,8 @@ def _losses(
     probabilities.mul_(kept.unsqueeze(1))
     if transform is None:
         return total, logits.copy_(probabilities)
-    (found,) = torch.autograd.grad(scores, leaf, probabilities.to(scores.dtype))
-    return total, found
+    (grad,) = torch.autograd.grad(scores, leaf, probabilities.to(scores.dtype))
+    return total, grad
 
 
 def _add_product(total: Tensor, grad_logits: Tensor, h: Tensor) -> None:

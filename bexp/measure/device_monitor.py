@@ -96,7 +96,7 @@ class Watch:
         self._gpu = gpu
         self._foreign = foreign_processes
         self._samples = _Samples()
-        self._found = ForeignProcesses()
+        self._foreign_processes = ForeignProcesses()
         self._next_poll = 0.0
         self._host_started = (0.0, 0.0)
         self._host = (0.0, 0.0)
@@ -113,9 +113,9 @@ class Watch:
         elapsed, others = (now - then for now, then in zip(_host_seconds(), self._host_started, strict=True))
         self._host = (self._host[0] + elapsed, self._host[1] + others)
         if self._foreign is not None:
-            now, before = self._foreign.find(), self._found
-            shares = [found.busy_share for found in (before, now) if found.busy_share is not None]
-            self._found = ForeignProcesses(
+            now, before = self._foreign.find(), self._foreign_processes
+            shares = [processes.busy_share for processes in (before, now) if processes.busy_share is not None]
+            self._foreign_processes = ForeignProcesses(
                 max(before.processes, now.processes), max(before.held_bytes, now.held_bytes), max(shares, default=None)
             )
 
@@ -141,7 +141,7 @@ class Watch:
 
     def conditions(self) -> DeviceConditions:
         """The conditions of everything that was watched."""
-        samples, found = self._samples, self._found
+        samples, foreign = self._samples, self._foreign_processes
         elapsed, others = self._host
         return DeviceConditions(
             sm_clock_mhz=_median(samples.sm_clocks),
@@ -151,9 +151,9 @@ class Watch:
             power_watts=_median(samples.watts),
             temperature_celsius=max(samples.celsius, default=None),
             clock_reasons=tuple(samples.reasons),
-            foreign_processes=found.processes,
-            foreign_bytes=found.held_bytes,
-            foreign_busy_share=found.busy_share,
+            foreign_processes=foreign.processes,
+            foreign_bytes=foreign.held_bytes,
+            foreign_busy_share=foreign.busy_share,
             host_busy_share=min(1.0, max(0.0, others / elapsed)) if elapsed >= LEAST_HOST_SECONDS else None,
         )
 

@@ -104,7 +104,7 @@ def _group_folders(controller: str) -> list[Path]:
 
 def _memory_groups() -> list[tuple[int, int]]:
     """(limit, used) bytes of each control group that has a limit; reclaimable page cache does not count as used."""
-    found = []
+    groups = []
     for folder in _group_folders("memory"):
         for limit_name, used_name, cache in (
             ("memory.max", "memory.current", "inactive_file"),
@@ -112,8 +112,8 @@ def _memory_groups() -> list[tuple[int, int]]:
         ):
             limit, used = _read_int(folder / limit_name), _read_int(folder / used_name)
             if limit is not None and used is not None:
-                found.append((limit, max(0, used - _read_statistic(folder / "memory.stat", cache))))
-    return found
+                groups.append((limit, max(0, used - _read_statistic(folder / "memory.stat", cache))))
+    return groups
 
 
 def _cpu_quota() -> float:

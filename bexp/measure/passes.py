@@ -127,7 +127,7 @@ class ModulePasses:
         return nullcontext()
 
     def waiting(self) -> AbstractContextManager[None] | None:
-        """Null, because this class knows of no wait."""
+        """None, because this class knows of no wait."""
         return None
 
     def prepare_forward(self) -> None:

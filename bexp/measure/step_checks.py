@@ -55,9 +55,9 @@ class BatchShapes:
                     f"batch({micro_batch_size}) has the shapes of batch({size}): it must return {micro_batch_size} "
                     "sequences"
                 )
-            if found := _wrong_size(micro_batch_size, shapes, size, earlier):
+            if wrong_size := _wrong_size(micro_batch_size, shapes, size, earlier):
                 raise StepError(
-                    f"batch({micro_batch_size}) returns {found} sequences: it must return {micro_batch_size}"
+                    f"batch({micro_batch_size}) returns {wrong_size} sequences: it must return {micro_batch_size}"
                 )
         self._shapes.setdefault(micro_batch_size, shapes)
 
@@ -71,7 +71,7 @@ def _wrong_size(size: int, shapes: list[torch.Size], other: int, earlier: list[t
     if len(shapes) != len(earlier) or any(size in shape for shape in shapes):
         return None
     counted = [now[0] for now, then in zip(shapes, earlier, strict=True) if now and then[:1] == (other,)]
-    return next((found for found in counted if found != 1), None)
+    return next((number for number in counted if number != 1), None)
 
 
 def check_gradients(parameters: Iterable[nn.Parameter], run_again: Callable[[], object]) -> None:

@@ -97,13 +97,13 @@ def time_in_turns(
     The second-level cache is left as the runs leave it.
     """
     budget = budget or TurnsBudget()
-    found = {name: _Contender(run) for name, run in runs.items()}
+    contenders = {name: _Contender(run) for name, run in runs.items()}
     with _collector_off():
-        for each in found.values():
+        for each in contenders.values():
             _warm_up(each, device, budget)
-        fastest = min((each.seconds for each in found.values()), default=0.0)
-        inside = [each for each in found.values() if each.seconds <= budget.hopeless * fastest]
-        for each in found.values():
+        fastest = min((each.seconds for each in contenders.values()), default=0.0)
+        inside = [each for each in contenders.values() if each.seconds <= budget.hopeless * fastest]
+        for each in contenders.values():
             if each not in inside:
                 each.clock.append(_chain(each.run, 1, device))
         cycles = _cycles_per_second(device) if device.type == "cuda" else 0.0
@@ -116,7 +116,7 @@ def time_in_turns(
                 each.clock.append(_chain(each.run, each.repeats, device))
                 if cycles and not each.waits:
                     _add_queued(each, cycles, device)
-    return {name: each.timing(in_turns=each in inside) for name, each in found.items()}
+    return {name: each.timing(in_turns=each in inside) for name, each in contenders.items()}
 
 
 def chained(

@@ -123,8 +123,8 @@ class Together:
         key = f"{self._key}/{self._number}"
         if self.is_leader:
             end = time.monotonic() + self._patience  # for all of them, so that the others still wait for the verdict
-            found = [own, *(self._status(f"{key}/{rank}", rank, end) for rank in range(1, self._world_size))]
-            self._store.set(f"{key}/verdict", json.dumps([_judge(found)]))
+            statuses = [own, *(self._status(f"{key}/{rank}", rank, end) for rank in range(1, self._world_size))]
+            self._store.set(f"{key}/verdict", json.dumps([_judge(statuses)]))
         else:
             self._store.set(f"{key}/{self._rank}", json.dumps([own]))
         verdict = self._read(f"{key}/verdict", 2 * self._patience)
@@ -169,47 +169,47 @@ class Together:
 
     def _status(self, key: str, rank: int, end: float) -> dict[str, Any]:
         try:
-            found: dict[str, Any] = self._read(key, end - time.monotonic())
+            status: dict[str, Any] = self._read(key, end - time.monotonic())
         except BrokenGroupError:
             reason = f"process {rank} no longer answers"
             outcome = Outcome.CRASHED
             return {"outcome": outcome, "reason": reason, "is_first": True, "figures": None, "operations": None}
-        return found
+        return status
 
     def _read(self, key: str, seconds: float) -> Any:
         end = time.monotonic() + seconds
         try:
             while not self._store.check([key]) and time.monotonic() < end:
                 time.sleep(POLL_SECONDS)
-            found = json.loads(self._store.get(key)) if self._store.check([key]) else None
+            items = json.loads(self._store.get(key)) if self._store.check([key]) else None
         except RuntimeError as error:  # the process that holds the store has ended
             raise BrokenGroupError(f"the first process of the group no longer answers: {error}") from error
-        if found is None:
+        if items is None:
             raise BrokenGroupError("the first process of the group no longer answers")
-        return found[0]
+        return items[0]
 
 
-def _judge(found: list[dict[str, Any]]) -> dict[str, Any]:
+def _judge(statuses: list[dict[str, Any]]) -> dict[str, Any]:
     """The verdict on the statuses of all processes, in the order of their ranks.
 
     Memory that is short on one process counts first. Otherwise the first failure does, because others follow from it.
     """
 
     def severity(rank: int) -> tuple[bool, bool, bool]:
-        each = found[rank]
+        each = statuses[rank]
         return each["outcome"] == Outcome.OUT_OF_MEMORY, each["is_first"], each["outcome"] != Outcome.OK
 
-    worst = max(range(len(found)), key=severity)
-    reason = found[worst]["reason"]
-    failed = found[worst]["outcome"] != Outcome.OK
+    worst = max(range(len(statuses)), key=severity)
+    reason = statuses[worst]["reason"]
+    failed = statuses[worst]["outcome"] != Outcome.OK
     begun: dict[str, int] = {}
-    usable = all(each["operations"] is not None for each in found)
-    for each in found:
+    usable = all(each["operations"] is not None for each in statuses)
+    for each in statuses:
         for group, number in (each["operations"] or {}).items():
             usable = usable and begun.setdefault(group, number) == number
-    figures = [each["figures"] for each in found if each["figures"] is not None]
+    figures = [each["figures"] for each in statuses if each["figures"] is not None]
     return {
-        "outcome": found[worst]["outcome"],
+        "outcome": statuses[worst]["outcome"],
         "reason": f"{reason} (process {worst})" if failed else None,
         "figures": [] if failed else [max(values) for values in zip(*figures, strict=True)],
         "usable": usable,
@@ -222,13 +222,13 @@ def _groups() -> list[tuple[str, Any]]:
 
 
 def _gloo_backends() -> list[Any]:
-    found = []
+    backends = []
     for _, group in _groups():
         for device in group._device_types:
             backend = group._get_backend(device)
-            if backend.name() == "gloo" and backend not in found:
-                found.append(backend)
-    return found
+            if backend.name() == "gloo" and backend not in backends:
+                backends.append(backend)
+    return backends
 
 
 def _operations() -> dict[str, int] | None:

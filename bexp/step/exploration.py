@@ -113,8 +113,8 @@ class _Exploration:
         else:
             while (size := self._processes.share(None)) is not None:
                 self._measure(size)
-        found, self._notes = self._processes.share([asdict(answer), self._notes])
-        return self._recommend(StepAnswer(**found))
+        fields, self._notes = self._processes.share([asdict(answer), self._notes])
+        return self._recommend(StepAnswer(**fields))
 
     def _lead(self) -> StepAnswer:
         """Decide what all processes measure, and return what the search says of it; nothing if it fails."""
@@ -215,21 +215,21 @@ class _Exploration:
 
     def _rate(self, size: int) -> float:
         """Sequences a second of a whole step, by all measurements of a size."""
-        found = [r.mean_seconds for r in self._results if r.micro_batch_size == size and r.outcome is Outcome.OK]
+        seconds = [r.mean_seconds for r in self._results if r.micro_batch_size == size and r.outcome is Outcome.OK]
         overhead = self._state.seconds * size / self._share if self._share else 0.0
-        return size / (sum(found) / len(found) + overhead)
+        return size / (sum(seconds) / len(seconds) + overhead)
 
 
 def _sizes(sizes: Iterable[int], effective_batch_size: int | None) -> tuple[int, ...]:
     share = _share(effective_batch_size)
-    found = tuple(sorted({size for size in sizes if size > 0 and (share is None or share % size == 0)}))
-    if not found:
+    usable = tuple(sorted({size for size in sizes if size > 0 and (share is None or share % size == 0)}))
+    if not usable:
         raise ValueError(
             "there is no micro-batch size to try"
             if share is None
             else f"no micro-batch size divides the {share} sequences that each process has in a step"
         )
-    return found
+    return usable
 
 
 def _sizes_left(sizes: Sequence[int], results: Sequence[SizeResult]) -> list[int]:

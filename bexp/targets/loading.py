@@ -30,12 +30,12 @@ def load_target(reference: str) -> Any:
     """
     place, _, name = reference.rpartition(":")
     module = _load_file(Path(place)) if place.endswith(".py") else importlib.import_module(place)
-    found: Any = module
+    named: Any = module
     for part in name.split("."):
-        found = getattr(found, part, None)
-        if found is None:
+        named = getattr(named, part, None)
+        if named is None:
             raise TargetError(f"{place} has no '{name}'{_classes_of(module)}")
-    target = found() if isinstance(found, type) else found
+    target = named() if isinstance(named, type) else named
     missing = [method for method in METHODS if not callable(getattr(target, method, None))]
     if missing:
         raise TargetError(f"'{name}' has no method {', '.join(missing)}")
@@ -44,8 +44,8 @@ def load_target(reference: str) -> Any:
 
 def _classes_of(module: ModuleType) -> str:
     """The classes that a module defines itself, as an addition to a message."""
-    found = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
-    classes = [name for name in found if isinstance(vars(module)[name], type)]
+    own = [name for name, value in vars(module).items() if getattr(value, "__module__", None) == module.__name__]
+    classes = [name for name in own if isinstance(vars(module)[name], type)]
     return f"; its classes are {', '.join(classes[:MOST_NAMED])}" if classes else ""
 
 

@@ -22,13 +22,13 @@ UNKNOWN_VERSION = "unknown"
 
 def installed_targets() -> dict[str, str]:
     """Return the version of each target by name. A registered target has the version of its package."""
-    found = {REFERENCE: _version_of("bexp") or UNKNOWN_VERSION}
+    versions = {REFERENCE: _version_of("bexp") or UNKNOWN_VERSION}
     library = _version_of(TRANSFORMERS)
     if library is not None:
-        found[TRANSFORMERS] = library
+        versions[TRANSFORMERS] = library
     for name, point in registered_targets().items():
-        found[name] = point.dist.version if point.dist is not None else UNKNOWN_VERSION
-    return found
+        versions[name] = point.dist.version if point.dist is not None else UNKNOWN_VERSION
+    return versions
 
 
 def registered_targets() -> dict[str, EntryPoint]:

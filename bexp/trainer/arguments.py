@@ -23,18 +23,18 @@ def training_arguments(recommendation: Source | RecommendedSetup, *, world_size:
 
     Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
     """
-    told = RecommendedSetup.read(recommendation)
+    setup = RecommendedSetup.read(recommendation)
     devices = world_size or int(os.environ.get("WORLD_SIZE", "1"))
     fields: dict[str, Any] = {
-        "per_device_train_batch_size": told.micro_batch_size,
-        "gradient_accumulation_steps": told.grad_accum_steps(devices),
+        "per_device_train_batch_size": setup.micro_batch_size,
+        "gradient_accumulation_steps": setup.grad_accum_steps(devices),
         "torch_compile": False,
     }
-    if told.settings.recompute == "full":
+    if setup.settings.recompute == "full":
         name = _checkpointing_field()
         fields |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    if told.autocast in _PRECISION:
-        fields[_PRECISION[told.autocast]] = True
+    if setup.autocast in _PRECISION:
+        fields[_PRECISION[setup.autocast]] = True
     return fields
 
 

@@ -143,26 +143,26 @@ class TrainerCallback(_Callback):
             self._post(self.report)
 
     def _misses(self, reached: RunReport) -> bool:
-        told = self.recommendation
-        slower = told.tokens_per_second and reached.tokens_per_second < _SLOWER * told.tokens_per_second
-        larger = told.peak_bytes and reached.peak_bytes and reached.peak_bytes > _LARGER * told.peak_bytes
+        promised = self.recommendation
+        slower = promised.tokens_per_second and reached.tokens_per_second < _SLOWER * promised.tokens_per_second
+        larger = promised.peak_bytes and reached.peak_bytes and reached.peak_bytes > _LARGER * promised.peak_bytes
         return bool(slower or larger)
 
     def comparison(self) -> str:
         """Return one line that compares what was reached with what was promised."""
         if self.report is None:
             return "nothing was measured"
-        reached, told = self.report, self.recommendation
+        reached, promised = self.report, self.recommendation
         text = f"{reached.tokens_per_second:,.0f} tokens/s per device"
-        if told.tokens_per_second:
-            share = reached.tokens_per_second / told.tokens_per_second
-            text += f" of {told.tokens_per_second:,.0f} promised ({share:.0%})"
+        if promised.tokens_per_second:
+            share = reached.tokens_per_second / promised.tokens_per_second
+            text += f" of {promised.tokens_per_second:,.0f} promised ({share:.0%})"
         if reached.peak_bytes is not None:
             text += f", peak {reached.peak_bytes / 2**30:.1f} GiB"
-            if told.peak_bytes:
-                text += f" of {told.peak_bytes / 2**30:.1f} promised"
-        if reached.micro_batch_size != told.micro_batch_size:
-            text += f"; micro_batch_size {reached.micro_batch_size}, not the recommended {told.micro_batch_size}"
+            if promised.peak_bytes:
+                text += f" of {promised.peak_bytes / 2**30:.1f} promised"
+        if reached.micro_batch_size != promised.micro_batch_size:
+            text += f"; micro_batch_size {reached.micro_batch_size}, not the recommended {promised.micro_batch_size}"
         return text
 
     def _post(self, report: RunReport) -> None:
@@ -255,10 +255,10 @@ def _recomputes_layers(args: Any) -> bool:
 
 def _micro_batch_size(args: Any, state: Any) -> int:
     """The sequences of a device's micro-batch; the Trainer may have found another size than it was told."""
-    found = getattr(state, "train_batch_size", None)
-    if not found:
+    size = getattr(state, "train_batch_size", None)
+    if not size:
         return int(args.per_device_train_batch_size)
-    return int(found) // max(1, int(getattr(args, "n_gpu", 1)))
+    return int(size) // max(1, int(getattr(args, "n_gpu", 1)))
 
 
 def _reset_peak() -> None:

@@ -34,10 +34,10 @@ class Report:
 
     def __str__(self) -> str:
         """One line for each thing that was done, and one for each warning."""
-        told = self.recommendation
-        lines = [f"micro_batch_size {told.micro_batch_size} is for the trainer to set (see bexp.training_arguments)"]
+        setup = self.recommendation
+        lines = [f"micro_batch_size {setup.micro_batch_size} is for the trainer to set (see bexp.training_arguments)"]
         lines += self.applied.done
-        lines += [f"allocator: {told.settings.allocator}"]
+        lines += [f"allocator: {setup.settings.allocator}"]
         lines += [f"warning: {warning}" for warning in self.warnings]
         return "\n".join(lines)
 
@@ -67,22 +67,22 @@ def apply(
     Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
     cannot have a setting.
     """
-    told = RecommendedSetup.read(recommendation)
+    setup = RecommendedSetup.read(recommendation)
     if execution is not None:
         compiled, replayed = execution_settings(execution)
-        told = replace(told, settings=replace(told.settings, compile=compiled, graph=replayed))
+        setup = replace(setup, settings=replace(setup.settings, compile=compiled, graph=replayed))
     inner = inner_model(model)
-    _refuse_another_architecture(inner, told)
+    _refuse_another_architecture(inner, setup)
     restore(inner)
-    warnings = [text for text in [set_allocator(told.settings.allocator)] if text]
-    warnings += _differences(told, seq_length, inner)
+    warnings = [text for text in [set_allocator(setup.settings.allocator)] if text]
+    warnings += _differences(setup, seq_length, inner)
     if _is_compiled(model):
         warnings.append("the model was compiled before it was set up: call bexp.apply first, then torch.compile")
     if strict and warnings:
         raise RecommendationError("; ".join(warnings))
-    untouched = told.own_code and execution is None
-    applied = Applied(told.settings, (_UNTOUCHED,), Changes()) if untouched else set_up(inner, told.settings)
-    report = Report(told, applied, tuple(warnings))
+    untouched = setup.own_code and execution is None
+    applied = Applied(setup.settings, (_UNTOUCHED,), Changes()) if untouched else set_up(inner, setup.settings)
+    report = Report(setup, applied, tuple(warnings))
     _APPLIED[inner] = report
     setattr(inner, _MARK, True)
     for warning in warnings:
@@ -122,14 +122,14 @@ def device_name() -> str:
 
 def versions() -> dict[str, str]:
     """Return the versions that a measurement depends on."""
-    found = {"torch": str(torch.__version__)}
+    installed = {"torch": str(torch.__version__)}
     if torch.version.cuda:
-        found["cuda"] = torch.version.cuda
+        installed["cuda"] = torch.version.cuda
     try:
-        found["transformers"] = metadata.version("transformers")
+        installed["transformers"] = metadata.version("transformers")
     except metadata.PackageNotFoundError:
-        return found
-    return found
+        return installed
+    return installed
 
 
 def inner_model(model: nn.Module) -> nn.Module:
@@ -148,44 +148,44 @@ def _is_compiled(model: nn.Module) -> bool:
     return compiled_in_place or any("_orig_mod" in part._modules for part in model.modules())
 
 
-def _refuse_another_architecture(model: nn.Module, told: RecommendedSetup) -> None:
+def _refuse_another_architecture(model: nn.Module, setup: RecommendedSetup) -> None:
     config: Any = getattr(model, "config", None)
     if config is None:
         raise RecommendationError(
             f"{type(model).__name__} is not a transformers model: it has no configuration. If it holds one, as a "
             "LightningModule may, pass that one"
         )
-    differing = told.mismatches(config)
+    differing = setup.mismatches(config)
     if differing:
         raise RecommendationError(f"the recommendation is for another model: {'; '.join(differing)}")
 
 
-def _differences(told: RecommendedSetup, seq_length: int | None, model: nn.Module) -> list[str]:
+def _differences(setup: RecommendedSetup, seq_length: int | None, model: nn.Module) -> list[str]:
     """Return, in words, what was different when the recommendation was measured."""
-    found = []
+    differences = []
     parameter = next(model.parameters(), None)
     on_accelerator = torch.cuda.is_initialized() or (parameter is not None and parameter.is_cuda)
     # Asking for the device's name starts CUDA, after which the allocator is fixed: only ask if it has started.
-    if told.device_name and on_accelerator and device_name() != told.device_name:
-        found.append(f"it was measured on {told.device_name}, but this is {device_name()}")
-    if told.seq_length and seq_length and seq_length != told.seq_length:
-        found.append(f"it was measured with sequences of {told.seq_length} tokens, not {seq_length}")
-    if getattr(model, "is_quantized", False) and not told.own_code:
-        found.append("it was measured with plain weights, and those of this model are quantised")
-    elif told.library_code:
-        found += _other_weights(told, model)
+    if setup.device_name and on_accelerator and device_name() != setup.device_name:
+        differences.append(f"it was measured on {setup.device_name}, but this is {device_name()}")
+    if setup.seq_length and seq_length and seq_length != setup.seq_length:
+        differences.append(f"it was measured with sequences of {setup.seq_length} tokens, not {seq_length}")
+    if getattr(model, "is_quantized", False) and not setup.own_code:
+        differences.append("it was measured with plain weights, and those of this model are quantised")
+    elif setup.library_code:
+        differences += _other_weights(setup, model)
     here = versions()
-    found += [
+    differences += [
         f"it was measured with {name} {version}, and this is {here[name]}"
-        for name, version in told.versions.items()
+        for name, version in setup.versions.items()
         if name in here and here[name] != version
     ]
-    return found
+    return differences
 
 
-def _other_weights(told: RecommendedSetup, model: nn.Module) -> list[str]:
+def _other_weights(setup: RecommendedSetup, model: nn.Module) -> list[str]:
     largest = max(model.parameters(), key=lambda parameter: parameter.numel(), default=None)
     dtype = None if largest is None else str(largest.dtype).removeprefix("torch.")
-    if told.dtype is None or dtype in (None, told.dtype):
+    if setup.dtype is None or dtype in (None, setup.dtype):
         return []
-    return [f"it was measured with weights in {told.dtype}, and those of this model are in {dtype}"]
+    return [f"it was measured with weights in {setup.dtype}, and those of this model are in {dtype}"]

@@ -55,6 +55,7 @@ class RecommendedSetup:
     a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are None. `own_code`
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
+    `master_weights` says that the optimizer kept a float32 copy of the weights, as DeepSpeed's `bf16` does.
     `library_code` says that the library's own classes were measured.
     """
 
@@ -65,6 +66,7 @@ class RecommendedSetup:
     seq_length: int | None = None
     dtype: str | None = None
     autocast: str | None = None
+    master_weights: bool = False
     confidence: int | None = None
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
@@ -84,16 +86,16 @@ class RecommendedSetup:
         if isinstance(source, RecommendedSetup):
             return source
         document = _document(source)
-        found = document.get("recommendation", document)
-        if not isinstance(found, Mapping):
+        recommendation = document.get("recommendation", document)
+        if not isinstance(recommendation, Mapping):
             raise RecommendationError("it recommends nothing (yet)")
-        found = _dividing(found)
-        mesh = (found.get("plan") or {}).get("mesh") or {}
+        recommendation = _dividing(recommendation)
+        mesh = (recommendation.get("plan") or {}).get("mesh") or {}
         if any(mesh.get(size, 1) > 1 for size in ("tensor", "pipeline", "expert")):
             raise RecommendationError(
                 "a plan's mesh is for a trainer that builds it: export the plan for megatron or torchtitan"
             )
-        candidate = found.get("candidate", found)
+        candidate = recommendation.get("candidate", recommendation)
         if not isinstance(candidate, Mapping) or not isinstance(candidate.get("micro_batch_size"), int):
             raise RecommendationError("this is not a recommendation: it names no micro_batch_size")
         if candidate.get("capacity_factor") is not None:
@@ -102,7 +104,7 @@ class RecommendedSetup:
             )
         request = _request(document)
         try:
-            settings = _settings(found, candidate, request)
+            settings = _settings(recommendation, candidate, request)
         except (SettingsError, TypeError) as error:
             raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
         return cls(
@@ -111,9 +113,13 @@ class RecommendedSetup:
             own_code=candidate.get("attention_backend") == _OWN_ATTENTION and request.get("hf_config") is None,
             library_code=request.get("hf_config") is not None,
             architecture=_sizes(
-                found.get("model") or document.get("model") or request.get("model") or request.get("hf_config") or {}
+                recommendation.get("model")
+                or document.get("model")
+                or request.get("model")
+                or request.get("hf_config")
+                or {}
             ),
-            **_context(document, found, request),
+            **_context(document, recommendation, request),
         )
 
     def grad_accum_steps(self, world_size: int = 1) -> int:
@@ -134,11 +140,11 @@ class RecommendedSetup:
     def mismatches(self, config: Any) -> list[str]:
         """Return how a transformers configuration differs from the model that was measured."""
         text = config.get_text_config() if hasattr(config, "get_text_config") else config
-        found = _sizes({**_plain(config), **_plain(text)})
+        sizes = _sizes({**_plain(config), **_plain(text)})
         return [
-            f"{name} is {found[name]}, not {wanted}"
+            f"{name} is {sizes[name]}, not {wanted}"
             for name, wanted in self.architecture.items()
-            if name in found and found[name] != wanted
+            if name in sizes and sizes[name] != wanted
         ]
 
 
@@ -160,12 +166,13 @@ def _document(source: Source) -> Mapping[str, Any]:
     return document
 
 
-def _dividing(found: Mapping[str, Any]) -> Mapping[str, Any]:
+def _dividing(recommendation: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the recommendation with the candidate that divides the batch in place of the recommended one."""
-    other = found.get("dividing")
-    if not isinstance(other, Mapping) or other.get("candidate") == found.get("candidate"):
-        return found
-    kept = {key: value for key, value in found.items() if key != "settings"}  # they belong to the recommended candidate
+    other = recommendation.get("dividing")
+    if not isinstance(other, Mapping) or other.get("candidate") == recommendation.get("candidate"):
+        return recommendation
+    # the settings belong to the recommended candidate
+    kept = {key: value for key, value in recommendation.items() if key != "settings"}
     return {**kept, **other, "measured_peak_bytes": other.get("peak_bytes")}
 
 
@@ -175,12 +182,12 @@ def _request(document: Mapping[str, Any]) -> Mapping[str, Any]:
     return request if isinstance(request, Mapping) else {}
 
 
-def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
+def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], request: Mapping[str, Any]) -> Settings:
     """Return the settings in the document, or translate the candidate's back ends to those of a transformers model.
 
     A candidate that was measured whole leaves attention and loss as the model has them.
     """
-    written = found.get("settings")
+    written = recommendation.get("settings")
     if isinstance(written, Mapping):
         return Settings.from_json(dict(written))
     training = request.get("training") or {}
@@ -192,7 +199,9 @@ def _settings(found: Mapping[str, Any], candidate: Mapping[str, Any], request: M
     if is_whole or candidate.get("loss") is not None or request.get("hf_config") is not None:  # its own was measured
         kind = candidate.get("loss")
     compiled, replayed = execution_settings(candidate.get("execution") or request.get("execution") or "eager")
-    allocator: Any = candidate.get("allocator") or found.get("allocator") or request.get("allocator") or "default"
+    allocator: Any = (
+        candidate.get("allocator") or recommendation.get("allocator") or request.get("allocator") or "default"
+    )
     return Settings(
         attention=None if is_whole else f"sdpa:{attention}" if attention in _SDPA else attention,
         experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
@@ -219,34 +228,47 @@ def execution_settings(execution: str) -> tuple[bool, bool]:
     return "compile" in names, "graph" in names
 
 
-def _number_formats(found: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
+def _number_formats(recommendation: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
     """Return the formats of weights and of autocast. Target `transformers` has bfloat16 in one of them, or in both."""
     training = request.get("training") or {}
     if request.get("hf_config") is not None:
         mixed = training.get("precision") == "autocast"
         return "float32" if mixed else "bfloat16", "bfloat16" if mixed or training.get("lora") else None
-    dtype = found.get("dtype") or (request.get("model") or {}).get("dtype")
+    dtype = recommendation.get("dtype") or (request.get("model") or {}).get("dtype")
     return dtype, dtype
 
 
-def _context(document: Mapping[str, Any], found: Mapping[str, Any], request: Mapping[str, Any]) -> dict[str, Any]:
+def _has_master_weights(dtype: str | None, request: Mapping[str, Any]) -> bool:
+    """Return whether float32 master weights were measured: precision `master`, or those of the reference layers."""
+    training = request.get("training") or {}
+    if request.get("model") is None:
+        return bool(training.get("precision") == "master")
+    return dtype != "float32" and (training.get("optimizer") or {}).get("master_dtype", "float32") is not None
+
+
+def _context(
+    document: Mapping[str, Any], recommendation: Mapping[str, Any], request: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return where the recommendation comes from and what it promises."""
     job = document.get("job")
     job = job if isinstance(job, Mapping) else {}
-    hardware = found.get("hardware") or document.get("hardware") or job.get("hardware") or {}
+    hardware = recommendation.get("hardware") or document.get("hardware") or job.get("hardware") or {}
     model = request.get("model") or {}
-    whole = found.get("whole_model") or {}
+    whole = recommendation.get("whole_model") or {}
     measured = whole.get("measurement") or {}
-    dtype, autocast = _number_formats(found, request)
+    dtype, autocast = _number_formats(recommendation, request)
     return {
-        "effective_batch_size": found.get("batch_size") or request.get("batch_size") or None,
+        "effective_batch_size": recommendation.get("batch_size") or request.get("batch_size") or None,
         "num_devices": request.get("num_devices") or 1,
-        "seq_length": found.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
+        "seq_length": recommendation.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
         "dtype": dtype,
         "autocast": autocast,
-        "confidence": found.get("confidence"),
-        "tokens_per_second": whole.get("tokens_per_second") or found.get("tokens_per_second"),
-        "peak_bytes": measured.get("peak_bytes") or found.get("measured_peak_bytes") or found.get("peak_bytes"),
+        "master_weights": _has_master_weights(dtype, request),
+        "confidence": recommendation.get("confidence"),
+        "tokens_per_second": whole.get("tokens_per_second") or recommendation.get("tokens_per_second"),
+        "peak_bytes": measured.get("peak_bytes")
+        or recommendation.get("measured_peak_bytes")
+        or recommendation.get("peak_bytes"),
         "exploration_id": job.get("id") or document.get("id"),
         "device_name": hardware.get("device_name"),
         "versions": {
@@ -261,12 +283,12 @@ def _sizes(values: Any) -> dict[str, Any]:
     values = values if isinstance(values, Mapping) else {}
     moe = values.get("moe")
     values = {**(moe if isinstance(moe, Mapping) else {}), **values}
-    found = {}
+    sizes = {}
     for name, keys in _SIZES.items():
         value = next((values[key] for key in keys if isinstance(values.get(key), int | str)), None)
         if value is not None:
-            found[name] = value
-    return found
+            sizes[name] = value
+    return sizes
 
 
 def _plain(config: Any) -> dict[str, Any]:

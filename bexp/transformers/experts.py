@@ -256,8 +256,8 @@ def _default_gate(module: nn.Module) -> bool:
 
 
 def _configs(modules: list[nn.Module]) -> list[Any]:
-    found = {id(config): config for module in modules for config in configurations(module)}
-    return list(found.values())
+    configs = {id(config): config for module in modules for config in configurations(module)}
+    return list(configs.values())
 
 
 def _set(config: Any, experts: str | None) -> None:

@@ -24,10 +24,10 @@ def set_graph(model: nn.Module, changes: Changes) -> None:
 
 def graphed(model: nn.Module) -> GraphedForward | None:
     """Return what replays a model's micro-steps; None if nothing does."""
-    found = vars(model).get("forward")
-    while not isinstance(found, GraphedForward | None):  # others wrap a forward, as accelerate does
-        found = getattr(found, "__wrapped__", None)
-    return found
+    forward = vars(model).get("forward")
+    while not isinstance(forward, GraphedForward | None):  # others wrap a forward, as accelerate does
+        forward = getattr(forward, "__wrapped__", None)
+    return forward
 
 
 class GraphedForward:

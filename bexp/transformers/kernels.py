@@ -38,7 +38,7 @@ def set_kernels(module: nn.Module, changes: Changes) -> None:
     replace = _replacement(config.model_type)
     stand_in = _stand_in(config, layers)
     parts = [part for layer in layers for part in layer.modules()]
-    experts = {id(part) for found in expert_modules(stand_in) for part in found.modules()}
+    experts = {id(part) for experts_module in expert_modules(stand_in) for part in experts_module.modules()}
     sources = {name: sys.modules[name] for name in (type(layer).__module__ for layer in layers)}
     names = [_Namespace(vars(source)) for source in sources.values()]
     attributes = [(_Namespace(vars(part)), id(part) in experts) for part in parts]
@@ -76,10 +76,10 @@ def _replacement(model_type: str) -> Callable[..., None]:
 
 def _config_of(layers: list[nn.Module], module: nn.Module) -> Any:
     """The configuration of the layers themselves, which names the decoder and not what it may be part of."""
-    found = configurations(layers[0]) or configurations(module)
-    if not found:
+    configs = configurations(layers[0]) or configurations(module)
+    if not configs:
         raise SettingsError(f"{type(layers[0]).__name__} has no configuration, so its type is not known")
-    return found[0]
+    return configs[0]
 
 
 def _stand_in(config: Any, layers: list[nn.Module]) -> Any:

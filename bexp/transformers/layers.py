@@ -21,14 +21,14 @@ _OTHER_TOWER = re.compile(r".*(Vision|Image|Audio|Speech|Siglip).*(Model|Encoder
 
 def configurations(module: nn.Module) -> list[Any]:
     """The different configuration objects of the modules in `module`, each once."""
-    found: dict[int, Any] = {}
+    configs: dict[int, Any] = {}
     for part in module.modules():
         config = getattr(part, "config", None)
         if config is not None and hasattr(config, "_attn_implementation"):
-            found.setdefault(id(config), config)
+            configs.setdefault(id(config), config)
             text = config.get_text_config() if hasattr(config, "get_text_config") else config
-            found.setdefault(id(text), text)
-    return list(found.values())
+            configs.setdefault(id(text), text)
+    return list(configs.values())
 
 
 def decoder_layers(module: nn.Module) -> list[nn.Module]:
@@ -92,4 +92,4 @@ def _outermost(module: nn.Module, matches: Callable[[nn.Module], bool]) -> list[
         return []
     if matches(module):
         return [module]
-    return [found for child in module.children() for found in _outermost(child, matches)]
+    return [outermost for child in module.children() for outermost in _outermost(child, matches)]

@@ -154,10 +154,10 @@ def _group_functions(size: int, num_layers: int) -> list[Callable[..., Any]]:
 
 def _kept_operators(*, products: bool) -> frozenset[Any]:
     names = _ATTENTION_OPERATORS + (_PRODUCT_OPERATORS if products else ())
-    found = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
+    operators = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
     if products and hasattr(torch.ops.bexp, "fused_experts"):
-        found.add(torch.ops.bexp.fused_experts.default)
-    return frozenset(found)
+        operators.add(torch.ops.bexp.fused_experts.default)
+    return frozenset(operators)
 
 
 def _rule(kept: frozenset[Any]) -> Callable[..., CheckpointPolicy]:

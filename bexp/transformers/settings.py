@@ -87,8 +87,8 @@ class Settings:
         return self._number("groups")
 
     def _number(self, kind: str) -> int | None:
-        found = _NUMBERED.fullmatch(self.recompute)
-        return int(found[2]) if found and found[1] == kind else None
+        match = _NUMBERED.fullmatch(self.recompute)
+        return int(match[2]) if match and match[1] == kind else None
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Self:

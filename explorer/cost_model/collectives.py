@@ -38,7 +38,7 @@ is none in forward.
 """
 
 
-def is_exchange_timed(request: ExplorationRequest, hardware: HardwareSpec) -> bool:
+def is_communication_timed(request: ExplorationRequest, hardware: HardwareSpec) -> bool:
     """Return whether gradients are exchanged, and this worker has all the devices that take part."""
     return request.mode == "train" and 1 < request.num_devices <= hardware.num_devices
 
@@ -56,7 +56,7 @@ class Unit:
 
 
 @dataclass(frozen=True, slots=True)
-class ExchangeUnits:
+class CommunicationUnits:
     """The units of a model.
 
     `first` comes first in forward and last in backward. A tied embedding contains the head, and so
@@ -73,7 +73,7 @@ class ExchangeUnits:
         return 1 + sum(layer.count for layer in self.layers) + (self.last is not None)
 
     @classmethod
-    def of(cls, model: ExploredModel) -> ExchangeUnits:
+    def of(cls, model: ExploredModel) -> CommunicationUnits:
         """Return the units of `model`."""
         if isinstance(model, ModelParts):
             kinds = [_unit_of(kind, model, model.layers.count(kind.name)) for kind in model.kinds]
@@ -137,7 +137,7 @@ class Overlap:
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class ShardingCommunication:
     """What a level of sharding exchanges, and when.
 
     With ZeRO-3, each forward pass gathers every unit. Each backward pass gathers all units but the last again, and
@@ -153,9 +153,9 @@ class Exchange:
     again_share: float
 
     @classmethod
-    def of(cls, model: ExploredModel, request: ExplorationRequest) -> Exchange:
-        """Return the exchange of a model as the request trains it."""
-        units = ExchangeUnits.of(model)
+    def of(cls, model: ExploredModel, request: ExplorationRequest) -> ShardingCommunication:
+        """Return the communication of a model as the request trains it."""
+        units = CommunicationUnits.of(model)
         sharding = request.training.sharding
         first, number = units.first.num_parameters, units.num_parameters
         if sharding is Sharding.NONE:  # the embedding's bucket is reduced last

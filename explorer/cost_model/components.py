@@ -246,6 +246,6 @@ class Component(Frozen):
         if self.sharding is not None:
             parts.append(str(self.sharding))
         if self.exchange is not None:
-            told = self.exchange
-            parts.append(f"{told.operation},{told.size}x{told.stride},{told.num_bytes}")
+            asked = self.exchange
+            parts.append(f"{asked.operation},{asked.size}x{asked.stride},{asked.num_bytes}")
         return f"{self.kind}({','.join(parts)})"

@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.collectives import Exchange, Overlap
+from bexp.explorer.cost_model.collectives import Overlap, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
@@ -24,13 +24,13 @@ Mask = npt.NDArray[np.bool_]
 
 
 def decomposer_of(
-    model: ExploredModel, *, training: bool, exchanges: bool = False
+    model: ExploredModel, *, training: bool, communicates: bool = False
 ) -> Callable[[Candidate], Decomposition]:
     """Return the function that splits the steps of the model's candidates into components."""
     if isinstance(model, ModelParts):
         # A model that is measured whole, on one device, has no layers that could be sharded.
-        return PartsDecomposer(model, training=training, exchanges=exchanges and bool(model.layers))
-    return Decomposer(model, training=training, exchanges=exchanges)
+        return PartsDecomposer(model, training=training, communicates=communicates and bool(model.layers))
+    return Decomposer(model, training=training, communicates=communicates)
 
 
 class Composition:
@@ -38,7 +38,7 @@ class Composition:
 
     Axes in names: C candidates, K components, P components of one candidate, N samples. `components` lists the distinct
     components of all candidates; every array over K is in its order. `columns_CP` lists the columns of each candidate's
-    components, where `used_CP` is set. With `exchanges`, every step contains one of `communications`: the exchange of
+    components, where `used_CP` is set. With `communicates`, every step contains one of `communications`: what passes of
     gradients and parameters with one level of sharding. `static_bytes_C` is the training state of each candidate.
     `decompositions` are those of the candidates, in order, if another table has made them.
     """
@@ -49,7 +49,7 @@ class Composition:
         model: ExploredModel,
         request: ExplorationRequest,
         *,
-        exchanges: bool = False,
+        communicates: bool = False,
         decompositions: Iterable[Decomposition] | None = None,
     ) -> None:
         self.candidates = tuple(candidates)
@@ -57,7 +57,9 @@ class Composition:
         self.request = request
         self.training = request.mode == "train"
         if decompositions is None:
-            decompositions = map(decomposer_of(model, training=self.training, exchanges=exchanges), self.candidates)
+            decompositions = map(
+                decomposer_of(model, training=self.training, communicates=communicates), self.candidates
+            )
         self.decompositions: tuple[Decomposition, ...] = tuple(decompositions)
         self.row = {candidate: i for i, candidate in enumerate(self.candidates)}
         self.column: dict[Component, int] = {}
@@ -70,9 +72,9 @@ class Composition:
                     place[id(component)] = self.column.setdefault(component, len(self.column))
             steps.append([place[id(component)] for component in decomposition.step])
         self.components = tuple(self.column)
-        found = [d.communication for d in self.decompositions if d.communication is not None]
-        self.communications: tuple[Component, ...] = tuple(dict.fromkeys(found))
-        self._communication_C = np.array([place[id(communication)] for communication in found])
+        communications = [d.communication for d in self.decompositions if d.communication is not None]
+        self.communications: tuple[Component, ...] = tuple(dict.fromkeys(communications))
+        self._communication_C = np.array([place[id(communication)] for communication in communications])
 
         num_groups = max(len(d.layers) for d in self.decompositions)
         shape = (len(self.candidates), num_groups)
@@ -134,13 +136,13 @@ class Composition:
         place = {level: i for i, level in enumerate(levels)}
         self._level_C = np.array([place[c.sharding] for c in self.candidates])
         requests = [self.request.sharded(level) for level in levels]
-        self._exchanges = [Exchange.of(self.model, request) for request in requests]
+        self._communications_by_level = [ShardingCommunication.of(self.model, request) for request in requests]
         self._static = [static_parts(self.model, request) for request in requests]
         self.static_bytes_C: Ints = np.array([parts.total for parts in self._static])[self._level_C]
         gathered = [gathered_bytes(self.model, request) for request in requests]
-        self._gathered_head_C = np.array([found.at_head for found in gathered])[self._level_C]
-        self._gathered_layer_C = np.array([found.at_layer for found in gathered])[self._level_C]
-        self._after_layer_C = np.array([found.after_layer for found in gathered])[self._level_C]
+        self._gathered_head_C = np.array([each.at_head for each in gathered])[self._level_C]
+        self._gathered_layer_C = np.array([each.at_layer for each in gathered])[self._level_C]
+        self._after_layer_C = np.array([each.after_layer for each in gathered])[self._level_C]
 
     def static_parts(self, row: int) -> MemoryParts:
         """Return the training state of a candidate."""
@@ -213,14 +215,14 @@ class Composition:
         num_micro_steps_C = self.request.devices.batch_share * self.sharing_C[rows] / self.micro_batch_C[rows]
         column_C, level_C = self._communication_C[rows], self._level_C[rows]
         found_NC = np.empty_like(micro_step_NC)
-        for level, exchange in enumerate(self._exchanges):
+        for level, communication in enumerate(self._communications_by_level):
             at = level_C == level
             if not at.any():
                 continue
             column = int(column_C[at][0])
             traffic_N1, gathered = device_NK[:, [column]], float(overlap.forward_share_K[column])
             plain_NC = micro_step_NC[:, at]
-            always_NC, once_NC = exchange.visible_seconds(
+            always_NC, once_NC = communication.visible_seconds(
                 gathered * traffic_N1,
                 (1.0 - gathered) * traffic_N1,
                 forward_NC[:, at],

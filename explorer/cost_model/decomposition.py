@@ -90,13 +90,14 @@ class Decomposer:
     """Splits the steps of one model's candidates into components, sharing equal components.
 
     Every block but attention works token by token. Half of each of two sequences is the same work as one whole
-    sequence, so both are one component. With `exchanges`, the steps contain the exchange of gradients and parameters.
+    sequence, so both are one component. With `communicates`, the steps contain what passes of gradients and
+    parameters between devices.
     """
 
-    def __init__(self, model: ModelSpec, *, training: bool, exchanges: bool = False) -> None:
+    def __init__(self, model: ModelSpec, *, training: bool, communicates: bool = False) -> None:
         self._model = model
         self._training = training
-        self._exchanges = exchanges
+        self._communicates = communicates
         self._share = SharedComponents()
         self._groups: dict[Recompute, tuple[EqualLayers[LayerKind], ...]] = {}
 
@@ -146,7 +147,7 @@ class Decomposer:
             ),
             communication=(
                 self._share(kind=ComponentKind.COMMUNICATION, **whole, sharding=candidate.sharding)
-                if self._exchanges
+                if self._communicates
                 else None
             ),
         )

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
-from bexp.explorer.cost_model.fabric_exchange import Link, Transfer
+from bexp.explorer.cost_model.transfers import Link, Transfer
 
 NOTHING = Transfer(0.0)
 Task = tuple[float, int | None]

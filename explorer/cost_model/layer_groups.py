@@ -56,12 +56,12 @@ def group_chunks(kinds: Sequence[Kind], size: int) -> tuple[EqualLayers[Kind], .
     chunks = [tuple(kinds[start : start + size]) for start in range(0, len(kinds), size)]
     last = {chunk: index for index, chunk in enumerate(chunks)}
     sorts = sorted({(kind, chunk) for chunk in last for kind in chunk})
-    found = []
+    groups = []
     for kind, chunk in sorts:
         earlier = chunks[: last[chunk]]
         before = chunk[: len(chunk) - 1 - chunk[::-1].index(kind)]
         number = chunks.count(chunk)
-        found.append(
+        groups.append(
             EqualLayers(
                 kind,
                 True,
@@ -71,4 +71,4 @@ def group_chunks(kinds: Sequence[Kind], size: int) -> tuple[EqualLayers[Kind], .
                 beside=tuple(before.count(of) if other == chunk else 0 for of, other in sorts),
             )
         )
-    return tuple(found)
+    return tuple(groups)

@@ -1,4 +1,4 @@
-"""Seconds and bytes of the layers of one device of a mesh, composed of those of its blocks."""
+"""Seconds and bytes of one device of a mesh: of its layers, and of the stages of a pipeline that consist of them."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_layers import Block, MeshBlocks, Sort
+from bexp.explorer.cost_model.pipeline import StageCosts
+from bexp.explorer.cost_model.step import GatheredBytes
+from bexp.explorer.cost_model.transfers import Link, Transfer
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import ModelSpec
 
@@ -53,7 +55,7 @@ class BlockCost:
     host has no lead.
 
     Experts that devices share may have run on them together: `together` are then the device's seconds of forward and
-    backward, and the host's of backward. These contain the exchanges and the stall; the others are of a device alone.
+    backward, and the host's of backward. These contain the transfers and the stall; the others are of a device alone.
     """
 
     device_seconds: float
@@ -93,7 +95,7 @@ Costs = Mapping[Component, BlockCost]
 
 @dataclass(frozen=True, slots=True)
 class LayerCost:
-    """Seconds and bytes of a layer for one micro-batch. The exchanges are part of `forward` and `backward`.
+    """Seconds and bytes of a layer for one micro-batch. The transfers are part of `forward` and `backward`.
 
     The host needs `host_ahead` for forward and `host_behind` for backward. If it needs longer for a stage than the
     device, it sets the stage's pace. `waits` says that it waits for the device in each forward. `output_bytes` are
@@ -103,7 +105,7 @@ class LayerCost:
     forward: float
     backward: float
     weights: float
-    exchange: float
+    transfers: float
     host_ahead: float
     host_behind: float
     waits: bool
@@ -136,12 +138,12 @@ class LayerCosts:
 
     def parts(self, sorts: Counter[Sort], stage: int, num_stages: int) -> list[tuple[LayerCost, int]]:
         """Return what a stage consists of, and how often."""
-        found = [(self.by_sort[sort], count) for sort, count in sorts.items()]
+        parts = [(self.by_sort[sort], count) for sort, count in sorts.items()]
         if stage == 0:
-            found.append((self.embedding, 1))
+            parts.append((self.embedding, 1))
         if stage == num_stages - 1:
-            found.append((self.head, 1))
-        return found
+            parts.append((self.head, 1))
+        return parts
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +185,7 @@ def compose_layer(
     """Compose a layer of one device; `sort` is None for embedding and head."""
     hidden = share.hidden_bytes
     again = sort is not None and sort[1]
-    forward = backward = weights = exchanged = 0.0
+    forward = backward = weights = transferred = 0.0
     host_ahead = host_behind = 0.0
     held = peak = 0
     makeup: defaultdict[Component | Link, float] = defaultdict(float)
@@ -203,8 +205,8 @@ def compose_layer(
         else:
             ahead, behind = block.exposed_seconds(first, passed, cost.stalled_seconds)
             behind += again * ahead
-        forward, backward, exchanged = forward + ahead, backward + behind, exchanged + ahead + behind
-        for transfer in block.exchanges:
+        forward, backward, transferred = forward + ahead, backward + behind, transferred + ahead + behind
+        for transfer in block.transfers:
             makeup[transfer.link] += (3 if again else 2) * transfer.seconds
         if block.overlap is not None:
             makeup[block.overlap.link] += ahead + behind
@@ -216,7 +218,7 @@ def compose_layer(
     transient = max(0, peak + output - saved)
     waits = any(block.overlap is not None for block in blocks)
     return LayerCost(
-        *(forward, backward, weights, exchanged, host_ahead, host_behind, waits),
+        *(forward, backward, weights, transferred, host_ahead, host_behind, waits),
         saved_bytes=saved,
         transient_bytes=transient,
         output_bytes=output,
@@ -243,3 +245,59 @@ def _weights_share(component: Component, shard: ModelSpec) -> float:
     products = 2.0 * shard.hidden_size * (2 * width + 2 * shard.query_groups * shard.head_size)
     scores = 2.0 * shard.seq_length * width
     return products / (2.0 * products + SCORES_BACKWARD * scores)
+
+
+def stage_costs(
+    parts: Sequence[tuple[LayerCost, int]],
+    gathered: GatheredBytes,
+    issued: float,
+    sent: Transfer,
+    layers: LayerCosts,
+) -> StageCosts:
+    """Return the costs of a stage; its host issues what neighbours exchange in `issued` seconds.
+
+    The longer of host and device sets the pace: see `_paces`. While a layer runs, the head has freed what it saves of
+    the same micro-batch, and while the embedding runs, all others have.
+    """
+    of_head = sum(count * part.saved_bytes for part, count in parts if part is layers.head)
+    of_layers = sum(count * part.saved_bytes for part, count in parts if part is not layers.embedding) - of_head
+
+    def transient(part: LayerCost) -> int:
+        if part is layers.embedding:
+            return part.transient_bytes - of_layers - of_head
+        if part is layers.head:
+            return part.transient_bytes + gathered.at_head
+        # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
+        running = max(part.transient_bytes - gathered.after_layer, part.output_bytes - part.saved_bytes)
+        return running + gathered.at_layer - of_head
+
+    ahead, behind = _paces(parts, issued, layers)
+    return StageCosts(
+        forward=sum(count * part.forward * (behind if part is layers.head else ahead) for part, count in parts),
+        backward=behind * sum(count * part.backward for part, count in parts),
+        weights=behind * sum(count * part.weights for part, count in parts),
+        saved_bytes=sum(count * part.saved_bytes for part, count in parts),
+        transient_bytes=max(0, *(transient(part) for part, _ in parts)),
+        hand_over=sent.seconds,
+        host_bound=max(ahead, behind) > 1.0,
+    )
+
+
+def _paces(parts: Sequence[tuple[LayerCost, int]], issued: float, layers: LayerCosts) -> tuple[float, float]:
+    """Return how many times slower the host makes the device of a stage, before the head and from there on.
+
+    The host runs ahead of the device, so that the longer of the two over both directions sets the pace. If it waits for
+    the device in each layer's forward, it cannot save time there for later; the head and backward follow the last wait.
+    """
+    passes = [
+        (count * part.forward, count * part.backward, count * part.host_ahead, count * part.host_behind, part)
+        for part, count in parts
+    ]
+    backward, behind = sum(each[1] for each in passes), sum(each[3] for each in passes) + issued / 2
+    forward, ahead = sum(each[0] for each in passes), sum(each[2] for each in passes) + issued / 2
+    if not any(part.waits for part, _ in parts):
+        slower = max(1.0, (ahead + behind) / (forward + backward))
+        return slower, slower
+    of_head = [each for each in passes if each[4] is layers.head]
+    late, issued_late = sum(each[0] for each in of_head), sum(each[2] for each in of_head)
+    return max(1.0, (ahead - issued_late) / (forward - late)), max(1.0, (behind + issued_late) / (backward + late))

@@ -8,7 +8,6 @@ from functools import cached_property
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind, block_recompute
 from bexp.explorer.cost_model.expert_overlap import ExpertOverlap
-from bexp.explorer.cost_model.fabric_exchange import Exchanges, Group, Transfer
 from bexp.explorer.cost_model.parameters import (
     count_attention,
     count_dense_ffn,
@@ -26,6 +25,7 @@ from bexp.explorer.cost_model.shards import (
     shared_expert_model,
     tensor_shard,
 )
+from bexp.explorer.cost_model.transfers import Group, Transfer, Transfers
 from bexp.explorer.spec.candidate import Candidate, recomputed_layers
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import LayerKind, ModelSpec
@@ -59,8 +59,8 @@ class MeshCandidate:
 class Block:
     """A block of one device, which a micro-batch passes once in each direction.
 
-    `exchanges` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
-    instead, whose exchanges run beside the component. `expert_parameters` are those that fewer devices hold than the
+    `transfers` pass in forward, and as many in backward; nothing hides them. Experts that devices share have `overlap`
+    instead, whose transfers run beside the component. `expert_parameters` are those that fewer devices hold than the
     other `parameters`, of which each tensor-parallel device has `repeated_parameters` whole. `sharded_outputs` counts
     the tensors of the size of the hidden states that the block saves whole when it is measured by itself, and of which
     sequence parallelism leaves a device a part. `repeated_outputs` counts those that another block of the layer saves
@@ -68,7 +68,7 @@ class Block:
     """
 
     component: Component
-    exchanges: tuple[Transfer, ...] = ()
+    transfers: tuple[Transfer, ...] = ()
     parameters: int = 0
     repeated_parameters: int = 0
     expert_parameters: int = 0
@@ -77,22 +77,22 @@ class Block:
     overlap: ExpertOverlap | None = None
 
     def exposed_seconds(self, forward: float, backward: float, stalled: float) -> tuple[float, float]:
-        """Return what exchanges add to so many seconds of computation, in forward and in backward.
+        """Return what transfers add to so many seconds of computation, in forward and in backward.
 
         The device stands still for `stalled` seconds of forward, because the host waits for it.
         """
         if self.overlap is not None:
             ahead, behind = self.overlap.forward_seconds(forward, stalled), self.overlap.backward_seconds(backward)
             return ahead - forward, behind - backward
-        exchanged = sum(transfer.seconds for transfer in self.exchanges)
-        return exchanged + stalled, exchanged
+        transferred = sum(transfer.seconds for transfer in self.transfers)
+        return transferred + stalled, transferred
 
     @property
     def issued_seconds(self) -> tuple[float, float]:
-        """Return the seconds in which the host issues the exchanges of forward, and those of backward."""
+        """Return the seconds in which the host issues the transfers of forward, and those of backward."""
         if self.overlap is not None:
             return self.overlap.issued_seconds
-        issued = sum(transfer.host_seconds for transfer in self.exchanges)
+        issued = sum(transfer.host_seconds for transfer in self.transfers)
         return issued, issued
 
 
@@ -115,19 +115,19 @@ class MeshBlocks:
 class MeshDecomposer:
     """Splits the candidates of a plan into blocks; equal components of different meshes are measured once."""
 
-    def __init__(self, model: ModelSpec, request: ExplorationRequest, exchanges: Exchanges) -> None:
+    def __init__(self, model: ModelSpec, request: ExplorationRequest, transfers: Transfers) -> None:
         self._model = model
         self._request = request
-        self.exchanges = exchanges
+        self.transfers = transfers
         self._known: dict[tuple[object, ...], MeshBlocks] = {}
         self._shards: dict[int, ModelSpec] = {}
         # A block's output and what its norm returns. Whole models gather the latter once and keep all of it for
         # backward; Megatron keeps a part and gathers it again (Korthikanti et al., 2022, arXiv:2205.05198, 4.2.2).
         self._sharded_outputs = 1 if request.devices.is_mesh else 2
 
-    def __call__(self, found: MeshCandidate) -> MeshBlocks:
+    def __call__(self, point: MeshCandidate) -> MeshBlocks:
         """Return the blocks of a candidate; the pipeline and data parallelism do not matter here."""
-        mesh, candidate = found.mesh, found.candidate
+        mesh, candidate = point.mesh, point.candidate
         key = (mesh.block_key, candidate)
         if key not in self._known:
             self._known[key] = self._split(mesh, candidate)
@@ -147,7 +147,7 @@ class MeshDecomposer:
     def _split(self, mesh: Mesh, candidate: Candidate) -> MeshBlocks:
         shard, size = self.shard(mesh.tensor), mesh.tensor
         m = candidate.micro_batch_size
-        gathered = self.exchanges.gather(self.hidden_bytes(candidate), Group(size, 1))
+        gathered = self.transfers.gather(self.hidden_bytes(candidate), Group(size, 1))
         sorts = tuple(zip(self._model.layer_kinds, recomputed_layers(self._model, candidate.recompute), strict=True))
 
         def component(kind: ComponentKind, recompute: BlockRecompute, backend: str | None, **more: object) -> Component:
@@ -179,20 +179,20 @@ class MeshDecomposer:
     def _lost(self, m: int, size: int) -> tuple[Transfer, ...]:
         """Return what ranks exchange for the loss: two numbers of each token, chunk by chunk, in forward alone.
 
-        A block's exchanges pass in both directions, so that this is one half of it.
+        A block's transfers pass in both directions, so that this is one half of it.
         """
         if size == 1 or not self._request.devices.is_mesh:
             return ()
         tokens, loss = m * self._model.seq_length, self._request.training.loss
         chunk = min(tokens, loss.chunk_tokens) if loss.kind == "chunked" else tokens
-        once, half = self.exchanges.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
+        once, half = self.transfers.gather(2 * FLOAT32_BYTES * chunk * size, Group(size, 1)), tokens / chunk / 2
         return (Transfer(half * once.seconds, once.link, half * once.host_seconds),)
 
     def _normed(self, m: int, size: int) -> tuple[Transfer, ...]:
         """Return what ranks exchange for norms over all heads: two numbers of each token."""
         if size == 1 or self._model.qk_norm != "full":
             return ()
-        return (self.exchanges.gather(2 * FLOAT32_BYTES * m * self._model.seq_length * size, Group(size, 1)),)
+        return (self.transfers.gather(2 * FLOAT32_BYTES * m * self._model.seq_length * size, Group(size, 1)),)
 
     def _blocks(
         self,
@@ -256,9 +256,9 @@ class MeshDecomposer:
         num_copies = 2 * min(mesh.expert, shadowed)  # two matrices of each owner
         overlap = ExpertOverlap(
             degree,
-            moved=self.exchanges.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group),
-            paired=self.exchanges.all_to_all(rows.received / degree * item, group),
-            copied=self.exchanges.broadcast(copied / max(1, num_copies), group),
+            moved=self.transfers.all_to_all(max(rows.moved_in, rows.moved_out) / degree * row_bytes, group),
+            paired=self.transfers.all_to_all(rows.received / degree * item, group),
+            copied=self.transfers.broadcast(copied / max(1, num_copies), group),
             home_share=rows.home / rows.computed,
             num_copies=num_copies,
             local_bytes=2 * (rows.moved_in + rows.moved_out) * row_bytes,

@@ -1,4 +1,4 @@
-"""A step on a mesh, composed of the blocks of one device, of described exchanges, and of a simulated pipeline."""
+"""A step on a mesh, composed of the blocks of one device, of described transfers, and of a simulated pipeline."""
 
 from __future__ import annotations
 
@@ -10,17 +10,16 @@ from typing import TypeVar
 
 import numpy as np
 
-from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Exchange
+from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.fabric_exchange import Group, Link, Transfer
-from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer
+from bexp.explorer.cost_model.mesh_costs import Costs, DeviceShare, LayerCost, LayerCosts, compose_layer, stage_costs
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, Sort
 from bexp.explorer.cost_model.mesh_state import HeldParameters, most_held, rank_memory
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.pipeline import PipelineRun, StageCosts, pipeline_seconds
 from bexp.explorer.cost_model.pipeline_balance import balance_layers
-from bexp.explorer.cost_model.stage_costs import stage_costs
 from bexp.explorer.cost_model.step import GatheredBytes, MemoryParts
+from bexp.explorer.cost_model.transfers import Group, Link, Transfer
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.model import ModelSpec
@@ -80,28 +79,28 @@ class MeshComposer:
         self._workspaces = hardware.workspace_bytes
         self._request = request
         self._decompose = decompose
-        self.exchanges = decompose.exchanges
+        self.transfers = decompose.transfers
         self._optimizer = optimizer
         self._costs: Costs | None = None
         self._known: dict[tuple[object, ...], LayerCosts] = {}
         self._balanced: dict[tuple[object, ...], tuple[tuple[int, ...], list[Counter[Sort]]]] = {}
         self._optimizer_parameters = count_parameters(decompose.shard(optimizer.tensor_parallel_size))
 
-    def components(self, found: MeshCandidate) -> tuple[Component, ...]:
+    def components(self, point: MeshCandidate) -> tuple[Component, ...]:
         """Return what a candidate's step is made of; the optimizer is the same for all of them."""
-        return (*self._decompose(found).components, self._optimizer)
+        return (*self._decompose(point).components, self._optimizer)
 
-    def step(self, found: MeshCandidate, costs: Costs, *, simulate: bool, run: MeshRun | None = None) -> MeshStep:
+    def step(self, point: MeshCandidate, costs: Costs, *, simulate: bool, run: MeshRun | None = None) -> MeshStep:
         """Return the step of a candidate; with `run`, with its layers of each stage, and its number of
         micro-batches.
 
         Without `simulate` the pipeline's time and memory are those of its closed forms, with the slowest rank's pace.
         """
-        mesh, candidate = found.mesh, found.candidate
-        layers = self._layers(found, costs)
+        mesh, candidate = point.mesh, point.candidate
+        layers = self._layers(point, costs)
         counts, stage_sorts = self._balance(mesh, layers, None if run is None else run.layers_per_stage)
         hidden = self._decompose.hidden_bytes(candidate)
-        sent = self.exchanges.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        sent = self.transfers.send(hidden / mesh.tensor, Group(mesh.pipeline, mesh.tensor * mesh.data))
         shard = self._decompose.shard(mesh.tensor)
         each_stage = [
             HeldParameters.of_stage(sorts, layers.blocks, mesh, stage, shard) for stage, sorts in enumerate(stage_sorts)
@@ -114,7 +113,7 @@ class MeshComposer:
         last_stage = mesh.num_stages - 1
         issued = [((s > 0) + (s < last_stage)) * sent.host_seconds for s in range(mesh.num_stages)]
         stages = [stage_costs(*each, sent, layers) for each in zip(parts, gathered, issued, strict=True)]
-        exchanges = sum(count * part.exchange for each in parts for part, count in each)
+        transferred = sum(count * part.transfers for each in parts for part, count in each)
         batch = self._request.batch_size
         if run is not None:
             batch = run.num_micro_batches * mesh.data * candidate.micro_batch_size
@@ -133,7 +132,7 @@ class MeshComposer:
         memory, fullest = self._memory(mesh, stages, held, simulated, number, round(hidden / mesh.tensor))
         loads = [number * sum(stage.seconds for stage in _each(stages, r, mesh)) for r in ranks]
         slowest = max(ranks, key=lambda r: loads[r])
-        exchanged = number * exchanges + mesh.pipeline * (number * always + at_end)
+        communicated = number * transferred + mesh.pipeline * (number * always + at_end)
         busy = sum(loads) + mesh.pipeline * (at_end + update)
         every = mesh.pipeline * step
         return MeshStep(
@@ -143,8 +142,8 @@ class MeshComposer:
             optimizer_seconds=update,
             communication_seconds=at_end + number * always,
             num_micro_batches=number,
-            compute_share=(busy - exchanged) / every,
-            exchange_share=exchanged / every,
+            compute_share=(busy - communicated) / every,
+            exchange_share=communicated / every,
             bubble_share=max(0.0, 1.0 - busy / every),
             memory=memory,
             fullest_rank=fullest,
@@ -169,13 +168,13 @@ class MeshComposer:
         hops = 2 * sum(stage.hand_over for stage in stages[:-1])
         return number * max(loads) + (mesh.pipeline - 1) * max(0.0, fill) + hops, None
 
-    def _layers(self, found: MeshCandidate, costs: Costs) -> LayerCosts:
+    def _layers(self, point: MeshCandidate, costs: Costs) -> LayerCosts:
         """Return the costs of each sort of layer; meshes that differ in pipeline and data parallelism share them."""
         if self._costs is not costs:
             self._costs, self._known, self._balanced = costs, {}, {}
-        mesh, key = found.mesh, (found.mesh.block_key, found.candidate)
+        mesh, key = point.mesh, (point.mesh.block_key, point.candidate)
         if key not in self._known:
-            blocks, hidden = self._decompose(found), self._decompose.hidden_bytes(found.candidate)
+            blocks, hidden = self._decompose(point), self._decompose.hidden_bytes(point.candidate)
             share = DeviceShare(hidden, self._decompose.shard(mesh.tensor), self._bandwidth)
             by_sort = {sort: compose_layer(each, costs, share, mesh, sort) for sort, each in blocks.blocks.items()}
             embedding, head = (
@@ -209,8 +208,8 @@ class MeshComposer:
         item = self._model.dtype.itemsize
         reduced = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
         groups = ((held.dense, Group(mesh.data, mesh.tensor)), (held.experts, Group(mesh.expert_data, mesh.expert)))
-        gathers = [self.exchanges.gather(number * item, group) for number, group in groups]
-        reductions = [self.exchanges.gather(number * reduced, group) for number, group in groups]
+        gathers = [self.transfers.gather(number * item, group) for number, group in groups]
+        reductions = [self.transfers.gather(number * reduced, group) for number, group in groups]
         gather = sum(each.seconds for each in gathers)
         reduction = sum(each.seconds for each in reductions)
         link = max((*gathers, *reductions), key=lambda each: each.seconds).link
@@ -220,11 +219,11 @@ class MeshComposer:
         divided = held.number if is_late and plain else held.experts
         divisions = 2 * divided * reduced / self._bandwidth if self._request.devices.is_mesh and mesh.data > 1 else 0.0
         share = held.largest / held.number
-        exchange = Exchange(mesh.sharding, exposed_share=share, again_share=1.0 - share)
+        communication = ShardingCommunication(mesh.sharding, exposed_share=share, again_share=1.0 - share)
         rest = 2 * reduction if plain else reduction
         if mesh.sharding is Sharding.ZERO3:
-            rest += exchange.again_share * gather
-        always, once = exchange.visible_seconds(
+            rest += communication.again_share * gather
+        always, once = communication.visible_seconds(
             np.array([0.0 if plain else gather]),
             np.array([0.0 if is_late else rest]),
             np.array([sum(stage.forward for stage in stages)]),
@@ -242,7 +241,7 @@ class MeshComposer:
             return Transfer(0.0)
         item = self._request.training.optimizer.gradient_dtype(shard.dtype).itemsize
         size = shard.vocab_size * shard.hidden_size * item
-        return self.exchanges.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
+        return self.transfers.send(size, Group(mesh.pipeline, mesh.tensor * mesh.data))
 
     def _sum_of_repeated(self, mesh: Mesh, stages: Sequence[HeldParameters]) -> Transfer:
         """Return the sums of gradients that tensor-parallel devices have whole, each of its heads or its tokens.
@@ -250,9 +249,9 @@ class MeshComposer:
         A rank of a pipeline sums them stage by stage after backward; the slowest one counts.
         """
         item = self._request.training.optimizer.gradient_dtype(self._model.dtype).itemsize
-        found = [self.exchanges.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
-        seconds = max(sum(each.seconds for each in _each(found, r, mesh)) for r in range(mesh.pipeline))
-        return Transfer(2 * seconds, found[0].link)
+        sums = [self.transfers.gather(stage.repeated * item, Group(mesh.tensor, 1)) for stage in stages]
+        seconds = max(sum(each.seconds for each in _each(sums, r, mesh)) for r in range(mesh.pipeline))
+        return Transfer(2 * seconds, sums[0].link)
 
     def _optimizer_seconds(self, mesh: Mesh, held: HeldParameters, costs: Costs) -> float:
         cost = costs[self._optimizer]
@@ -270,7 +269,7 @@ class MeshComposer:
         received: int,
     ) -> tuple[MemoryParts, int]:
         """Return the parts of the rank with the highest peak, and which that is; `received` are a hand-over's bytes."""
-        found = []
+        memory = []
         for rank in range(mesh.pipeline):
             own = _each(stages, rank, mesh)
             transient = max(stage.transient_bytes for stage in own)
@@ -282,9 +281,9 @@ class MeshComposer:
             spec = self._request.training.optimizer
             activations += received * number * self._num_received(mesh, rank)
             beside = transient + self._workspaces
-            found.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
-        fullest = max(range(mesh.pipeline), key=lambda r: found[r].total)
-        return found[fullest], fullest
+            memory.append(rank_memory(held[rank], mesh, self._model, spec, activations, beside))
+        fullest = max(range(mesh.pipeline), key=lambda r: memory[r].total)
+        return memory[fullest], fullest
 
     def _num_received(self, mesh: Mesh, rank: int) -> int:
         """Return how many buffers of hidden states a rank of torch's pipelines has for each micro-batch.
@@ -305,14 +304,14 @@ class MeshComposer:
         step: float,
     ) -> dict[Component | Link, float]:
         """Return the share of the step that hangs on each component and link; bubbles are shared out like work."""
-        found: defaultdict[Component | Link, float] = defaultdict(float)
+        seconds_by_key: defaultdict[Component | Link, float] = defaultdict(float)
         for part, count in (each for stage in parts for each in stage):
             for key, spent in part.makeup.items():
-                found[key] += count * spent
+                seconds_by_key[key] += count * spent
         always, once, link = reduced
-        found[link] += always
-        scale = pipeline / sum(found.values())
-        shares = {key: scale * seconds / step for key, seconds in found.items() if seconds > 0}
+        seconds_by_key[link] += always
+        scale = pipeline / sum(seconds_by_key.values())
+        shares = {key: scale * seconds / step for key, seconds in seconds_by_key.items() if seconds > 0}
         for passed, spent in ((link, once), *((each.link, each.seconds) for each in sums)):
             shares[passed] = shares.get(passed, 0.0) + spent / step
         shares[self._optimizer] = update / step

@@ -15,6 +15,7 @@ from bexp.explorer.cost_model.decomposition import (
     stepped_level,
 )
 from bexp.explorer.cost_model.layer_groups import EqualLayers
+from bexp.explorer.cost_model.parameters import master_bytes
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels
@@ -46,13 +47,13 @@ _BY_OPERATION = {
 class PartsDecomposer:
     """Splits the steps of one model's candidates into shell, layers and optimizer, sharing equal components.
 
-    With `exchanges`, the steps contain the exchange of gradients and parameters.
+    With `communicates`, the steps contain the exchange of gradients and parameters.
     """
 
-    def __init__(self, parts: ModelParts, *, training: bool, exchanges: bool = False) -> None:
+    def __init__(self, parts: ModelParts, *, training: bool, communicates: bool = False) -> None:
         self._parts = parts
         self._training = training
-        self._exchanges = exchanges
+        self._communicates = communicates
         self._share = SharedComponents()
         self._groups: dict[Recompute, tuple[EqualLayers[str], ...]] = {}
 
@@ -92,7 +93,7 @@ class PartsDecomposer:
             ),
             communication=(
                 self._share(kind=ComponentKind.COMMUNICATION, micro_batch_size=0, sharding=candidate.sharding)
-                if self._exchanges
+                if self._communicates
                 else None
             ),
         )
@@ -114,6 +115,9 @@ def part_of(component: Component, parts: ModelParts) -> Part:
 
 def predict_part_bytes(component: Component, parts: ModelParts, request: ExplorationRequest) -> ComponentBytes:
     """Return the expected activation bytes of one component, as `ComponentMeasurement` defines them."""
+    if component.kind is ComponentKind.OPTIMIZER and request.training.keeps_master_weights:
+        shards = request.sharded(component.sharding).devices.optimizer_shards
+        return ComponentBytes(0, 0, -(-master_bytes(parts) // shards))  # all gradients in float32, while it steps
     if component.kind in {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}:
         return ComponentBytes(0, 0, 0)
     part = part_of(component, parts)

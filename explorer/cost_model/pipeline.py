@@ -134,10 +134,10 @@ def _ready(action: PipelineAction, ended: dict[PipelineAction, float], stages: S
         return ended.get(PipelineAction(Pass.BACKWARD, stage, micro_batch))
     own, other = 0.0, stage - 1
     if kind is Pass.BACKWARD:
-        found = ended.get(PipelineAction(Pass.FORWARD, stage, micro_batch))
-        if found is None:
+        forward_end = ended.get(PipelineAction(Pass.FORWARD, stage, micro_batch))
+        if forward_end is None:
             return None
-        own, other = found, stage + 1
+        own, other = forward_end, stage + 1
     if not 0 <= other < len(stages):
         return own
     received = ended.get(PipelineAction(kind, other, micro_batch))

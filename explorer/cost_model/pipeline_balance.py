@@ -26,11 +26,11 @@ def balance_layers(
     assert best is not None, "the sum of all is long enough"
     for _ in range(HALVINGS):
         middle = (low + high) / 2
-        found = _fill(seconds, num_stages, middle, first, last)
-        if found is None:
+        counts = _fill(seconds, num_stages, middle, first, last)
+        if counts is None:
             low = middle
         else:
-            high, best = middle, found
+            high, best = middle, counts
     return best
 
 

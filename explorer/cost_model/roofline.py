@@ -16,7 +16,7 @@ from bexp.explorer.cost_model.activation_memory import (
     predict_component_bytes,
     rows_of_pair,
 )
-from bexp.explorer.cost_model.collectives import ExchangeUnits, buffered_dtype
+from bexp.explorer.cost_model.collectives import CommunicationUnits, buffered_dtype
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.parameters import (
     count_attention,
@@ -24,6 +24,7 @@ from bexp.explorer.cost_model.parameters import (
     count_head,
     count_moe_ffn,
     count_parameters,
+    master_bytes,
 )
 from bexp.explorer.cost_model.part_costs import again_work, part_work
 from bexp.explorer.cost_model.work import Work
@@ -75,8 +76,8 @@ def predict_component_seconds(
     component: Component, model: ExploredModel, request: ExplorationRequest, hardware: HardwareSpec
 ) -> PredictedSeconds:
     """Return the seconds of one component on `hardware`: the roofline's, and LEAST_SECONDS for each operation."""
-    found = roofline_seconds(component, model, request, hardware)
-    return replace(found, device=found.device + LEAST_SECONDS * found.num_operations)
+    predicted = roofline_seconds(component, model, request, hardware)
+    return replace(predicted, device=predicted.device + LEAST_SECONDS * predicted.num_operations)
 
 
 def roofline_seconds(
@@ -95,8 +96,8 @@ def roofline_seconds(
 
     if component.kind is ComponentKind.COMMUNICATION:
         link = LINK_BYTES_PER_SECOND[hardware.device_kind]
-        exchanged = _exchanged_bytes(model, request.sharded(component.sharding))
-        return _with_host(exchanged / link, OPERATIONS[component.kind] * model.num_layers, hardware)
+        communicated = _communicated_bytes(model, request.sharded(component.sharding))
+        return _with_host(communicated / link, OPERATIONS[component.kind] * model.num_layers, hardware)
     if isinstance(model, ModelParts):
         return _part_seconds(component, model, request, hardware, seconds)
     if component.kind is ComponentKind.OPTIMIZER:
@@ -134,9 +135,9 @@ def _part_seconds(
 ) -> PredictedSeconds:
     operations = OPERATIONS[component.kind]
     if component.kind is ComponentKind.OPTIMIZER:
-        states = (2 + 2 * request.training.optimizer.num_states + 1) * parts.trainable_bytes
         shards = request.sharded(component.sharding).devices.optimizer_shards
-        return _with_host(seconds(Work(0.0, states / shards)), operations, hardware)
+        moved = Work(0.0, _stepped_bytes(parts, request) / shards)
+        return _with_host(seconds(moved), operations, hardware)
     forward = part_work(component, parts)
     device = seconds(forward)
     if request.mode == "eval":
@@ -147,6 +148,17 @@ def _part_seconds(
         device += seconds(again)
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
     return _with_host(device, operations * (3.0 + (again is not None)) * tiles, hardware)
+
+
+def _stepped_bytes(parts: ModelParts, request: ExplorationRequest) -> float:
+    """Return the bytes that an optimizer step reads and writes: weights, moments and gradients.
+
+    Gradients beside master weights are converted to float32 first, and the new weights are written in both formats.
+    """
+    stepped, states = parts.trainable_bytes, 2 * request.training.optimizer.num_states
+    if not request.training.keeps_master_weights:
+        return float((2 + states + 1) * stepped)
+    return float(2 * stepped + (1 + 2 + states + 1) * master_bytes(parts))
 
 
 def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:
@@ -241,7 +253,7 @@ def _plain(component: Component) -> Component:
     return component.model_copy(update={"recompute": BlockRecompute.NONE})
 
 
-def _exchanged_bytes(model: ExploredModel, request: ExplorationRequest) -> float:
+def _communicated_bytes(model: ExploredModel, request: ExplorationRequest) -> float:
     """Return the bytes that a device sends in all gathers and reductions of a step, without repeats.
 
     A ring of N devices sends (N - 1) / N of the bytes in a gather or a reduction, and twice that in an all-reduce.
@@ -249,7 +261,7 @@ def _exchanged_bytes(model: ExploredModel, request: ExplorationRequest) -> float
     sharding = request.training.sharding
     gradients = 2 if sharding is Sharding.NONE else 1
     gathers = {Sharding.NONE: 0, Sharding.ZERO3: 2}.get(sharding, 1)
-    units = ExchangeUnits.of(model)
+    units = CommunicationUnits.of(model)
     whole = gradients * units.num_gradients * buffered_dtype(model, request).itemsize
     whole += gathers * units.num_parameters * model.dtype.itemsize
     return float(whole) * (request.num_devices - 1) / request.num_devices

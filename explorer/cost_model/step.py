@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
-from bexp.explorer.cost_model.collectives import ExchangeUnits, Unit, buffered_dtype
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.collectives import CommunicationUnits, Unit, buffered_dtype
+from bexp.explorer.cost_model.parameters import count_parameters, master_bytes
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
@@ -132,11 +132,14 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
 
 def _whole_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:
     spec = request.training.optimizer
-    if isinstance(model, ModelParts):  # its own code trains the parameters as they are: there are no master weights
+    if isinstance(model, ModelParts):  # its own code trains the parameters as they are, unless it has master weights
+        master = request.training.keeps_master_weights
+        stepped = master_bytes(model) if master else model.trainable_bytes
         return MemoryParts(
             parameters=model.parameter_bytes,
             gradients=model.trainable_bytes,
-            optimizer_states=spec.num_states * model.trainable_bytes,
+            master_weights=stepped if master else 0,
+            optimizer_states=spec.num_states * stepped,
         )
     number = count_parameters(model)
     return MemoryParts(
@@ -189,7 +192,7 @@ def gathered_bytes(model: ExploredModel, request: ExplorationRequest) -> Gathere
     level = request.training.sharding.level
     if request.mode == "eval" or level < 1:
         return GatheredBytes(0, 0)
-    units = ExchangeUnits.of(model)
+    units = CommunicationUnits.of(model)
     end, layer = units.last or units.first, max(units.layers, key=lambda unit: unit.num_parameters)
     item, buffered = model.dtype.itemsize, buffered_dtype(model, request).itemsize
     return gathered_of_units(

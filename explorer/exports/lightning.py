@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, python_export
-from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.framework import TORCH_CHOICE, Framework
+from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.candidate import Recompute

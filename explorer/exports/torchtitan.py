@@ -7,9 +7,9 @@ parser, so it stands last.
 from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
-from bexp.explorer.exports.exchanges import gathering_notes
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.framework import Framework
+from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute

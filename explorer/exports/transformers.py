@@ -9,8 +9,8 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, json_export
-from bexp.explorer.exports.exchanges import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.framework import LIBRARY_ATTENTION, LIBRARY_EXPERTS, Framework
+from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType

@@ -158,7 +158,7 @@ class Measurement(Frozen):
     def contamination(self) -> str | None:
         """Why a timing of this trial cannot be trusted; None if all of them can."""
         timed = (*self.components, *((self.whole_model,) if self.whole_model is not None else ()))
-        return next((found.contamination for found in timed if found.contamination is not None), None)
+        return next((part.contamination for part in timed if part.contamination is not None), None)
 
 
 GIB = 2**30

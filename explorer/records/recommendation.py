@@ -246,9 +246,9 @@ class Answer(Frozen):
         A search that ended by its own rule serves what asked for it, although whole models may have lowered the
         confidence after it.
         """
-        found = []
+        confidences = []
         for variant in self.variants:
             if variant.recommendation is None:
                 return None
-            found.append(max(variant.recommendation.confidence, variant.completed_target or 0))
-        return min(found)
+            confidences.append(max(variant.recommendation.confidence, variant.completed_target or 0))
+        return min(confidences)

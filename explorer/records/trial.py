@@ -8,7 +8,7 @@ from typing import Annotated, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.spec.base import Frozen
@@ -46,10 +46,10 @@ class TrialTask(Frozen):
     @property
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The groups of processes that exchange something in it: their size, and how far apart their members are."""
-        found = [] if self.mesh_run is None else list(self.mesh_run.groups)
-        found += [(c.exchange.size, c.exchange.stride) for c in self.components if c.exchange is not None]
-        found += [(c.expert_parallel_size, 1) for c in self.components if c.expert_parallel_size > 1]
-        return tuple(dict.fromkeys(found))
+        groups = [] if self.mesh_run is None else list(self.mesh_run.groups)
+        groups += [(c.exchange.size, c.exchange.stride) for c in self.components if c.exchange is not None]
+        groups += [(c.expert_parallel_size, 1) for c in self.components if c.expert_parallel_size > 1]
+        return tuple(dict.fromkeys(groups))
 
     @property
     def context_parallel_sizes(self) -> tuple[int, ...]:
@@ -82,7 +82,7 @@ def count_processes(
     devices that share a sequence in one of them. A whole model takes one group that shares sequences, or all devices if
     the profiler has that many.
     """
-    if request.devices.has_mesh or is_exchange_timed(request, hardware):
+    if request.devices.has_mesh or is_communication_timed(request, hardware):
         return request.num_devices
     if kind is TrialKind.COMPONENTS:
         return max((c.context_parallel_size for c in components if c.communicates), default=1)

@@ -49,8 +49,8 @@ def suggest_measurement(posterior: Posterior) -> Suggestion | None:
         return None
     costs_K = measuring_seconds(posterior.surrogate.device_mean_K)
     options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K))
-    found = [option for option in options if option is not None]
-    return max(found, key=lambda option: option.gain_per_second).suggestion if found else None
+    useful = [option for option in options if option is not None]
+    return max(useful, key=lambda option: option.gain_per_second).suggestion if useful else None
 
 
 def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:

@@ -66,7 +66,7 @@ def build_recommendation(
     candidate = table.candidates[best.row]
     seconds = posterior.corrected_seconds(best.row)
     base = posterior.corrected_seconds(references.base)
-    found = posterior.bytes(best.row)
+    memory = posterior.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
     return Recommendation(
         candidate=candidate,
@@ -81,10 +81,10 @@ def build_recommendation(
         grad_accum_steps=accumulation,
         nearest_batch_sizes=nearest,
         predicted_peak_bytes=posterior.memory.predicted_bytes(best.row).peak,
-        measured_peak_bytes=found.peak,
-        required_bytes=found.required,
+        measured_peak_bytes=memory.peak,
+        required_bytes=memory.required,
         memory_limit_bytes=posterior.limit_bytes,
-        memory=found.parts,
+        memory=memory.parts,
         largest_micro_batch=_alternative(posterior, best.row, references.largest),
         largest_without_recompute=_alternative(posterior, best.row, references.largest_without_recompute),
         stock=_alternative(posterior, best.row, references.stock),
@@ -213,8 +213,8 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     )
     return [
         f"{what} '{each.name}' is left out: {each.reason}"
-        for what, named, found in asked
-        for each in found
+        for what, named, usable in asked
+        for each in usable
         if not each.usable and each.name in (named or ())
     ]
 

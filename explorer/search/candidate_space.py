@@ -213,9 +213,9 @@ class CandidateSpace(SearchSpace):
         is_awaited = any(component in awaited for component in self._table.decompositions[row].components)
         if measurement.outcome is not Outcome.OK or self._posterior.memory.may_fit_C[row] or is_awaited:
             return measurement
-        found, limit = self._posterior.bytes(row), self._posterior.limit_bytes
+        memory, limit = self._posterior.bytes(row), self._posterior.limit_bytes
         reason = (
-            f"a step needs {found.required / GIB:.2f} GiB, {found.peak / GIB:.2f} of it allocated; "
+            f"a step needs {memory.required / GIB:.2f} GiB, {memory.peak / GIB:.2f} of it allocated; "
             f"the limit is {limit / GIB:.2f} GiB"
         )
         self._posterior.knowledge.reject(measurement.candidate, reason)
@@ -252,9 +252,9 @@ class CandidateSpace(SearchSpace):
         if whole is not None:
             speed = whole_model_tokens_per_second(self._posterior, trial.candidate, whole)
             trial = trial.model_copy(update={"measured_peak_bytes": whole.peak_bytes, "tokens_per_second": speed})
-        found = compare_whole_run(self._posterior, check.row, trial)
+        compared = compare_whole_run(self._posterior, check.row, trial)
         self._whole_models.learn(trial)
-        events = [whole_model_event(trial, found, check.probability_better, check.probability_fits)]
+        events = [whole_model_event(trial, compared, check.probability_better, check.probability_fits)]
         answer = self._recommended()
         if recommended is not None and answer is not None and answer != recommended:
             events.append(answer_changed_event(recommended, answer))
@@ -317,12 +317,12 @@ class CandidateSpace(SearchSpace):
         rows = [self._table.row[t.candidate] for t in ran_out if t.candidate in self._table.row]
         alike = [row for row in rows if posterior.memory.required_C[row] <= posterior.memory.required_C[smallest]]
         row, failed = (alike[0], "its whole model") if alike else (smallest, None)
-        is_measured, found = posterior.is_known(row), posterior.bytes(row)
+        is_measured, memory = posterior.is_known(row), posterior.bytes(row)
         if failed is None and posterior.fits(row) and not (is_measured or posterior.is_open(row)):
             failed = "a component of it" if self._history.failed_for_memory(self._context.variant) else None
         factor = peak_factor(posterior.knowledge.reported)
         return SmallestCandidate(
-            self._table.candidates[row], found.peak, found.required, is_measured, failed, reported_factor=factor
+            self._table.candidates[row], memory.peak, memory.required, is_measured, failed, reported_factor=factor
         )
 
     def _is_unfinished(self) -> bool:

@@ -13,7 +13,7 @@ import json
 from collections.abc import Mapping
 from typing import Any
 
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.model import ModelSpec
@@ -89,6 +89,8 @@ def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | N
 def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest, report: DeviceReport) -> Any:
     steps = kind is ComponentKind.OPTIMIZER
     training = request.training.model_dump(mode="json", exclude=set() if steps else {"sharding"})
+    if request.training.keeps_master_weights and not steps:
+        training["precision"] = "pure"  # the optimizer alone knows the master weights
     compiled = request.space.always_compiles and (request.executions is None or request.target_name == BEXP)
     document = request.model_dump(mode="json", exclude=set(IRRELEVANT))
     document |= {
@@ -96,7 +98,7 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
         "target": request.target_name,
         "training": training,
         "compiled": compiled,
-        "num_processes": request.num_devices if is_exchange_timed(request, report.hardware) else 1,
+        "num_processes": request.num_devices if is_communication_timed(request, report.hardware) else 1,
         "num_devices": request.num_devices if steps else None,
     }
     if report.parts is None:

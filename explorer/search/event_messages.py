@@ -176,21 +176,21 @@ def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
 def end_event(answer: Answer) -> EventDraft:
     """Return the last event of an exploration: its recommendation, or why there is none."""
     data = {"answer": answer.model_dump(mode="json")}
-    found = answer.recommendation
-    if found is None:
+    best = answer.recommendation
+    if best is None:
         reason = answer.variants[0].reason or "no candidate fits"
         return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
     return EventDraft(
         code=EventCode.SUCCEEDED,
-        message=(f"Recommended: {_with_rate(found)}, {found.performance:.2f}x base, confidence {found.confidence}"),
+        message=(f"Recommended: {_with_rate(best)}, {best.performance:.2f}x base, confidence {best.confidence}"),
         data=data,
     )
 
 
-def _with_rate(found: Recommendation) -> str:
+def _with_rate(best: Recommendation) -> str:
     """Return the candidate and its rate. That of a mesh begins with the mesh, which names the sharding."""
-    rate = f"{found.expected_tokens_per_second:,.0f} tokens/s"
-    if found.plan is None:
-        return f"{found.candidate.describe()}: {rate}"
-    settings = found.candidate.model_copy(update={"sharding": None}).describe()
-    return f"{found.plan.mesh.describe()} {settings}: {rate} of each device"
+    rate = f"{best.expected_tokens_per_second:,.0f} tokens/s"
+    if best.plan is None:
+        return f"{best.candidate.describe()}: {rate}"
+    settings = best.candidate.model_copy(update={"sharding": None}).describe()
+    return f"{best.plan.mesh.describe()} {settings}: {rate} of each device"

@@ -44,17 +44,17 @@ class ExpertModeChoice:
         self._settings: dict[tuple[object, ...], list[dict[str, int]]] = {}
         self._meshes: dict[tuple[Mesh, int, int], Mesh] = {}
 
-    def __call__(self, found: MeshCandidate) -> Iterator[MeshCandidate]:
+    def __call__(self, point: MeshCandidate) -> Iterator[MeshCandidate]:
         """Yield the candidate in each mode; a mesh without expert parallelism has one alone."""
-        if found.mesh.expert == 1:
-            yield found
+        if point.mesh.expert == 1:
+            yield point
             return
-        key = (found.mesh.tensor, found.mesh.expert, found.candidate)
+        key = (point.mesh.tensor, point.mesh.expert, point.candidate)
         if key not in self._settings:
             modes = self._request.parallelism.expert_modes
-            self._settings[key] = [setting for mode in modes for setting in self._best(found, mode)]
+            self._settings[key] = [setting for mode in modes for setting in self._best(point, mode)]
         for setting in self._settings[key]:
-            yield found if not setting else MeshCandidate(self._mesh(found.mesh, **setting), found.candidate)
+            yield point if not setting else MeshCandidate(self._mesh(point.mesh, **setting), point.candidate)
 
     def _mesh(self, mesh: Mesh, overlap_degree: int = 1, shadowed_experts: int = 0) -> Mesh:
         key = (mesh, overlap_degree, shadowed_experts)
@@ -63,7 +63,7 @@ class ExpertModeChoice:
             self._meshes[key] = mesh.model_copy(update=changes)
         return self._meshes[key]
 
-    def _best(self, found: MeshCandidate, mode: ExpertMode) -> list[dict[str, int]]:
+    def _best(self, point: MeshCandidate, mode: ExpertMode) -> list[dict[str, int]]:
         """Return the numbers of a mode that are worth a candidate; none for `plain`."""
         if mode is ExpertMode.PLAIN:
             return [{}]
@@ -75,20 +75,20 @@ class ExpertModeChoice:
             assert moe is not None, "a model with experts"
             name = "shadowed_experts"
             numbers = asked.named_shadowed_experts or tuple(n for n in SHADOWED_EXPERTS if n <= moe.num_experts)
-        seconds = {number: self._seconds(found, **{name: number}) for number in numbers}
+        seconds = {number: self._seconds(point, **{name: number}) for number in numbers}
         best = numbers[0]
         for number in numbers[1:]:
             if seconds[number] < (1.0 - SPARED) * seconds[best]:
                 best = number
         if mode is ExpertMode.OVERLAPPED or not self._try_fewer:
             return [{name: best}]
-        plain = self._seconds(found)
+        plain = self._seconds(point)
         fewer = [max((n for n in numbers if n <= best // part and seconds[n] < plain), default=best) for part in PARTS]
         return [{name: number} for number in dict.fromkeys((best, *fewer))]
 
-    def _seconds(self, found: MeshCandidate, **setting: int) -> float:
+    def _seconds(self, point: MeshCandidate, **setting: int) -> float:
         """Return the seconds of the expert block in both directions."""
-        mesh, candidate = self._mesh(found.mesh, **setting), found.candidate
+        mesh, candidate = self._mesh(point.mesh, **setting), point.candidate
         whole = candidate.recompute is Recompute.FULL
         policy = block_recompute(candidate.recompute, ComponentKind.MOE_FFN, None)
         component = Component(

@@ -74,9 +74,9 @@ class TrialHistory:
 
     def whole_model(self, candidate: Candidate) -> Trial | None:
         """The whole-model run of a candidate: the first that was not contaminated, else the first."""
-        found = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
-        sound = (t for t in found if t.measurement.outcome is not Outcome.CONTAMINATED)
-        return next(sound, found[0] if found else None)
+        runs = [t for t in self._trials if t.kind is TrialKind.WHOLE_MODEL and t.candidate == candidate]
+        sound = (t for t in runs if t.measurement.outcome is not Outcome.CONTAMINATED)
+        return next(sound, runs[0] if runs else None)
 
     def is_hopeless(self, variant: Variant) -> bool:
         """Whether the last trials all failed as a whole, for one and the same reason that is not memory.

@@ -75,9 +75,9 @@ class Knowledge:
         self.failures.learn(measurement)
         self.learn_shared(number, measurement.components, failed=measurement.outcome not in SOUND)
 
-    def learn_shared(self, number: int, found: Sequence[ComponentMeasurement], *, failed: bool = False) -> None:
+    def learn_shared(self, number: int, measurements: Sequence[ComponentMeasurement], *, failed: bool = False) -> None:
         """Learn components that a trial, also one of another variant, has measured and that this table has."""
-        self.log.add(number, [each for each in found if each.component in self.table.column])
+        self.log.add(number, [each for each in measurements if each.component in self.table.column])
         if self.reuse is not None and not self.reuse.is_decided:
             self.reuse.judge(self.log, failed=failed)
             if self.reuse.is_dropped:

@@ -36,8 +36,8 @@ class LegalSpace:
         """Return the values of each dimension and the number of candidates, as stored with the job."""
 
         def values(name: str) -> list[Any]:
-            found = {getattr(candidate, name) for candidate in self.candidates}
-            return sorted(found, key=lambda value: (value is not None, value))
+            distinct = {getattr(candidate, name) for candidate in self.candidates}
+            return sorted(distinct, key=lambda value: (value is not None, value))
 
         return {
             **{name: value for name, value in self.model.variant._asdict().items() if value is not None},
@@ -257,9 +257,9 @@ def _sharings_with(
 def _usable_sharings(
     request: ExplorationRequest, report: DeviceReport, attention: list[str]
 ) -> list[tuple[Sharing, str]]:
-    found = _sharings_with(request, report, attention)
-    if found:
-        return found
+    sharings = _sharings_with(request, report, attention)
+    if sharings:
+        return sharings
     size, num_devices = min(request.devices.context_parallel_sizes), report.hardware.num_devices
     if size > num_devices:
         raise EmptySpaceError(

@@ -45,10 +45,10 @@ class SearchLoop:
             if check is None:
                 break
             yield from self._run_whole_model(check)
-        found = self._space.recommend(final=True)
+        recommendation = self._space.recommend(final=True)
         if self._log.is_pending:
-            yield self._log.step(recommendation=found)
-        return found
+            yield self._log.step(recommendation=recommendation)
+        return recommendation
 
     def _prepare(self) -> Iterator[Progress]:
         """Measure what the space needs before it can suggest anything, with nothing else in flight."""

@@ -44,16 +44,16 @@ class MeshChecks:
         for trial in trials:
             if trial.kind is not TrialKind.WHOLE_MODEL or trial.mesh_run is None:
                 continue
-            outcome, found = trial.measurement.outcome, MeshCandidate(trial.mesh_run.mesh, trial.candidate)
+            outcome, point = trial.measurement.outcome, MeshCandidate(trial.mesh_run.mesh, trial.candidate)
             self._number += 1
             if outcome is Outcome.OK:
-                self._ran[found] = trial
+                self._ran[point] = trial
             elif outcome in REFUTING:
-                self.refuted[found] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
+                self.refuted[point] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
             elif outcome is Outcome.CONTAMINATED:
                 self._contaminated += 1
             else:
-                self._refused[found.mesh] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
+                self._refused[point.mesh] = f"{outcome}: {trial.measurement.reason or 'no reason given'}"
                 self._timed_out += outcome is Outcome.TIMED_OUT
 
     def next(self, ranked: list[MeshCandidate], best: MeshCandidate, chances: list[float]) -> MeshCandidate | None:
@@ -71,27 +71,27 @@ class MeshChecks:
         chance, i = max(rivals, default=(0.0, -1))
         return ranked[i] if chance >= LEAST_CHANCE else None
 
-    def _is_open(self, found: MeshCandidate) -> bool:
-        return found not in self._ran and found.mesh not in self._refused
+    def _is_open(self, point: MeshCandidate) -> bool:
+        return point not in self._ran and point.mesh not in self._refused
 
     def refusal(self, mesh: Mesh) -> str | None:
         """Return why no whole model of a mesh runs; None if one may."""
         return self._refused.get(mesh)
 
-    def run_of(self, found: MeshCandidate, step: MeshStep) -> MeshRun:
+    def run_of(self, point: MeshCandidate, step: MeshStep) -> MeshRun:
         """Return the whole model of a candidate, with as many micro-batches as its step has, or enough of them."""
-        most = MOST_MICRO_BATCHES * found.mesh.num_stages
+        most = MOST_MICRO_BATCHES * point.mesh.num_stages
         return MeshRun(
-            mesh=found.mesh, layers_per_stage=step.layers, num_micro_batches=min(step.num_micro_batches, most)
+            mesh=point.mesh, layers_per_stage=step.layers, num_micro_batches=min(step.num_micro_batches, most)
         )
 
-    def factor(self, found: MeshCandidate) -> float:
+    def factor(self, point: MeshCandidate) -> float:
         """Return the seconds to expect of a candidate over those that its blocks compose to."""
-        return self.expected(found).factor
+        return self.expected(point).factor
 
-    def expected(self, found: MeshCandidate) -> Expected:
+    def expected(self, point: MeshCandidate) -> Expected:
         """Return what the whole model of a candidate says of its seconds, or else what those of others say."""
-        check = self.of(found)
+        check = self.of(point)
         if check is not None:
             whole = check.measurement
             relative = whole.standard_error_seconds / whole.micro_step_seconds if whole.micro_step_seconds else 0.0
@@ -103,21 +103,21 @@ class MeshChecks:
         spread = math.sqrt(fmean((each - mean) ** 2 for each in others)) if len(others) > 1 else abs(mean) / 2
         return Expected(math.exp(-mean), math.hypot(COMPOSITION_ERROR, spread))
 
-    def of(self, found: MeshCandidate) -> WholeModelCheck | None:
+    def of(self, point: MeshCandidate) -> WholeModelCheck | None:
         """Return the whole model of a candidate beside what its blocks compose to; None if it did not run."""
-        key = (found, self._number, len(self._space.measured))
+        key = (point, self._number, len(self._space.measured))
         if key not in self._compared:
-            self._compared[key] = self._compare(found)
+            self._compared[key] = self._compare(point)
         return self._compared[key]
 
-    def _compare(self, found: MeshCandidate) -> WholeModelCheck | None:
-        trial = self._ran.get(found)
+    def _compare(self, point: MeshCandidate) -> WholeModelCheck | None:
+        trial = self._ran.get(point)
         if trial is None or trial.measurement.whole_model is None or trial.mesh_run is None:
             return None
         whole = trial.measurement.whole_model
-        composed = self._space.step(found, simulate=True, run=trial.mesh_run)
+        composed = self._space.step(point, simulate=True, run=trial.mesh_run)
         error = composed.seconds / whole.mesh_step_seconds - 1.0
-        step = self._space.step(found, simulate=True)
+        step = self._space.step(point, simulate=True)
         return WholeModelCheck(
             measurement=whole,
             tokens_per_second=step.tokens_per_second * (1.0 + error),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.fabric_exchange import GIGA
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import GIB
+from bexp.explorer.cost_model.transfers import GIGA
 from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
@@ -35,17 +35,17 @@ def space_events(space: MeshKnowledge, number: int, base: MeshCandidate | None) 
     return events
 
 
-def exchange_event(trial: Trial, number: int) -> EventDraft:
-    """Return what a trial of `number` exchanges says: the highest rate of each."""
+def transfers_event(trial: Trial, number: int) -> EventDraft:
+    """Return what a trial of `number` transfers says: the highest rate of each."""
     measurement = trial.measurement
     data = {"trial": trial.number, "outcome": measurement.outcome.value}
     if measurement.outcome is not Outcome.OK:
         reason = measurement.reason or "no reason given"
         message = f"What devices exchange could not be measured, and is assumed: {measurement.outcome}: {reason}"
         return EventDraft(code=EventCode.WARNING, message=message, data={**data, "reason": reason})
-    found = [each for each in measurement.components if each.component.exchange is not None and each.device_seconds]
+    timed = [each for each in measurement.components if each.component.exchange is not None and each.device_seconds]
     fastest: dict[str, float] = {}
-    for each in found:
+    for each in timed:
         asked = each.component.exchange
         if asked is not None:
             name = f"{asked.operation} of {asked.size}"
@@ -58,13 +58,13 @@ def exchange_event(trial: Trial, number: int) -> EventDraft:
     return EventDraft(code=EventCode.TRIAL, message=message, data=data)
 
 
-def blocks_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
+def blocks_event(trial: Trial, point: MeshCandidate, number: int) -> EventDraft:
     """Return what a trial says that measured `number` blocks of a candidate."""
     measurement = trial.measurement
     data = {
         "trial": trial.number,
         "candidate": trial.candidate.model_dump(mode="json"),
-        "mesh": found.mesh.model_dump(mode="json"),
+        "mesh": point.mesh.model_dump(mode="json"),
         "outcome": measurement.outcome.value,
         "tokens_per_second": trial.tokens_per_second,
         "predicted_peak_bytes": trial.predicted_peak_bytes,
@@ -73,10 +73,10 @@ def blocks_event(trial: Trial, found: MeshCandidate, number: int) -> EventDraft:
     if measurement.outcome is Outcome.OK:
         peak = size_text(trial.measured_peak_bytes or 0)
         message = (
-            f"Trial {trial.number}: {found.describe()}: {trial.tokens_per_second:,.0f} tokens/s of each device, "
+            f"Trial {trial.number}: {point.describe()}: {trial.tokens_per_second:,.0f} tokens/s of each device, "
             f"peak {peak} ({number} new {'component' if number == 1 else 'components'} in {trial.seconds:.1f} s)"
         )
         return EventDraft(code=EventCode.TRIAL, message=message, data=data)
     code = EventCode.WARNING if measurement.outcome is Outcome.CONTAMINATED else EventCode.INFEASIBLE
-    message = f"{found.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
+    message = f"{point.describe()}: {measurement.outcome}: {measurement.reason or 'no reason given'}"
     return EventDraft(code=code, message=message, data={**data, "reason": measurement.reason})

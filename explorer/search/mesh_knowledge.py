@@ -10,12 +10,12 @@ from itertools import product
 from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.fabric_exchange import Exchanges, Fabric
 from bexp.explorer.cost_model.mesh_costs import BlockCost, TogetherCost
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate, MeshDecomposer, optimizer_component
 from bexp.explorer.cost_model.mesh_step import MeshComposer, MeshStep
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes, predict_shard_seconds
 from bexp.explorer.cost_model.step import memory_limit, required_bytes
+from bexp.explorer.cost_model.transfers import Fabric, Transfers
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
@@ -26,7 +26,7 @@ from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.legal_meshes import legal_meshes
 from bexp.explorer.spec.mesh import Mesh, MeshRun, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.surrogate.measured_exchange import MeasuredExchanges, exchange_components
+from bexp.explorer.surrogate.measured_transfers import MeasuredTransfers, transfer_components
 
 MOST_MESHES = 2000
 """The most meshes that are considered; of more, every second, every third and so on is."""
@@ -63,7 +63,7 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     if request.expert_backends is not None:
         experts = [*usable_backends("expert back end", report.expert_backends, request.expert_backends, where)]
     policies = POLICIES if request.recompute is None else request.space.recompute_policies
-    found = []
+    points = []
     meshes = legal_meshes(request)
     for mesh in meshes[:: -(-len(meshes) // MOST_MESHES)]:
         for m in request.space.plan_micro_batch_sizes:
@@ -80,8 +80,8 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
                     num_query_groups=request.shapes.query_groups,
                     capacity_factor=request.shapes.variant.capacity_factor,
                 )
-                found.append(MeshCandidate(mesh, candidate))
-    return tuple(found)
+                points.append(MeshCandidate(mesh, candidate))
+    return tuple(points)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class RankedCandidate:
     `factor` are the seconds to expect over those of the composed step.
     """
 
-    found: MeshCandidate
+    point: MeshCandidate
     step: MeshStep
     known: bool
     factor: float = 1.0
@@ -104,8 +104,8 @@ class RankedCandidate:
     def compared_with(self, best: RankedCandidate) -> MeshAlternative:
         """Return what an answer says of it beside the best."""
         return MeshAlternative(
-            mesh=self.found.mesh,
-            candidate=self.found.candidate,
+            mesh=self.point.mesh,
+            candidate=self.point.candidate,
             tokens_per_second=self.tokens_per_second,
             gain=best.tokens_per_second / self.tokens_per_second,
             predicted=not self.known,
@@ -126,7 +126,7 @@ class MeshKnowledge:
         try_fewer = len(plain) <= MOST_WITH_FEWER_COPIES
         in_each_mode = ExpertModeChoice(request, self._decompose(), self.predicted, bandwidth, try_fewer=try_fewer)
         self.candidates = tuple(each for one in plain for each in in_each_mode(one))
-        self.exchanges = exchange_components(request, self._meshes) if request.devices.is_mesh else ()
+        self.transfers = transfer_components(request, self._meshes) if request.devices.is_mesh else ()
         self.failed: dict[Component, str] = {}
         self.contaminated = Counter[Component]()
         self.factor: Callable[[MeshCandidate], float] = _as_composed
@@ -135,26 +135,26 @@ class MeshKnowledge:
         self.composer = self._compose()
 
     def _compose(self) -> MeshComposer:
-        """Return a composer with the exchanges that are described, or measured until now."""
+        """Return a composer with the transfers that are described, or measured until now."""
         request, optimizer = self.request, optimizer_component(tuple({mesh.tensor for mesh in self._meshes}))
         return MeshComposer(request.shapes, request, self._decompose(), optimizer, self.hardware)
 
     def _decompose(self) -> MeshDecomposer:
-        exchanges: Exchanges
+        transfers: Transfers
         if self.request.fabric is not None:
-            exchanges = Fabric(self.request.fabric)
+            transfers = Fabric(self.request.fabric)
         else:
-            exchanges = MeasuredExchanges(self.measured.values(), self.hardware.device_kind)
-        return MeshDecomposer(self.request.shapes, self.request, exchanges)
+            transfers = MeasuredTransfers(self.measured.values(), self.hardware.device_kind)
+        return MeshDecomposer(self.request.shapes, self.request, transfers)
 
     @property
     def _meshes(self) -> tuple[Mesh, ...]:
-        return tuple(dict.fromkeys(found.mesh for found in self.candidates))
+        return tuple(dict.fromkeys(point.mesh for point in self.candidates))
 
-    def learn(self, found: Iterable[ComponentMeasurement]) -> None:
+    def learn(self, measurements: Iterable[ComponentMeasurement]) -> None:
         """Take in what a trial measured. A component that stays contaminated has failed."""
         new: dict[Component, ComponentMeasurement] = {}
-        for each in found:
+        for each in measurements:
             if each.contamination is None:
                 new[each.component] = each
                 continue
@@ -172,30 +172,30 @@ class MeshKnowledge:
             reason = f"{measurement.outcome}: {measurement.reason or 'no reason given'}"
             self.failed[measurement.failed_component] = reason
 
-    def missing(self, found: MeshCandidate) -> tuple[Component, ...]:
+    def missing(self, point: MeshCandidate) -> tuple[Component, ...]:
         """Return the components of a candidate that are not measured."""
-        return tuple(c for c in self.composer.components(found) if c not in self.measured)
+        return tuple(c for c in self.composer.components(point) if c not in self.measured)
 
-    def is_open(self, found: MeshCandidate) -> bool:
+    def is_open(self, point: MeshCandidate) -> bool:
         """Return whether no component of a candidate has failed."""
-        return not any(component in self.failed for component in self.composer.components(found))
+        return not any(component in self.failed for component in self.composer.components(point))
 
-    def step(self, found: MeshCandidate, *, simulate: bool = False, run: MeshRun | None = None) -> MeshStep:
+    def step(self, point: MeshCandidate, *, simulate: bool = False, run: MeshRun | None = None) -> MeshStep:
         """Compose the step of a candidate from what is known now; `run` is that of a whole model."""
-        return self.composer.step(found, self._costs, simulate=simulate, run=run)
+        return self.composer.step(point, self._costs, simulate=simulate, run=run)
 
-    def ranked(self, found: MeshCandidate, *, simulate: bool = False) -> RankedCandidate:
+    def ranked(self, point: MeshCandidate, *, simulate: bool = False) -> RankedCandidate:
         """Return a candidate with what is known of it now."""
-        return RankedCandidate(found, self.step(found, simulate=simulate), not self.missing(found), self.factor(found))
+        return RankedCandidate(point, self.step(point, simulate=simulate), not self.missing(point), self.factor(point))
 
-    def predicted_step(self, found: MeshCandidate) -> MeshStep:
+    def predicted_step(self, point: MeshCandidate) -> MeshStep:
         """Compose the step of a candidate from formulas alone."""
-        costs = {component: self.predicted(component) for component in self.composer.components(found)}
-        return self.composer.step(found, costs, simulate=False)
+        costs = {component: self.predicted(component) for component in self.composer.components(point)}
+        return self.composer.step(point, costs, simulate=False)
 
-    def spared_share(self, found: MeshCandidate) -> float:
+    def spared_share(self, point: MeshCandidate) -> float:
         """Return by which share of its activations a candidate may need less than is known now."""
-        return max(self._costs[component].spared_share for component in self.composer.components(found))
+        return max(self._costs[component].spared_share for component in self.composer.components(point))
 
     def required_bytes(self, step: MeshStep) -> int:
         """Return what the fullest rank needs of a device."""
@@ -210,7 +210,7 @@ class MeshKnowledge:
         if component not in self._predicted:
             seconds = predict_shard_seconds(component, self.request.shapes, self.request, self.hardware)
             sizes = predict_shard_bytes(component, self.request.shapes, self.request)
-            found = BlockCost(
+            cost = BlockCost(
                 device_seconds=seconds.device,
                 host_seconds=seconds.host,
                 forward_share=FORWARD_SHARE,
@@ -220,7 +220,7 @@ class MeshKnowledge:
                 relative_error=PREDICTED_ERROR,
                 spared_share=PREDICTED_SPARED,
             )
-            self._predicted[component] = self.counted(found)
+            self._predicted[component] = self.counted(cost)
         return self._predicted[component]
 
     def counted(self, cost: BlockCost) -> BlockCost:
@@ -236,7 +236,7 @@ class MeshKnowledge:
         def values(name: str, of: Iterable[Mesh | Candidate]) -> list[Any]:
             return sorted({getattr(one, name) for one in of}, key=lambda value: (value is not None, value))
 
-        chosen = [found.candidate for found in self.candidates]
+        chosen = [point.candidate for point in self.candidates]
         return {
             "num_query_groups": self.request.shapes.query_groups,
             "num_candidates": len(self.candidates),
@@ -250,7 +250,7 @@ class MeshKnowledge:
         }
 
 
-def _as_composed(found: MeshCandidate) -> float:
+def _as_composed(_point: MeshCandidate) -> float:
     return 1.0
 
 
@@ -261,19 +261,19 @@ class _CostTable(dict[Component, BlockCost]):
         super().__init__()
         self._space = space
         self._corrections: dict[ComponentKind, list[_Correction]] = {}
-        for component, found in space.measured.items():
+        for component, measurement in space.measured.items():
             if component.exchange is not None:
                 continue
             expected = space.predicted(component)
-            taken = max(found.device_seconds, found.host_seconds)
+            taken = max(measurement.device_seconds, measurement.host_seconds)
             slower = taken / max(expected.device_seconds, expected.host_seconds)
-            larger = found.saved_bytes / max(1, expected.saved_bytes)
+            larger = measurement.saved_bytes / max(1, expected.saved_bytes)
             self._corrections.setdefault(component.kind, []).append(_Correction(component, slower, larger or 1.0))
 
     def __missing__(self, component: Component) -> BlockCost:
-        found = self._space.measured.get(component)
-        if found is not None:
-            self[component] = self._space.counted(_measured_cost(found))
+        measurement = self._space.measured.get(component)
+        if measurement is not None:
+            self[component] = self._space.counted(_measured_cost(measurement))
             return self[component]
         cost = self._space.predicted(component)
         near = min(self._corrections.get(component.kind, ()), key=lambda one: one.distance(component), default=None)
@@ -313,24 +313,24 @@ class _Correction:
         )
 
 
-def _measured_cost(found: ComponentMeasurement) -> BlockCost:
-    device = found.device_seconds
+def _measured_cost(measurement: ComponentMeasurement) -> BlockCost:
+    device = measurement.device_seconds
     return BlockCost(
         device_seconds=device,
-        host_seconds=found.host_seconds,
-        forward_share=found.forward_device_seconds / device if device else FORWARD_SHARE,
-        saved_bytes=found.saved_bytes,
-        forward_peak_bytes=found.forward_peak_bytes,
-        backward_peak_bytes=found.backward_peak_bytes,
-        relative_error=max(LEAST_ERROR, found.standard_error_seconds / device if device else 0.0),
-        stalled_seconds=found.stalled_seconds or 0.0,
-        waiting_forward_seconds=found.waiting_forward_seconds,
-        together=_together_cost(found),
+        host_seconds=measurement.host_seconds,
+        forward_share=measurement.forward_device_seconds / device if device else FORWARD_SHARE,
+        saved_bytes=measurement.saved_bytes,
+        forward_peak_bytes=measurement.forward_peak_bytes,
+        backward_peak_bytes=measurement.backward_peak_bytes,
+        relative_error=max(LEAST_ERROR, measurement.standard_error_seconds / device if device else 0.0),
+        stalled_seconds=measurement.stalled_seconds or 0.0,
+        waiting_forward_seconds=measurement.waiting_forward_seconds,
+        together=_together_cost(measurement),
     )
 
 
-def _together_cost(found: ComponentMeasurement) -> TogetherCost | None:
-    forward, backward = found.together_forward_seconds, found.together_backward_seconds
+def _together_cost(measurement: ComponentMeasurement) -> TogetherCost | None:
+    forward, backward = measurement.together_forward_seconds, measurement.together_backward_seconds
     if forward is None or backward is None:
         return None
-    return TogetherCost(forward, backward, found.together_host_backward_seconds or 0.0)
+    return TogetherCost(forward, backward, measurement.together_host_backward_seconds or 0.0)

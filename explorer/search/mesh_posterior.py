@@ -11,14 +11,14 @@ import numpy as np
 import numpy.typing as npt
 
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_step import MeshStep
+from bexp.explorer.cost_model.transfers import Link
 
 NUM_SAMPLES = 512
 DESCRIBED_ERROR = 0.25
-"""Expected relative error of exchanges over a link that is described."""
+"""Expected relative error of transfers over a link that is described."""
 MEASURED_ERROR = 0.05
-"""The same over devices whose exchanges were measured by themselves."""
+"""The same over devices whose transfers were measured by themselves."""
 LINK_ERRORS = {Link.INTRA_NODE: DESCRIBED_ERROR, Link.INTER_NODE: DESCRIBED_ERROR, Link.DEVICES: MEASURED_ERROR}
 COMPOSITION_ERROR = 0.01
 """Expected relative error of a candidate's composed step, beside those of its parts."""

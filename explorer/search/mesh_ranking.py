@@ -52,10 +52,10 @@ class MeshRanker:
 
     def screen(self) -> list[MeshCandidate]:
         """Return the candidates that formulas rank first, and the plainest, of those that may fit."""
-        found: Sequence[MeshCandidate] = self._space.candidates
-        if len(found) > MOST_SCREENED:
-            found = self._of_best_meshes(found)
-        ranked = self._rank_by_formulas(found)
+        points: Sequence[MeshCandidate] = self._space.candidates
+        if len(points) > MOST_SCREENED:
+            points = self._of_best_meshes(points)
+        ranked = self._rank_by_formulas(points)
         plainest = min((each for each, _ in ranked), key=plainness, default=None)
         pool: list[MeshCandidate] = []
         alike: Counter[tuple[object, ...]] = Counter()
@@ -66,29 +66,29 @@ class MeshRanker:
                 pool.append(each)
         return pool if plainest is None or plainest in pool else [*pool, plainest]
 
-    def _of_best_meshes(self, found: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
+    def _of_best_meshes(self, points: Sequence[MeshCandidate]) -> Sequence[MeshCandidate]:
         """Return the candidates of the meshes whose smallest micro-batches are fastest."""
         sizes: dict[tuple[object, ...], list[int]] = {}
-        for each in found:
+        for each in points:
             known = sizes.setdefault(each.mesh.family, [])
             if each.candidate.micro_batch_size not in known and len(known) < FIRST_SIZES:
                 known.append(each.candidate.micro_batch_size)
-        few = [each for each in found if each.candidate.micro_batch_size in sizes[each.mesh.family]]
+        few = [each for each in points if each.candidate.micro_batch_size in sizes[each.mesh.family]]
         ranked = self._rank_by_formulas(few)
         meshes = set(list(dict.fromkeys(each.mesh.family for each, _ in ranked))[:BEST_MESHES])
-        return [each for each in found if each.mesh.family in meshes]
+        return [each for each in points if each.mesh.family in meshes]
 
-    def _rank_by_formulas(self, found: Sequence[MeshCandidate]) -> list[tuple[MeshCandidate, MeshStep]]:
-        steps = [(each, self._space.step(each)) for each in found]
+    def _rank_by_formulas(self, points: Sequence[MeshCandidate]) -> list[tuple[MeshCandidate, MeshStep]]:
+        steps = [(each, self._space.step(each)) for each in points]
         required = [self._least_bytes(each, step) for each, step in steps]
         self.smallest = min(required, default=0)
         fits = [pair for pair, size in zip(steps, required, strict=True) if size <= self._space.limit_bytes]
         return sorted(fits, key=lambda pair: -pair[1].tokens_per_second)
 
-    def _least_bytes(self, found: MeshCandidate, step: MeshStep) -> int:
+    def _least_bytes(self, point: MeshCandidate, step: MeshStep) -> int:
         """Return what a candidate needs at least: all of it if its blocks are measured."""
         required = self._space.required_bytes(step)
-        share = self._space.spared_share(found)
+        share = self._space.spared_share(point)
         return required - round(share * (step.memory.activations + step.memory.transient))
 
     def rank(self, pool: Sequence[MeshCandidate]) -> Ranking:
@@ -97,17 +97,17 @@ class MeshRanker:
         refuted, expected = self._checks.refuted, self._checks.expected
         ranked = [space.ranked(each) for each in pool if space.is_open(each) and each not in refuted]
         while True:
-            ranked = [one for one in ranked if self._least_bytes(one.found, one.step) <= space.limit_bytes]
+            ranked = [one for one in ranked if self._least_bytes(one.point, one.step) <= space.limit_bytes]
             ranked.sort(key=lambda one: -one.tokens_per_second)
             unsure = [i for i, one in enumerate(ranked[:SIMULATED]) if not one.step.exact]
             if not unsure:
                 break
             for i in unsure:
-                ranked[i] = space.ranked(ranked[i].found, simulate=True)
+                ranked[i] = space.ranked(ranked[i].point, simulate=True)
         best = next((i for i, one in enumerate(ranked) if one.known and one.step.exact), None)
         if not ranked:
             return Ranking((), None, 0.0, ())
-        factors = [expected(one.found) for one in ranked]
+        factors = [expected(one.point) for one in ranked]
         samples = sample_throughput([one.step for one in ranked], space.error, space.request.seed, factors)
         chances = np.bincount(samples.argmax(axis=1), minlength=len(ranked)) / len(samples)
         confidence = 0.0
@@ -116,9 +116,9 @@ class MeshRanker:
         return Ranking(tuple(ranked), best, confidence, tuple(chances.tolist()))
 
 
-def plainness(found: MeshCandidate) -> tuple[int, ...]:
+def plainness(point: MeshCandidate) -> tuple[int, ...]:
     """Order candidates for the base: least parallelism, least sharding, no recomputation, the smallest micro-batch."""
-    mesh, candidate = found.mesh, found.candidate
+    mesh, candidate = point.mesh, point.candidate
     parallel = mesh.tensor * mesh.pipeline * mesh.expert
     mode = list(ExpertMode).index(mesh.expert_mode)
     return (

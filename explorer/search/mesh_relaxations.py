@@ -27,15 +27,15 @@ def find_mesh_relaxations(request: ExplorationRequest, report: DeviceReport) -> 
     The preferred one comes first: recomputation, a sharding level, more tensor, pipeline or expert parallelism, a
     smaller micro-batch, more devices. Of each field, the nearest value that helps is named. The result may be empty.
     """
-    found: list[Relaxation] = []
+    relaxations: list[Relaxation] = []
     named: set[str] = set()
     for kind, words, settings in _single_changes(request):
         field = words.split()[0]
         if field not in named and (relaxation := _try(request, report, kind, words, settings)) is not None:
-            found.append(relaxation)
+            relaxations.append(relaxation)
             named.add(field)
-    if found:
-        return tuple(found)
+    if relaxations:
+        return tuple(relaxations)
     for words, settings in _together(request):
         relaxation = _try(request, report, RelaxationKind.SEVERAL, words, settings)
         if relaxation is not None:

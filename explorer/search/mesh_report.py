@@ -9,12 +9,12 @@ from collections.abc import Iterable, Sequence
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep, reduces_late
 from bexp.explorer.cost_model.pipeline import PipelineRun, TimedPass
 from bexp.explorer.cost_model.pipeline_order import Pass
 from bexp.explorer.cost_model.token_dropping import dropped_share
+from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlainMesh, PlanPart
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation, WholeModelCheck
@@ -47,19 +47,19 @@ def recommend_mesh(
     The confidence ends at the share of the step that was measured: what is described may be wrong altogether.
     """
     request, one = space.request, ranked[best]
-    found, step = one.found, one.step
-    candidate, plain = (each.sharded for each in (found, base))
-    check, tokens_per_second = checks.of(found), one.tokens_per_second
+    point, step = one.point, one.step
+    candidate, plain = (each.sharded for each in (point, base))
+    check, tokens_per_second = checks.of(point), one.tokens_per_second
     base_tokens_per_second = space.ranked(base, simulate=True).tokens_per_second
     parts = mesh_parts(space, step)
     measured = sum(part.share for part in parts if part.source == "measured")
     score = min(confidence_score(confidence), math.floor(100 * measured))
     required = space.required_bytes(step)
     plan = MeshPlan(
-        mesh=found.mesh,
+        mesh=point.mesh,
         base_mesh=base.mesh,
         num_micro_batches=step.num_micro_batches,
-        tokens_per_second=tokens_per_second * found.mesh.num_devices,
+        tokens_per_second=tokens_per_second * point.mesh.num_devices,
         compute_share=min(1.0, step.compute_share),
         exchange_share=min(1.0, step.exchange_share),
         bubble_share=min(1.0, step.bubble_share),
@@ -83,12 +83,12 @@ def recommend_mesh(
         optimizer_seconds=one.factor * step.optimizer_seconds,
         communication_seconds=one.factor * step.communication_seconds,
         grad_accum_steps=step.num_micro_batches,
-        predicted_peak_bytes=space.predicted_step(found).memory.total,
+        predicted_peak_bytes=space.predicted_step(point).memory.total,
         measured_peak_bytes=step.memory.total,
         required_bytes=required,
         memory_limit_bytes=space.limit_bytes,
         memory=step.memory,
-        notes=_notes(space, report, found.mesh, score, step.num_micro_batches, checks, check),
+        notes=_notes(space, report, point.mesh, score, step.num_micro_batches, checks, check),
         dividing=DividingCandidate(
             candidate=candidate,
             grad_accum_steps=step.num_micro_batches,
@@ -102,31 +102,31 @@ def recommend_mesh(
         headroom=request.headroom,
         composed_tokens_per_second=step.tokens_per_second,
         whole_model=check,
-        runner_up=checks.runner_up_of(found),
-        dropped_share=_dropped_share(space.request, found),
+        runner_up=checks.runner_up_of(point),
+        dropped_share=_dropped_share(space.request, point),
         plan=plan,
     )
 
 
 def mesh_parts(space: MeshKnowledge, step: MeshStep) -> tuple[PlanPart, ...]:
     """Return the parts of the step, the largest first."""
-    found = []
+    parts = []
     for part, amount in sorted(step.makeup.items(), key=lambda item: -item[1]):
         share = min(1.0, max(0.0, amount))
         if isinstance(part, Component):
             source = "measured" if part in space.measured else "predicted"
-            found.append(PlanPart.model_validate({"name": part.key, "share": share, "source": source}))
+            parts.append(PlanPart.model_validate({"name": part.key, "share": share, "source": source}))
         elif share > 0:
             source = "measured" if part is Link.DEVICES else "described"
-            found.append(PlanPart.model_validate({"name": LINK_NAMES[part], "share": share, "source": source}))
-    return tuple(found)
+            parts.append(PlanPart.model_validate({"name": LINK_NAMES[part], "share": share, "source": source}))
+    return tuple(parts)
 
 
-def _dropped_share(request: ExplorationRequest, found: MeshCandidate) -> float | None:
-    moe, mesh = request.shapes.moe, found.mesh
+def _dropped_share(request: ExplorationRequest, point: MeshCandidate) -> float | None:
+    moe, mesh = request.shapes.moe, point.mesh
     if moe is None or moe.capacity_factor is None:
         return None
-    tokens = found.candidate.micro_batch_size * request.shapes.seq_length
+    tokens = point.candidate.micro_batch_size * request.shapes.seq_length
     # A device that shares experts routes its part of each sequence.
     own = -(-tokens // mesh.tensor) if mesh.expert > 1 else tokens
     return dropped_share(moe, request.routing, own, request.seed)
@@ -137,8 +137,8 @@ def _alternatives(ranked: Sequence[RankedCandidate], best: int) -> tuple[MeshAlt
     chosen: dict[Mesh, RankedCandidate] = {}
     own = ranked[best]
     for one in ranked:
-        if one.found.mesh != own.found.mesh and len(chosen) < MOST_ALTERNATIVES:
-            chosen.setdefault(one.found.mesh, one)
+        if one.point.mesh != own.point.mesh and len(chosen) < MOST_ALTERNATIVES:
+            chosen.setdefault(one.point.mesh, one)
     return tuple(one.compared_with(own) for one in chosen.values())
 
 
@@ -244,35 +244,35 @@ def compare_expert_modes(
     If the experts of `best` itself are not spread, the best ranked mesh of each mode is named. Only what fits is named.
     The result is empty if one mode is explored.
     """
-    own = best.found.mesh
+    own = best.point.mesh
     if len(space.request.parallelism.expert_modes) == 1:
         return ()
     if own.expert == 1:
-        spread = {one.found.mesh.expert_mode: one for one in reversed(ranked) if one.found.mesh.expert > 1}
+        spread = {one.point.mesh.expert_mode: one for one in reversed(ranked) if one.point.mesh.expert > 1}
         return tuple(spread[mode].compared_with(best) for mode in ExpertMode if mode in spread)
     same = [one for one in space.candidates if one.mesh.in_plain_mode == own.in_plain_mode and space.is_open(one)]
-    found = [
+    compared = [
         _fastest(space, [one for one in same if one.mesh.expert_mode is mode])
         for mode in ExpertMode
         if mode is not own.expert_mode
     ]
-    found.append(next((one for one in ranked if one.found.mesh.expert == 1), None))
-    return tuple(one.compared_with(best) for one in found if one is not None)
+    compared.append(next((one for one in ranked if one.point.mesh.expert == 1), None))
+    return tuple(one.compared_with(best) for one in compared if one is not None)
 
 
 def best_plain_mesh(space: MeshKnowledge, ranked: Sequence[RankedCandidate], best: RankedCandidate) -> PlainMesh | None:
     """Return the best candidate in plain mode; that of the same mesh if none is ranked, whether it fits or not."""
-    if best.found.mesh.expert_mode is ExpertMode.PLAIN:
+    if best.point.mesh.expert_mode is ExpertMode.PLAIN:
         return None
-    found = next((one for one in ranked if one.found.mesh.expert_mode is ExpertMode.PLAIN), None)
-    if found is None:
-        found = _step_of(space, MeshCandidate(best.found.mesh.in_plain_mode, best.found.candidate))
-    alternative = found.compared_with(best).model_copy(update={"candidate": found.found.sharded})
+    plain = next((one for one in ranked if one.point.mesh.expert_mode is ExpertMode.PLAIN), None)
+    if plain is None:
+        plain = _step_of(space, MeshCandidate(best.point.mesh.in_plain_mode, best.point.candidate))
+    alternative = plain.compared_with(best).model_copy(update={"candidate": plain.point.sharded})
     return PlainMesh(
         **dict(alternative),
-        layers_per_stage=found.step.layers,
-        num_micro_batches=found.step.num_micro_batches,
-        fits=space.required_bytes(found.step) <= space.limit_bytes,
+        layers_per_stage=plain.step.layers,
+        num_micro_batches=plain.step.num_micro_batches,
+        fits=space.required_bytes(plain.step) <= space.limit_bytes,
     )
 
 
@@ -284,5 +284,5 @@ def _fastest(space: MeshKnowledge, candidates: Iterable[MeshCandidate]) -> Ranke
     return _step_of(space, max(fits, key=lambda pair: pair[1].tokens_per_second)[0])
 
 
-def _step_of(space: MeshKnowledge, found: MeshCandidate) -> RankedCandidate:
-    return space.ranked(found, simulate=True)
+def _step_of(space: MeshKnowledge, point: MeshCandidate) -> RankedCandidate:
+    return space.ranked(point, simulate=True)

@@ -17,7 +17,7 @@ from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, timeout_seconds
 from bexp.explorer.search.event_messages import whole_model_event
 from bexp.explorer.search.mesh_check import MeshChecks
-from bexp.explorer.search.mesh_events import blocks_event, exchange_event, space_events
+from bexp.explorer.search.mesh_events import blocks_event, space_events, transfers_event
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.search.mesh_ranking import MeshRanker, Ranking, plainness
 from bexp.explorer.search.mesh_relaxations import explain_no_mesh_fits, find_mesh_relaxations
@@ -45,7 +45,7 @@ class MeshSpace(SearchSpace):
         self._history = context.history
         self._log = log
         self._space = MeshKnowledge(context.request, context.report)
-        self._rows = {found: row for row, found in enumerate(self._space.candidates)}
+        self._rows = {point: row for row, point in enumerate(self._space.candidates)}
         for trial in context.trials:
             self._learn(trial.measurement)
         self._checks = MeshChecks(self._space)
@@ -65,10 +65,10 @@ class MeshSpace(SearchSpace):
     def prepare(self) -> Iterator[Suggestion]:
         """What the devices exchange, then the base: the plainest candidate."""
         space, is_resumed = self._space, bool(self._context.trials)
-        exchanges = tuple(c for c in space.exchanges if c not in space.measured)
-        if exchanges and space.candidates:
+        transfers = tuple(c for c in space.transfers if c not in space.measured)
+        if transfers and space.candidates:
             plainest = min(space.candidates, key=plainness)
-            yield Suggestion(self._rows[plainest], exchanges, reason="what devices exchange")
+            yield Suggestion(self._rows[plainest], transfers, reason="what devices exchange")
         self._pool = self._ranker.screen()
         self._base = min(self._pool, key=plainness, default=None)
         if not is_resumed:
@@ -107,10 +107,10 @@ class MeshSpace(SearchSpace):
         likely = [i for i in open_ if ranking.chances[i] > 0 or ranking.best is None]
         if not likely:
             return None
-        return ranking.ranked[max(likely, key=lambda i: ranking.chances[i])].found
+        return ranking.ranked[max(likely, key=lambda i: ranking.chances[i])].point
 
-    def _complete(self, found: MeshCandidate, reason: str) -> Suggestion:
-        return Suggestion(self._rows[found], self._space.missing(found), reason=reason)
+    def _complete(self, point: MeshCandidate, reason: str) -> Suggestion:
+        return Suggestion(self._rows[point], self._space.missing(point), reason=reason)
 
     def compare(self) -> Suggestion | None:
         """Nothing: an answer is compared with what the search has measured."""
@@ -130,10 +130,10 @@ class MeshSpace(SearchSpace):
         """Whether a whole model was run."""
         return bool(self._history.whole_models(self._context.variant))
 
-    # -- trials of blocks and exchanges --------------------------------------------------------------------------
+    # -- trials of blocks and transfers --------------------------------------------------------------------------
 
     def begin(self, number: int, suggestion: Suggestion) -> tuple[TrialTask, StepFigures]:
-        """The blocks of a candidate, or exchanges, which belong to no candidate."""
+        """The blocks of a candidate, or transfers, which belong to no candidate."""
         self._in_flight.add(number)
         task = self._task(number, suggestion.row, suggestion.components)
         return task.model_copy(update={"again": suggestion.again}), self._figures(suggestion)
@@ -164,10 +164,10 @@ class MeshSpace(SearchSpace):
         return None
 
     def trial_events(self, suggestion: Suggestion, trial: Trial) -> list[EventDraft]:
-        """What a trial of blocks, or of exchanges, says."""
+        """What a trial of blocks, or of transfers, says."""
         number = len(suggestion.components)
-        if _is_exchange(suggestion):
-            return [exchange_event(trial, number)]
+        if _is_transfer(suggestion):
+            return [transfers_event(trial, number)]
         return [blocks_event(trial, self._space.candidates[suggestion.row], number)]
 
     def _task(self, number: int, row: int, components: tuple[Component, ...], run: MeshRun | None = None) -> TrialTask:
@@ -184,7 +184,7 @@ class MeshSpace(SearchSpace):
         )
 
     def _figures(self, suggestion: Suggestion) -> StepFigures:
-        if _is_exchange(suggestion):
+        if _is_transfer(suggestion):
             return StepFigures()
         step = self._space.step(self._space.candidates[suggestion.row])
         return StepFigures(step.memory.total, step.tokens_per_second)
@@ -197,31 +197,31 @@ class MeshSpace(SearchSpace):
         if ranking.best is None or not self._request.devices.is_mesh:
             return None
         known = [i for i, one in enumerate(ranking.ranked) if one.known and one.step.exact]
-        found = [ranking.ranked[i].found for i in known]
-        best = ranking.ranked[ranking.best].found
-        wanted = self._checks.next(found, best, [ranking.chances[i] for i in known])
+        points = [ranking.ranked[i].point for i in known]
+        best = ranking.ranked[ranking.best].point
+        wanted = self._checks.next(points, best, [ranking.chances[i] for i in known])
         if wanted is None or (wanted != best and self._history.exhausted(self._context.index)):
             return None
-        chance = None if wanted == best else ranking.chances[known[found.index(wanted)]]
+        chance = None if wanted == best else ranking.chances[known[points.index(wanted)]]
         return NextCheck(self._rows[wanted], chance)
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """The whole model of a candidate on its mesh, and its composed step."""
-        found = self._space.candidates[check.row]
-        run = self._checks.run_of(found, self._space.step(found, simulate=True))
-        composed = self._space.step(found, simulate=True, run=run)
+        point = self._space.candidates[check.row]
+        run = self._checks.run_of(point, self._space.step(point, simulate=True))
+        composed = self._space.step(point, simulate=True, run=run)
         return self._task(number, check.row, (), run), StepFigures(composed.memory.total, composed.tokens_per_second)
 
     def learn_whole_model(self, check: NextCheck, trial: Trial) -> tuple[Trial, list[EventDraft]]:
         """Rank the candidates anew with what the whole model says."""
-        found = self._space.candidates[check.row]
+        point = self._space.candidates[check.row]
         self._checks.learn((trial,))
-        ran = self._checks.of(found)
+        ran = self._checks.of(point)
         if ran is not None:
             figures = {"tokens_per_second": ran.tokens_per_second, "measured_peak_bytes": ran.measurement.peak_bytes}
             trial = trial.model_copy(update=figures)
         self._ranking = self._ranker.rank(self._pool)
-        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=found.mesh.describe())]
+        return trial, [whole_model_event(trial, ran, check.probability_better, mesh=point.mesh.describe())]
 
     # -- the answer ----------------------------------------------------------------------------------------------
 
@@ -251,5 +251,5 @@ class MeshSpace(SearchSpace):
         return "the budget ended before a mesh was measured: raise max_seconds or max_trials", ()
 
 
-def _is_exchange(suggestion: Suggestion) -> bool:
+def _is_transfer(suggestion: Suggestion) -> bool:
     return suggestion.components[0].exchange is not None

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import compress
 
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
@@ -61,9 +61,9 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     space = enumerate_candidates(request, report, model)
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
-    exchanges = is_exchange_timed(request, report.hardware)
+    communicates = is_communication_timed(request, report.hardware)
     others = [c for c in bases if c not in members]
-    everything = Composition((*space.candidates, *others), model, request, exchanges=exchanges)
+    everything = Composition((*space.candidates, *others), model, request, communicates=communicates)
     required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
     fits = required <= memory_limit(request, report.hardware)
     legal = space.restrict(compress(space.candidates, fits))

@@ -84,7 +84,7 @@ def find_relaxations(
     helps. If no single change helps, the result is the first combination of changes that does; it may be empty.
     After a search, predictions count as too low by as much as that of its `smallest` candidate was.
     """
-    found: list[Relaxation] = []
+    relaxations: list[Relaxation] = []
     factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
     for kind, changes, nearest in (
         (RelaxationKind.MICRO_BATCH_SIZE, _smaller(request), True),
@@ -95,12 +95,12 @@ def find_relaxations(
         (RelaxationKind.SHARDING, _shardings(request), False),
     ):
         working = _working(kind, changes, request, report, model, factor)
-        found += (
+        relaxations += (
             [relaxation for relaxation in [next(working, None)] if relaxation is not None] if nearest else list(working)
         )
-    if not found:
-        found += [*_working(RelaxationKind.SEVERAL, _together(request), request, report, model, factor)][:1]
-    return tuple(found)
+    if not relaxations:
+        relaxations += [*_working(RelaxationKind.SEVERAL, _together(request), request, report, model, factor)][:1]
+    return tuple(relaxations)
 
 
 def explain_nothing_fits(
@@ -144,8 +144,8 @@ def _underestimate(
     predicted = _smallest_peak(request, report, model)
     beside, needed = (required_bytes(peak, report.hardware, request.allocator) for peak in (0, predicted))
     too_many = memory_limit(request, report.hardware) + 2  # one byte, and another for what is rounded
-    found = smallest.reported_factor * smallest.peak_bytes / predicted
-    return max(1.0, (too_many - beside) / (needed - beside), found)
+    reported = smallest.reported_factor * smallest.peak_bytes / predicted
+    return max(1.0, (too_many - beside) / (needed - beside), reported)
 
 
 def _smallest_peak(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> int:

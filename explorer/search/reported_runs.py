@@ -56,7 +56,7 @@ def summarize_reports(
     same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed one.
     """
     composed = composed_tokens_per_second(best)
-    found = [_summarize(exploration_id, best.candidate, composed, best.measured_peak_bytes, hardware, reports)]
+    summaries = [_summarize(exploration_id, best.candidate, composed, best.measured_peak_bytes, hardware, reports)]
     other = best.dividing
     if (
         other is not None
@@ -65,8 +65,8 @@ def summarize_reports(
         and other.candidate.micro_batch_size != best.candidate.micro_batch_size  # else nothing tells their runs apart
     ):
         composed = other.composed_tokens_per_second
-        found.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
-    return tuple(run for run in found if run is not None)
+        summaries.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
+    return tuple(run for run in summaries if run is not None)
 
 
 def composed_tokens_per_second(best: Recommendation) -> float:

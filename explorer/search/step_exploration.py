@@ -122,12 +122,12 @@ def _settle(best: Recommendation, measurer: _Measurer, predicted_out: tuple[int,
     if size not in fitting:  # it was not measured, because the sizes around it say enough
         return StepAnswer(size, best.tokens_per_second, best.confidence, predicted_out=predicted_out)
     timings = measurer.timings()
-    found = timings.confidences(measurer.request.tolerance, fitting)
-    size = max(found, key=lambda each: (found[each], each == size))
+    confidences = timings.confidences(measurer.request.tolerance, fitting)
+    size = max(confidences, key=lambda each: (confidences[each], each == size))
     return StepAnswer(
         micro_batch_size=size,
         sequences_per_second=timings.rate(size),
-        confidence=min(best.confidence, confidence_score(found[size])),
+        confidence=min(best.confidence, confidence_score(confidences[size])),
         scatter=timings.scatter,
         predicted_out=predicted_out,
     )
@@ -160,24 +160,24 @@ class _Measurer:
                 outcome=Outcome.OK,
                 components=tuple(self._optimizer(component) for component in task.components),
             )
-        found = self._result(task.candidate.micro_batch_size)
-        outcome = found.outcome
+        result = self._result(task.candidate.micro_batch_size)
+        outcome = result.outcome
         if outcome is not Outcome.OK:
-            reason = found.reason or outcome.value
+            reason = result.reason or outcome.value
             # What breaks one size need not break a larger one. Memory and time that are too short at one size are.
             failed = None if outcome is Outcome.CRASHED else shell
             return Measurement(candidate=task.candidate, outcome=outcome, reason=reason, failed_component=failed)
         if task.kind is TrialKind.WHOLE_MODEL:
-            return Measurement(candidate=task.candidate, outcome=outcome, whole_model=self._whole(found))
+            return Measurement(candidate=task.candidate, outcome=outcome, whole_model=self._whole(result))
         components = tuple(
-            self._step(c, found) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in task.components
+            self._step(c, result) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in task.components
         )
         return Measurement(candidate=task.candidate, outcome=outcome, components=components)
 
     def _result(self, size: int) -> SizeResult:
         if self._unused is not None and self._unused.micro_batch_size == size:
-            found, self._unused = self._unused, None
-            return found
+            result, self._unused = self._unused, None
+            return result
         answer = self._ask(size)
         if answer is None:
             raise _StoppedError
@@ -188,9 +188,9 @@ class _Measurer:
         """Return what the timings of the sizes that never failed say."""
         sound = self._sound_sizes()
         seconds: dict[int, list[tuple[float, ...]]] = {size: [] for size in sound}
-        for found in self._results:
-            if found.micro_batch_size in sound:
-                seconds[found.micro_batch_size].append(found.seconds)
+        for result in self._results:
+            if result.micro_batch_size in sound:
+                seconds[result.micro_batch_size].append(result.seconds)
         overhead = self._optimizer_seconds / (self._description.sequences or 1)
         return StepTimings(self._description.device_kind, seconds, overhead)
 
@@ -199,26 +199,26 @@ class _Measurer:
         hardware, request = self._hardware, self.request
         limit = memory_limit(request, hardware)
         above = {
-            found.micro_batch_size
-            for found in self._results
-            if required_bytes(found.peak_bytes or 0, hardware, request.allocator) > limit
+            result.micro_batch_size
+            for result in self._results
+            if required_bytes(result.peak_bytes or 0, hardware, request.allocator) > limit
         }
         return self._sound_sizes() - above
 
     def _sound_sizes(self) -> set[int]:
-        failed = {found.micro_batch_size for found in self._results if not found.seconds}
-        return {found.micro_batch_size for found in self._results} - failed
+        failed = {result.micro_batch_size for result in self._results if not result.seconds}
+        return {result.micro_batch_size for result in self._results} - failed
 
-    def _step(self, component: Component, found: SizeResult) -> ComponentMeasurement:
-        seconds, error = mean_and_error(found.seconds)
-        activations = max(0, (found.peak_bytes or 0) - self._static_bytes)
+    def _step(self, component: Component, result: SizeResult) -> ComponentMeasurement:
+        seconds, error = mean_and_error(result.seconds)
+        activations = max(0, (result.peak_bytes or 0) - self._static_bytes)
         return ComponentMeasurement(
             component=component,
             device_seconds=seconds,
             host_seconds=0.0,
             forward_device_seconds=seconds / PASSES,
             standard_error_seconds=error,
-            repeats=len(found.seconds),
+            repeats=len(result.seconds),
             saved_bytes=0,
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
@@ -238,16 +238,16 @@ class _Measurer:
             backward_peak_bytes=0,
         )
 
-    def _whole(self, found: SizeResult) -> WholeModelMeasurement:
-        seconds, error = mean_and_error(found.seconds)
-        peak = found.peak_bytes or self._static_bytes
+    def _whole(self, result: SizeResult) -> WholeModelMeasurement:
+        seconds, error = mean_and_error(result.seconds)
+        peak = result.peak_bytes or self._static_bytes
         return WholeModelMeasurement(
             micro_step_seconds=seconds,
             optimizer_seconds=self._optimizer_seconds,
             standard_error_seconds=error,
             peak_bytes=max(1, peak),
             reserved_bytes=max(1, peak),
-            repeats=len(found.seconds),
+            repeats=len(result.seconds),
         )
 
     @property

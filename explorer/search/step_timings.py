@@ -45,11 +45,11 @@ class StepTimings:
         self._rates: dict[int, float] = {}
         number, within, squares, logs = [], [], [], []
         for size in self.sizes:
-            found = [mean_and_error(seconds) for seconds in measurements[size]]
-            means = np.array([mean + overhead_seconds * size for mean, _ in found])
-            errors = np.array([error for _, error in found]) / means
+            figures = [mean_and_error(seconds) for seconds in measurements[size]]
+            means = np.array([mean + overhead_seconds * size for mean, _ in figures])
+            errors = np.array([error for _, error in figures]) / means
             self._rates[size] = size / float(means.mean())
-            number.append(float(len(found)))
+            number.append(float(len(figures)))
             within.append(float(np.mean(errors**2)))
             squares.append(float(((np.log(means) - np.log(means).mean()) ** 2).sum()))
             logs.append(math.log(size) - float(np.log(means).mean()))

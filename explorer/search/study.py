@@ -61,14 +61,14 @@ def params_of(candidate: Candidate) -> dict[str, Any]:
 
 def distributions(values_of: Mapping[str, Collection[Any]]) -> dict[str, BaseDistribution]:
     """Return the distribution of each parameter that is not always off: a range of integers, or categories."""
-    found: dict[str, BaseDistribution] = {}
+    by_name: dict[str, BaseDistribution] = {}
     for name, given in values_of.items():
         values = set(given)
         if all(isinstance(value, int) for value in values):
-            found[name] = IntDistribution(min(values), max(values), log=True)
+            by_name[name] = IntDistribution(min(values), max(values), log=True)
         elif values != {OFF}:
-            found[name] = CategoricalDistribution(sorted(values, key=lambda value: (value != OFF, value)))
-    return found
+            by_name[name] = CategoricalDistribution(sorted(values, key=lambda value: (value != OFF, value)))
+    return by_name
 
 
 class Points:

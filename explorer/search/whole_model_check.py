@@ -27,10 +27,10 @@ def check_whole_model(posterior: Posterior, row: int, trial: Trial | None) -> Wh
     An answer compares candidates by these. `measurement` is that of the trial, one of the runs, with its seconds scaled
     to those of all, so that they add up to `step_seconds`.
     """
-    found, reached = compare_whole_run(posterior, row, trial), posterior.knowledge.whole_models.tokens_per_second(row)
-    if found is None or reached is None:
-        return found
-    factor, whole = found.tokens_per_second / reached, found.measurement
+    check, reached = compare_whole_run(posterior, row, trial), posterior.knowledge.whole_models.tokens_per_second(row)
+    if check is None or reached is None:
+        return check
+    factor, whole = check.tokens_per_second / reached, check.measurement
     scaled = {
         "micro_step_seconds": factor * whole.micro_step_seconds,
         "optimizer_seconds": factor * whole.optimizer_seconds,
@@ -38,7 +38,7 @@ def check_whole_model(posterior: Posterior, row: int, trial: Trial | None) -> Wh
     }
     if whole.communication_seconds is not None:
         scaled["communication_seconds"] = factor * whole.communication_seconds
-    return _compare(posterior, row, whole.model_copy(update=scaled), reached, factor * found.step_seconds)
+    return _compare(posterior, row, whole.model_copy(update=scaled), reached, factor * check.step_seconds)
 
 
 def _compare(
@@ -79,7 +79,7 @@ def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMea
     gradients. The composed seconds of both take their place.
     """
     optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
-    if communication is None and _exchanges(posterior.request, candidate, posterior.hardware):
+    if communication is None and _communicates(posterior.request, candidate, posterior.hardware):
         composed = posterior.seconds(posterior.table.row[candidate])
         optimizer, communication = composed.optimizer, composed.communication
     return combine_seconds(
@@ -93,6 +93,6 @@ def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMea
     )
 
 
-def _exchanges(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
+def _communicates(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
     """Return whether the devices that run a candidate's whole model exchange gradients."""
     return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1

@@ -103,10 +103,10 @@ class WholeModels:
 
     def _above_limit(self) -> NextCheck | None:
         """A candidate above the memory limit as composed, if it is fast enough to make up for hardly fitting."""
-        found = find_above_limit(self._posterior)
-        if found is None or found.gain < NEGLIGIBLE * self._posterior.request.tolerance:
+        above = find_above_limit(self._posterior)
+        if above is None or above.gain < NEGLIGIBLE * self._posterior.request.tolerance:
             return None
-        return NextCheck(found.row, found.probability, probability_fits=found.probability)
+        return NextCheck(above.row, above.probability, probability_fits=above.probability)
 
     def _likeliest_to_fit(self) -> NextCheck | None:
         """The candidate that is likeliest to fit as a whole model, because none fits as composed; None if hardly any.
@@ -116,10 +116,10 @@ class WholeModels:
         hopeless = self._history.is_hopeless(self._posterior.table.model.variant)
         if hopeless or len(self.trials) >= LAST_ATTEMPTS or self._history.overdrawn(self._variant):
             return None
-        found = find_runner_up(self._posterior)
-        if found is None or found.probability < LEAST_CHANCE:
+        runner_up = find_runner_up(self._posterior)
+        if runner_up is None or runner_up.probability < LEAST_CHANCE:
             return None
-        return NextCheck(found.row, probability_fits=found.probability)
+        return NextCheck(runner_up.row, probability_fits=runner_up.probability)
 
     def _is_compared(self, best: BestCandidate) -> bool:
         """Whether another candidate than the best was run whole, and the confidence has reached its target."""

@@ -64,12 +64,12 @@ class Recompute(StrEnum):
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
         """Add the names with a number to those that JSON Schema admits."""
-        found = handler(schema)
-        members = handler.resolve_ref_schema(found)
+        values = handler(schema)
+        members = handler.resolve_ref_schema(values)
         if "enum" in members:
             names = members.pop("enum")
             members["anyOf"] = [{"enum": names}, {"pattern": f"^{_NUMBERED.pattern}$"}]
-        return found
+        return values
 
     @property
     def first_layers(self) -> int | None:
@@ -95,8 +95,8 @@ class Recompute(StrEnum):
         return len(members) + (self.first_layers is None), self.first_layers or self.group_size or 0
 
     def _number(self, kind: str) -> int | None:
-        found = _NUMBERED.fullmatch(self)
-        return int(found[2]) if found and found[1] == kind else None
+        match = _NUMBERED.fullmatch(self)
+        return int(match[2]) if match and match[1] == kind else None
 
     @property
     def by_operation(self) -> bool:

@@ -21,8 +21,8 @@ def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
     Raises:
         RuleError: as of `check_meshes`.
     """
-    found = dict.fromkeys(_meshes(request))
-    return tuple(sorted(found, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
+    meshes = dict.fromkeys(_meshes(request))
+    return tuple(sorted(meshes, key=lambda mesh: mesh.tensor * mesh.pipeline * mesh.expert))
 
 
 def check_sizes(request: ExplorationRequest) -> None:
@@ -52,9 +52,9 @@ def _meshes(request: ExplorationRequest) -> Iterator[Mesh]:
     is_empty = True
     for tensor in dimensions["tensor"]:
         for pipeline in dimensions["pipeline"]:
-            found = _find_problem(request, tensor, pipeline)
-            if found is not None:
-                problem = problem or found
+            refusal = _find_problem(request, tensor, pipeline)
+            if refusal is not None:
+                problem = problem or refusal
                 continue
             for mesh in _meshes_of(request, tensor, pipeline, dimensions):
                 is_empty = False
@@ -181,8 +181,8 @@ def _refuse_size(name: str, size: int, request: ExplorationRequest) -> str | Non
         "expert_ffn_hidden_size": 0 if model.moe is None else model.moe.expert_ffn_hidden_size,
         "shared_expert_ffn_hidden_size": 0 if model.moe is None else model.moe.shared_expert_ffn_hidden_size,
     }
-    found = next((field for field, number in divided.items() if number % size), None)
-    return None if found is None else f"does not divide {found} ({divided[found]})"
+    undivided = next((field for field, number in divided.items() if number % size), None)
+    return None if undivided is None else f"does not divide {undivided} ({divided[undivided]})"
 
 
 def _find_problem(request: ExplorationRequest, tensor: int, pipeline: int) -> RuleError | None:

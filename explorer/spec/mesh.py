@@ -158,6 +158,6 @@ class MeshRun(Frozen):
     def groups(self) -> tuple[tuple[int, int], ...]:
         """The groups of devices that exchange something: their size, and how far apart their members are."""
         mesh, ends = self.mesh, self.mesh.tensor * self.mesh.data
-        found = [(mesh.tensor, 1), (mesh.data, mesh.tensor), (mesh.pipeline, ends), (2, (mesh.pipeline - 1) * ends)]
-        found += [(mesh.expert, 1), (mesh.expert_data, mesh.expert)] if mesh.expert > 1 else []
-        return tuple(dict.fromkeys(group for group in found if group[0] > 1 and group[1] > 0))
+        groups = [(mesh.tensor, 1), (mesh.data, mesh.tensor), (mesh.pipeline, ends), (2, (mesh.pipeline - 1) * ends)]
+        groups += [(mesh.expert, 1), (mesh.expert_data, mesh.expert)] if mesh.expert > 1 else []
+        return tuple(dict.fromkeys(group for group in groups if group[0] > 1 and group[1] > 0))

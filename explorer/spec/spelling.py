@@ -13,5 +13,5 @@ def did_you_mean(name: str, known: Iterable[str], cutoff: float = 0.75) -> str:
 
     `cutoff` is the least likeness, from 0 to 1.
     """
-    found = get_close_matches(name, list(known), n=1, cutoff=cutoff) if len(name) <= LONGEST_NAME else []
-    return f" (did you mean '{found[0]}'?)" if found else ""
+    similar = get_close_matches(name, list(known), n=1, cutoff=cutoff) if len(name) <= LONGEST_NAME else []
+    return f" (did you mean '{similar[0]}'?)" if similar else ""

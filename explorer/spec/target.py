@@ -80,34 +80,34 @@ def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
 
 def unlike_the_config(config: Mapping[str, Any]) -> list[str]:
     """Return, in words, what a config.json says of the training and target `transformers` measures otherwise."""
-    found = []
+    differences = []
     quantized = config.get("quantization_config")
     if quantized:
         method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
         named = f" ({method:.40})" if isinstance(method, str) else ""
-        found.append(
+        differences.append(
             f"quantization_config{named} is left out: plain weights are measured, "
             "so memory and speed are not those of training on quantised ones"
         )
     classes = config.get("architectures")
     for name in classes if isinstance(classes, list | tuple) else ():
         if isinstance(name, str) and name.endswith(tuple(f"For{head}" for head in OTHER_HEADS)):
-            found.append(f"{name:.80} has another head and loss than what is measured: the causal language model")
+            differences.append(f"{name:.80} has another head and loss than what is measured: the causal language model")
             break
     text = config.get("text_config")
     said = {**config, **text} if isinstance(text, Mapping) else config
     dtype = said.get("dtype", said.get("torch_dtype"))
     if dtype in OTHER_DTYPES:
-        found.append(
+        differences.append(
             f"dtype {dtype} of config.json is not used: weights are measured in bfloat16, or in float32 under bf16 "
             "autocast with training.precision=autocast"
         )
     if said.get("output_router_logits") is True:
-        found.append(
+        differences.append(
             "output_router_logits: the balancing loss of the routers is left out of the composed blocks; whole models "
             "are run with it"
         )
-    return found
+    return differences
 
 
 def check_target_config(config: dict[str, Any]) -> dict[str, Any]:

@@ -30,7 +30,7 @@ def estimate_host_seconds(
     components: Sequence[Component],
     predicted_K: Floats,
     device_K: Floats,
-    found: Mapping[Component, ComponentObservations],
+    observed: Mapping[Component, ComponentObservations],
 ) -> tuple[Floats, Floats]:
     """Host seconds and their relative standard deviation, each of shape (K,).
 
@@ -40,14 +40,14 @@ def estimate_host_seconds(
     the device or runs on the host itself, and for one that is similar: its only time is the device's.
     """
     column = {c: i for i, c in enumerate(components)}
-    launching = {c: r for c, r in found.items() if not r.waits}
-    waiting = {_similar(c) for c, r in found.items() if r.waits}
+    launching = {c: r for c, r in observed.items() if not r.waits}
+    waiting = {_similar(c) for c, r in observed.items() if r.waits}
     near, kind = _mean_ratios(
         {c: np.array([max(r.host_seconds, SHORTEST_SECONDS) / predicted_K[column[c]]]) for c, r in launching.items()}
     )
     host_K = predicted_K.copy()
     std_K = np.full(len(components), HOST_STD_PRIOR)
-    known = {column[c]: r for c, r in found.items()}  # an integer is hashed faster than a component
+    known = {column[c]: r for c, r in observed.items()}  # an integer is hashed faster than a component
     for i, component in enumerate(components):
         runs = known.get(i)
         if runs is not None:
@@ -67,19 +67,19 @@ def estimate_host_seconds(
 
 
 def estimate_bytes(
-    components: Sequence[Component], predicted_3K: Floats, found: Mapping[Component, ComponentObservations]
+    components: Sequence[Component], predicted_3K: Floats, observed: Mapping[Component, ComponentObservations]
 ) -> tuple[Floats, Floats]:
     """Saved, forward-peak and backward-peak bytes, shape (3, K), and their relative standard deviation, shape (K,)."""
     column = {c: i for i, c in enumerate(components)}
     near, kind = _mean_ratios(
         {
             c: np.maximum(np.array(r.sizes, dtype=np.float64), 1.0) / np.maximum(predicted_3K[:, column[c]], 1.0)
-            for c, r in found.items()
+            for c, r in observed.items()
         }
     )
     bytes_3K = predicted_3K.copy()
     std_K = np.full(len(components), BYTES_STD_PRIOR)
-    known = {column[c]: r for c, r in found.items()}
+    known = {column[c]: r for c, r in observed.items()}
     for i, component in enumerate(components):
         if i in known:
             bytes_3K[:, i] = known[i].sizes
@@ -93,19 +93,19 @@ def estimate_bytes(
     return bytes_3K, std_K
 
 
-def estimate_forward_shares(table: Composition, found: Mapping[Component, ComponentObservations]) -> Floats:
+def estimate_forward_shares(table: Composition, observed: Mapping[Component, ComponentObservations]) -> Floats:
     """Share of each component's device seconds that its forward pass takes, shape (K,).
 
     It is the measured share of the component, else the mean of its kind with the same recomputation. Otherwise a
     backward pass is assumed to take two forward passes, and a third if the whole block is recomputed.
     """
     alike: dict[tuple[object, ...], list[float]] = {}
-    for component, runs in found.items():
+    for component, runs in observed.items():
         alike.setdefault(_policy(component), []).append(runs.forward_share)
     shares_K = np.empty(len(table.components))
     for i, component in enumerate(table.components):
-        if component in found:
-            shares_K[i] = found[component].forward_share
+        if component in observed:
+            shares_K[i] = observed[component].forward_share
         elif _policy(component) in alike:
             shares_K[i] = np.mean(alike[_policy(component)])
         elif component.kind is ComponentKind.COMMUNICATION:

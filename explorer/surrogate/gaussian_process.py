@@ -116,13 +116,13 @@ class Surrogate:
         )
         self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
         self._table = table
-        self._found: dict[Component, ComponentObservations] = {}
+        self._observed: dict[Component, ComponentObservations] = {}
         self.fit({})
 
-    def fit(self, found: Mapping[Component, ComponentObservations]) -> None:
+    def fit(self, observed: Mapping[Component, ComponentObservations]) -> None:
         """Condition on all runs; components of other variants among them are ignored."""
-        self._found = {c: r for c, r in found.items() if c in self._column}
-        self._condition(self._found)
+        self._observed = {c: r for c, r in observed.items() if c in self._column}
+        self._condition(self._observed)
 
     def expecting(self, pending: Iterable[Component]) -> Surrogate:
         """A copy in which the components in flight were run once more, and took what is expected of them.
@@ -131,21 +131,21 @@ class Surrogate:
         """
         other = copy.copy(self)
         other._kinds = {kind: copy.copy(prior) for kind, prior in self._kinds.items()}
-        found = dict(self._found)
+        observed = dict(self._observed)
         for component in pending:
-            earlier = found[component].runs if component in found else ()
-            found[component] = ComponentObservations((*earlier, self._expected(component)))
-        other._condition(found, self.hyperparameters)
+            earlier = observed[component].runs if component in observed else ()
+            observed[component] = ComponentObservations((*earlier, self._expected(component)))
+        other._condition(observed, self.hyperparameters)
         return other
 
     def _expected(self, component: Component) -> ComponentMeasurement:
         """What a run of a component is expected to measure."""
         column = self._column[component]
         device = float(self.device_mean_K[column])
-        exchange = self.overlap if component in self._table.communications else None
+        overlap = self.overlap if component in self._table.communications else None
         host, once = device if self._host_is_device else float(self.host_K[column]), None
-        if exchange is not None:
-            host, once = (float(seconds) for seconds in exchange.host_overhead_2K[:, column])
+        if overlap is not None:
+            host, once = (float(seconds) for seconds in overlap.host_overhead_2K[:, column])
         saved, forward_peak, backward_peak = (round(float(size)) for size in self.bytes_3K[:, column])
         return ComponentMeasurement(
             component=component,
@@ -157,7 +157,7 @@ class Surrogate:
             saved_bytes=saved,
             forward_peak_bytes=forward_peak,
             backward_peak_bytes=backward_peak,
-            slowdown=float(exchange.slowdown_K[column]) if exchange is not None else None,
+            slowdown=float(overlap.slowdown_K[column]) if overlap is not None else None,
             host_once_seconds=once,
         )
 

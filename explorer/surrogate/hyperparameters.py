@@ -96,8 +96,8 @@ class Evidence:
         wide = variance + OUTLIER_STD**2 / self.number_L
         logs = 0.5 * (np.log(variance / wide) + squared / variance - squared / wide)
         rare = np.log(OUTLIER_SHARE * self.number_L)
-        found = 1.0 / (1.0 + np.exp(-np.clip(logs + rare, -50.0, 50.0)))
-        return np.asarray(np.where(found < LEAST_SUSPICION, 0.0, found))
+        probability = 1.0 / (1.0 + np.exp(-np.clip(logs + rare, -50.0, 50.0)))
+        return np.asarray(np.where(probability < LEAST_SUSPICION, 0.0, probability))
 
     def log_likelihood(self) -> Floats:
         """Log-likelihood of every combination of hyperparameters, shape (runs, owns, amplitudes)."""
@@ -105,11 +105,11 @@ class Evidence:
         gram = self.gram(run, own, amplitude)
         factor = np.linalg.cholesky(gram)
         white = np.linalg.solve(gram, np.broadcast_to(self.distance_L, run.shape + self.distance_L.shape)[..., None])
-        found = -0.5 * (white[..., 0] @ self.distance_L)
-        found -= np.log(np.diagonal(factor, axis1=-2, axis2=-1)).sum(axis=-1)
+        density = -0.5 * (white[..., 0] @ self.distance_L)
+        density -= np.log(np.diagonal(factor, axis1=-2, axis2=-1)).sum(axis=-1)
         single = RUN_GRID[:, None] ** 2 + self.within_L
         scatter = -0.5 * ((self.number_L - 1) * np.log(single) + self.squares_L / single).sum(axis=1)
-        return np.asarray(found + scatter[:, None, None])
+        return np.asarray(density + scatter[:, None, None])
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +142,7 @@ class HyperparameterPosterior:
         flat = {kind: table.reshape(RUN_GRID.size, -1) for kind, table in joint.items()}
         device_log = self._device_prior + sum(_log_sum(table) for table in flat.values())
         device_N = _invert(np.exp(device_log - _log_sum(device_log)), self._device_points_N)
-        found = {}
+        drawn = {}
         for kind, table in flat.items():
             share = np.exp(table - _log_sum(table)[:, None])
             cell_N = np.zeros(len(device_N), dtype=np.int64)
@@ -151,8 +151,8 @@ class HyperparameterPosterior:
                 cell_N[members] = _invert(share[value], self._points_N[kind][members])
             shift_N, own_N, amplitude_N = np.unravel_index(cell_N, self._prior.shape)
             run_N = self._run_index[device_N, shift_N]
-            found[kind] = Hyperparameters(RUN_GRID[run_N], OWN_GRID[own_N], AMPLITUDE_GRID[amplitude_N])
-        return found
+            drawn[kind] = Hyperparameters(RUN_GRID[run_N], OWN_GRID[own_N], AMPLITUDE_GRID[amplitude_N])
+        return drawn
 
     def _likelihood(self, kind: str, evidence: Evidence | None) -> Floats:
         """Log-likelihood by the device's `run`, the kind's shift of it, `own` and `amplitude`."""

@@ -27,10 +27,12 @@ DAILY_STD = {"cuda": 0.002, "cpu": 0.01}
 
 def age_run(run: EarlierRun, device_kind: str) -> ComponentMeasurement:
     """Return the measurement of an earlier run with a standard error that is widened by its age."""
-    found = run.measurement
+    measurement = run.measurement
     drift = DAILY_STD[device_kind] * math.sqrt(run.age_seconds / SECONDS_A_DAY)
-    added = math.hypot(BETWEEN_JOBS_STD[device_kind], drift) * found.device_seconds
-    return found.model_copy(update={"standard_error_seconds": math.hypot(found.standard_error_seconds, added)})
+    added = math.hypot(BETWEEN_JOBS_STD[device_kind], drift) * measurement.device_seconds
+    return measurement.model_copy(
+        update={"standard_error_seconds": math.hypot(measurement.standard_error_seconds, added)}
+    )
 
 
 @dataclass(frozen=True)
@@ -78,8 +80,8 @@ class ComponentObservations:
     @cached_property
     def slowdown(self) -> float | None:
         """Mean slowdown of the computation beside it; None for components that are no communication."""
-        found = [r.slowdown for r in self.runs if r.slowdown is not None]
-        return float(np.mean(found)) if found else None
+        slowdowns = [r.slowdown for r in self.runs if r.slowdown is not None]
+        return float(np.mean(slowdowns)) if slowdowns else None
 
     @cached_property
     def host_overhead(self) -> tuple[float, float]:
@@ -87,10 +89,10 @@ class ComponentObservations:
 
         Both are 0 if no run states them, as in earlier versions.
         """
-        found = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
-        if not found:
+        overheads = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
+        if not overheads:
             return 0.0, 0.0
-        each, once = (float(np.mean(seconds)) for seconds in zip(*found, strict=True))
+        each, once = (float(np.mean(seconds)) for seconds in zip(*overheads, strict=True))
         return each, once
 
     @property
@@ -138,9 +140,9 @@ class ObservationLog:
         self._runs = {component: runs for component, runs in self._runs.items() if component in self._by_trial}
         self.version += 1
 
-    def add(self, trial: int, found: Sequence[ComponentMeasurement]) -> None:
+    def add(self, trial: int, measurements: Sequence[ComponentMeasurement]) -> None:
         """Keep what trial number `trial` measured."""
-        for measurement in found:
+        for measurement in measurements:
             if measurement.contamination is not None:
                 self._contaminated.setdefault(measurement.component, set()).add(trial)
                 continue
@@ -158,8 +160,8 @@ class ObservationLog:
 
     def count(self, component: Component) -> int:
         """How often a component was measured, contaminated runs apart."""
-        found = self._runs.get(component)
-        return len(found.runs) if found else 0
+        observed = self._runs.get(component)
+        return len(observed.runs) if observed else 0
 
     def count_own(self, component: Component) -> int:
         """How often this exploration itself measured a component, contaminated runs apart."""

@@ -170,9 +170,9 @@ class CompositionErrors:
         the noise of its blocks.
         """
         rows_J = np.array(sorted(runs), dtype=np.int64)
-        found = [runs[row] for row in sorted(runs)]
-        log_tokens_J = np.array([run.log_tokens for run in found])
-        noise = WholeModelNoise(self.device_kind, found, blocks_std_J)
+        in_order = [runs[row] for row in sorted(runs)]
+        log_tokens_J = np.array([run.log_tokens for run in in_order])
+        noise = WholeModelNoise(self.device_kind, in_order, blocks_std_J)
         noise_J = noise.of_means
         draws_NJ = self._noise([[self._seed, int(row)] for row in rows_J], len(log_composed_NJ))
         if reported:  # an error is observed by itself: nothing composed is in it
@@ -211,13 +211,13 @@ def _replays(candidate: Candidate) -> bool:
 def _same_kernels(candidates: Sequence[Candidate]) -> Ints:
     """Return, for each candidate, the first that runs the same kernels: itself, unless one of them has CUDA graphs."""
     place: dict[Candidate, int] = {}
-    found = []
+    firsts = []
     for i, candidate in enumerate(candidates):
         plain = candidate
         if candidate.execution is not None:
             plain = candidate.model_copy(update={"execution": candidate.execution.captured})
-        found.append(place.setdefault(plain, i))
-    return np.array(found, dtype=np.int64)
+        firsts.append(place.setdefault(plain, i))
+    return np.array(firsts, dtype=np.int64)
 
 
 @dataclass(frozen=True, slots=True)

@@ -58,13 +58,13 @@ class WholeModelRuns:
 
     def __init__(self) -> None:
         self._by_trial: dict[int, dict[int, tuple[float, float]]] = {}
-        self._found: dict[int, WholeModelRun] = {}
+        self._runs: dict[int, WholeModelRun] = {}
         self._peaks: dict[int, int] = {}
 
     @property
     def found(self) -> Mapping[int, WholeModelRun]:
         """What the runs of each candidate say together."""
-        return self._found
+        return self._runs
 
     @property
     def peaks(self) -> Mapping[int, int]:
@@ -76,13 +76,13 @@ class WholeModelRuns:
         runs = self._by_trial.setdefault(row, {})
         runs[trial] = figures
         run = WholeModelRun.of(*zip(*(runs[each] for each in sorted(runs)), strict=True))
-        self._found[row] = run
+        self._runs[row] = run
         if peak_bytes is not None:
             self._peaks[row] = peak_bytes
 
     def was_run(self, row: int) -> bool:
         """Whether a candidate's whole model has been timed."""
-        return row in self._found
+        return row in self._runs
 
     def count(self, row: int) -> int:
         """How often a candidate's whole model has been timed."""
@@ -90,7 +90,7 @@ class WholeModelRuns:
 
     def tokens_per_second(self, row: int) -> float | None:
         """What a candidate's whole model has reached, the geometric mean of its runs; None if it was not timed."""
-        run = self._found.get(row)
+        run = self._runs.get(row)
         return None if run is None else math.exp(run.log_tokens)
 
 
@@ -101,11 +101,11 @@ class WholeModelNoise:
     blocks.
     """
 
-    def __init__(self, device_kind: str, found: Sequence[WholeModelRun], blocks_std_J: Floats) -> None:
-        stated_J = np.array([run.standard_error for run in found])
-        self._number_J = np.array([run.number for run in found], dtype=np.float64)
+    def __init__(self, device_kind: str, runs: Sequence[WholeModelRun], blocks_std_J: Floats) -> None:
+        stated_J = np.array([run.standard_error for run in runs])
+        self._number_J = np.array([run.number for run in runs], dtype=np.float64)
         self._variance_J: Floats = stated_J**2 + RUN_STD[device_kind] ** 2 + blocks_std_J**2
-        squares = float((np.array([run.squares for run in found]) / self._variance_J).sum())
+        squares = float((np.array([run.squares for run in runs]) / self._variance_J).sum())
         self._share = (NOISE_RUNS + squares) / (NOISE_RUNS + float((self._number_J - 1).sum()))
 
     @property

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from benchmarks import moe_contenders, moe_turns
-from benchmarks.moe_summary import GRAPH, compare_with_dense
+from benchmarks.moe_contenders import GRAPH, compare_with_dense
 from benchmarks.moe_turns import CELLS, Cell, describe, missing
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.measure.turns import TurnsBudget

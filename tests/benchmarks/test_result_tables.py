@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import context_parallel_margins, gains, gemm_summary
+from benchmarks import context_parallel, gains, gemm_summary
 from benchmarks.environment import ROOT
-from benchmarks.moe_summary import compare_with_dense
+from benchmarks.moe_contenders import compare_with_dense
 from benchmarks.result_tables import RESULTS, Row, load, pages, render, rows_of, show
 
 GOAL = re.compile(r"\([^()]*goal[^()]*\)|; goal: [\d.%]+")
@@ -112,7 +112,7 @@ def summarize(of: Callable[[list[Row]], Row], rows: str) -> Callable[[Row], None
         ("h200-gains", summarize(gains.summarize, "rows")),
         ("h200-grouped-gemm", summarize(gemm_summary.summarize, "cells")),
         ("h100-grouped-gemm", summarize(gemm_summary.summarize, "cells")),
-        ("h200x4-context-parallel", summarize(context_parallel_margins.summarize, "cells")),
+        ("h200x4-context-parallel", summarize(context_parallel.summarize, "cells")),
         ("h200-moe-layer", lambda result: compare_with_dense(result["rows"])),
         ("h100-moe-turns", lambda result: compare_with_dense(result["rows"])),
     ],

@@ -22,7 +22,7 @@ from bexp.explorer.records.trial import TrialTask
 from bexp.storage.database import Database, open_database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler
 from tests.browser.chromium import Chromium, find_chromium
 from tests.workers.replay.samples import recording, request
@@ -78,7 +78,7 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     queue, token = Queue(database), create_token(database, "browser")
     write(recording(whole_model_share=1.0), folder / "table.jsonl")
     profiler = GatedProfiler(folder / "table.jsonl")
-    worker = Worker(queue, profiler, "replay", max_poll_seconds=0.05)
+    worker = JobWorker(queue, profiler, "replay", max_poll_seconds=0.05)
 
     app = create_app(settings)
 

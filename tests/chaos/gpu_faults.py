@@ -44,8 +44,8 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.schema import upgrade
 from bexp.storage.trials import read_all_trials
-from bexp.workers.devices.gpu import open_gpu
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.devices.discovery import open_gpu
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.profiler import Profiler
 from tests.chaos.faulty_profiler import SHARED_VARIABLE, VARIABLE
 from tests.chaos.forked_profilers import Starts, faulty_profilers
@@ -151,7 +151,7 @@ class Bench:
         return True
 
     def _start_worker(self) -> None:
-        self._worker = Worker(self.queue, self.profiler, self.device, explore=explore, max_poll_seconds=0.1)
+        self._worker = JobWorker(self.queue, self.profiler, self.device, explore=explore, max_poll_seconds=0.1)
         self._thread = threading.Thread(target=self._worker.run, name="worker", daemon=True)
         self._thread.start()
 

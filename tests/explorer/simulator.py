@@ -190,8 +190,8 @@ class SimulatedDevice:
         factor = self.whole_model_factor * self.own_factors.get(task.candidate, 1.0)
         if task.mesh_run is not None:
             return self._mesh_model(task, task.mesh_run, factor)
-        exchanges = task.num_processes > 1 and self.request.mode == "train"
-        table = Composition([task.candidate], task.model, self.request, exchanges=exchanges)
+        communicates = task.num_processes > 1 and self.request.mode == "train"
+        table = Composition([task.candidate], task.model, self.request, communicates=communicates)
         pairs = [self.seconds(c, task.model) for c in table.components]
         device, host = np.array([[d for d, _ in pairs]]), np.array([h for _, h in pairs])
         micro_step = table.micro_step_seconds(device, host)
@@ -209,7 +209,7 @@ class SimulatedDevice:
         whole = WholeModelMeasurement(
             micro_step_seconds=factor * step.micro_step,
             optimizer_seconds=factor * step.optimizer,
-            communication_seconds=factor * communication if exchanges else None,
+            communication_seconds=factor * communication if communicates else None,
             standard_error_seconds=self.whole_model_error * step.micro_step,
             peak_bytes=peak,
             reserved_bytes=peak,
@@ -221,7 +221,7 @@ class SimulatedDevice:
     def _mesh_model(self, task: TrialTask, run: MeshRun, factor: float) -> Measurement:
         space = MeshKnowledge(self.request, report())
         found = MeshCandidate(run.mesh, task.candidate)
-        components = (*space.exchanges, *space.composer.components(found))
+        components = (*space.transfers, *space.composer.components(found))
         space.learn(self(task.model_copy(update={"kind": TrialKind.COMPONENTS, "components": components})).components)
         self.plans.pop()
         step = space.step(found, simulate=True, run=run)

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.expert_reference import expert_ffn
+from benchmarks.moe_contenders import expert_ffn
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.fused.fused_experts import FUSED
 from bexp.kernels.experts.fused.hopper_support import has_hopper_kernels

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from bexp.explorer.cost_model.collectives import ExchangeUnits
+from bexp.explorer.cost_model.collectives import CommunicationUnits
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -109,7 +109,7 @@ def test_traffic_on_two_devices(group: Profiler, sharding: Sharding) -> None:
     result = together(group, TrialKind.COMPONENTS, component)
     assert result.outcome is Outcome.OK, result.reason
     (found,) = result.components
-    units = ExchangeUnits.of(MODEL)
+    units = CommunicationUnits.of(MODEL)
     ends = [units.first, *([units.last] if units.last else [])]
     number = sum(unit.count * unit.num_parameters for unit in (*units.layers, *ends))
     sent = number * MODEL.dtype.itemsize / 2  # half of it each time it is gathered or reduced

@@ -19,7 +19,7 @@ from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shap
 from bexp.workers.targets.reference.factory import build_block, example_inputs
 from bexp.workers.targets.reference.target import BlockPasses
 from tests.bexp.kernels.references import relative_error
-from tests.workers.targets.models import outcome, shake
+from tests.workers.targets.reference.models import outcome, shake
 
 pytestmark = [
     pytest.mark.gpu,

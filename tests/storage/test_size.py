@@ -14,7 +14,7 @@ from bexp.storage.jobs import JobState
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_all_trials
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "results" / "tables"
@@ -33,7 +33,7 @@ def test_a_finished_job_with_thirty_trials_takes_at_most_120_kb(sqlite_database:
     budget = asked.budget.model_copy(update={"max_trials": 30, "confidence_target": 99, "max_seconds": 50_000.0})
     queue = Queue(sqlite_database)
     queue.enqueue(asked.model_copy(update={"budget": budget, "sampler": "random", "seed": 3, "verify": False}))
-    Worker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock)).run(max_jobs=1)
+    JobWorker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock)).run(max_jobs=1)
     (job,) = list_jobs(sqlite_database)[0]
     assert job.state is JobState.SUCCEEDED
     assert len(read_all_trials(sqlite_database, job.id)) >= 30

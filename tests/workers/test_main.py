@@ -17,7 +17,7 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import VERSION_TABLE
 from bexp.workers.__main__ import main
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.serving import SERVICE_FAILED, database_limits, listen, serve_workers
 from tests.contracts.samples import make_request
@@ -41,8 +41,8 @@ class BrokenProfiler(FakeProfiler):
         raise self.error
 
 
-def make_worker(database: Database, profiler: FakeProfiler) -> Worker:
-    return Worker(Queue(database), profiler, "cpu", explore=fake_explore)
+def make_worker(database: Database, profiler: FakeProfiler) -> JobWorker:
+    return JobWorker(Queue(database), profiler, "cpu", explore=fake_explore)
 
 
 def test_each_device_runs_a_job_at_the_same_time(sqlite_database: Database) -> None:
@@ -98,7 +98,7 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
 
     profiler = FakeProfiler()
     profiler.before_measure = count
-    worker = Worker(Queue(database), profiler, "cpu", explore=fake_explore)
+    worker = JobWorker(Queue(database), profiler, "cpu", explore=fake_explore)
     listener = listen([worker])
     thread = threading.Thread(target=worker.run, kwargs={"max_jobs": 1})
     try:
@@ -121,7 +121,7 @@ def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
 ) -> None:
     queue = Queue(sqlite_database)
     forgotten, _ = queue.enqueue(make_request())
-    worker = Worker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=["own"], max_poll_seconds=0.05)
+    worker = JobWorker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=["own"], max_poll_seconds=0.05)
     submit = threading.Timer(0.3, queue.enqueue, [make_request()], {"job_id": "own"})  # the worker waits by then
     reader, writer = os.pipe()
     with os.fdopen(reader) as stdin, os.fdopen(writer, "w"):

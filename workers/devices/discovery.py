@@ -1,4 +1,4 @@
-"""Finds the devices of this host without torch."""
+"""Finds the devices of this host without torch, and opens their NVML handles."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 import pynvml
 
+from bexp.measure.nvml import Gpu
 from bexp.measure.visible_gpus import visible_gpus
 
 
@@ -54,3 +55,12 @@ def device_key(device: str, environment: Mapping[str, str]) -> str:
             "used)"
         )
     return gpus[int(index or 0)]
+
+
+def open_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
+    """The GPU that this process calls `device`; None for the CPU, and if NVML does not find the device."""
+    try:
+        key = device_key(device, environment)
+    except ValueError:
+        return None
+    return None if key == "cpu" else Gpu.open(key)

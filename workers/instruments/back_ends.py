@@ -26,9 +26,9 @@ def report_device(
     return DeviceReport(
         hardware=hardware,
         attention_backends=tuple(
-            _attention(found, attention, device) for found in attention_support(attention, device)
+            _attention(support, attention, device) for support in attention_support(attention, device)
         ),
-        expert_backends=tuple(_record(found) for found in expert_backends),
+        expert_backends=tuple(_record(support) for support in expert_backends),
         executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if replays else (),
         default_attention=default_attention_backend(attention, device),
         default_experts=default_expert_backend(experts, device) if experts is not None else None,
@@ -43,22 +43,22 @@ def execution_support(reason: str | None) -> tuple[BackendSupport, ...]:
     )
 
 
-def _record(found: Support) -> BackendSupport:
+def _record(support: Support) -> BackendSupport:
     return BackendSupport(
-        name=found.name,
-        usable=found.usable,
-        reason=found.reason,
-        stock=found.stock,
-        only_when_named=found.only_when_named,
+        name=support.name,
+        usable=support.usable,
+        reason=support.reason,
+        stock=support.stock,
+        only_when_named=support.only_when_named,
     )
 
 
-def _attention(found: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:
-    """`found`, and whether it serves sequences that devices share; what their length admits is for the request."""
-    reason = found.reason
-    if found.usable:
+def _attention(support: Support, shape: AttentionShape, device: torch.device) -> BackendSupport:
+    """`support`, and whether it serves sequences that devices share; what their length admits is for the request."""
+    reason = support.reason
+    if support.usable:
         try:
-            reason = context_parallel_reason(shape, 1, "ring", found.name, device)
+            reason = context_parallel_reason(shape, 1, "ring", support.name, device)
         except ValueError as error:
             reason = str(error)
-    return _record(found).model_copy(update={"context_parallel": reason is None, "context_parallel_reason": reason})
+    return _record(support).model_copy(update={"context_parallel": reason is None, "context_parallel_reason": reason})

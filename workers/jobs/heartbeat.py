@@ -63,9 +63,9 @@ class LeaseHeartbeat:
     def end(self, write: Callable[[], T]) -> T:
         """Return what `write` returns, after which the lease is given up. What is given up is not lost."""
         with self._asking:
-            found = write()
+            written = write()
             self._ended.set()
-        return found
+        return written
 
     def _keep(self) -> None:
         while not self._ended.wait(self._poll_seconds):

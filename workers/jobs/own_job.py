@@ -16,7 +16,7 @@ from bexp.storage.jobs import JobNotFoundError, JobState, get_job, get_summary
 from bexp.storage.queue import Queue
 from bexp.storage.waiting import DEVICE_HELD, note_reason
 from bexp.storage.workers import is_run_by_another
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 
 CHECK_SECONDS = 0.3
 PATIENCE_SECONDS = 2.0
@@ -34,7 +34,7 @@ class OwnJob:
     `is_refused` says that the worker was ready and did not take the job: it never will.
     """
 
-    def __init__(self, worker: Worker, job_id: str) -> None:
+    def __init__(self, worker: JobWorker, job_id: str) -> None:
         self.is_refused = False
         self._worker = worker
         self._queue = Queue(worker.database)

@@ -256,14 +256,14 @@ class _JobRun:
     def _finish(self, step: Progress) -> JobEnd:
         assert step.answer is not None
         answer = step.answer.model_copy(update={"timings": self._account.seconds()})
-        found = answer.recommendation is not None
+        recommends = answer.recommendation is not None
         last = replace(self._with_replacements(step), answer=answer)
         reason = next((each.reason for each in answer.variants if each.reason is not None), "no feasible candidate")
-        state, error = (JobState.SUCCEEDED, None) if found else (JobState.FAILED, reason)
+        state, error = (JobState.SUCCEEDED, None) if recommends else (JobState.FAILED, reason)
         self._hold(self._keep_components, self.check)
         finish = partial(self._queue.finish, self._claim.lease, state, error=error, last=last)
         self._hold(partial(self._heartbeat.end, finish), self.check)
-        return JobEnd.SUCCEEDED if found else JobEnd.FAILED
+        return JobEnd.SUCCEEDED if recommends else JobEnd.FAILED
 
 
 class _Trials(TrialExecutor):

@@ -8,7 +8,6 @@ import secrets
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
-from datetime import timedelta
 from importlib.metadata import PackageNotFoundError, version
 from types import TracebackType
 from typing import Self
@@ -40,7 +39,7 @@ START_PAUSES_SECONDS = (1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 60.0, 60.0, 60.0, 60.0)
 """The pauses before a device that was usable is tried again."""
 
 
-class Worker:
+class JobWorker:
     """Owns one device, or several for trials that run on all of them, and takes jobs that need no more devices.
 
     The profiler process is ready before a job comes. After a job it stays if the job left it clean, else one that was
@@ -211,10 +210,10 @@ class Worker:
 class Registration:
     """Registers a worker, and renews the entry in a thread. Leaving the context removes the entry."""
 
-    def __init__(self, database: Database, worker: WorkerInfo, *, every: timedelta = LIVE_WITHIN / 3) -> None:
+    def __init__(self, database: Database, worker: WorkerInfo) -> None:
         self._database = database
         self._worker = worker
-        self._every_seconds = every.total_seconds()
+        self._every_seconds = (LIVE_WITHIN / 3).total_seconds()
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._beat, name=f"registration-{worker.id}", daemon=True)
 
@@ -252,10 +251,10 @@ PACKAGES = ("bexp", "transformers", "liger-kernel", "peft", "flash-attn")
 
 def installed_software() -> dict[str, str]:
     """Return the version of each of `PACKAGES` that is installed, by name."""
-    found = {}
+    versions = {}
     for name in PACKAGES:
         try:
-            found[name] = version(name)
+            versions[name] = version(name)
         except PackageNotFoundError:
             continue
-    return found
+    return versions

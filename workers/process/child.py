@@ -22,6 +22,8 @@ from bexp.workers.process.protocol import REPLIES, Reply, encode
 
 TAIL_LINES = 200
 TAIL_LINE_LENGTH = 400
+REASON_LINES = 5
+"""How many lines of its output tell why a process has ended."""
 SEND_TIMEOUT_SECONDS = 30.0
 REAP_TIMEOUT_SECONDS = 30.0
 REAP_TICK_SECONDS = 0.01
@@ -152,11 +154,11 @@ class ProfilerProcess:
             self._popen.stdout.close()
         return status
 
-    def last_output(self, lines: int = 5) -> str:
+    def last_output(self) -> str:
         """Return the last lines of the output as one line; of a fatal error, its first line and first frames."""
         printed = list(self._tail)
         fatal = next((i for i, line in enumerate(printed) if line.startswith("Fatal Python error")), None)
-        return " | ".join(printed[-lines:] if fatal is None else printed[fatal : fatal + lines])
+        return " | ".join(printed[-REASON_LINES:] if fatal is None else printed[fatal : fatal + REASON_LINES])
 
     def _read_output(self) -> None:
         stream = self._popen.stdout

@@ -31,8 +31,8 @@ def kernel_cache(environment: Mapping[str, str]) -> dict[str, str]:
     if named and not _is_writable(Path(named)):
         _log.warning("%s=%s cannot be written; kernels are kept elsewhere", FOLDER_VARIABLE, named)
         named = None
-    found = Path(named).absolute() if named else next(filter(_is_private, _usual_folders(environment)), None)
-    return {} if found is None else {variable: str(found / name) for variable, name in LIBRARY_FOLDERS.items()}
+    folder = Path(named).absolute() if named else next(filter(_is_private, _usual_folders(environment)), None)
+    return {} if folder is None else {variable: str(folder / name) for variable, name in LIBRARY_FOLDERS.items()}
 
 
 def _usual_folders(environment: Mapping[str, str]) -> Iterator[Path]:
@@ -57,9 +57,9 @@ def _is_private(folder: Path) -> bool:
     """Whether this user alone can write to a folder, which is made if it is missing."""
     if not _is_writable(folder):
         return False
-    found = folder.lstat()
+    status = folder.lstat()
     others = stat.S_IWGRP | stat.S_IWOTH
-    return stat.S_ISDIR(found.st_mode) and found.st_uid == os.getuid() and not found.st_mode & others
+    return stat.S_ISDIR(status.st_mode) and status.st_uid == os.getuid() and not status.st_mode & others
 
 
 CHILD_DEFAULTS = {

@@ -17,7 +17,7 @@ from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.gpu_processes import GpuProcessMonitor
-from bexp.workers.devices.gpu import open_gpu
+from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
 from bexp.workers.instruments.failures import is_poisoned
 from bexp.workers.process.protocol import Command, Hello, Open, Refused
@@ -135,10 +135,10 @@ def serve_device(parent: Parent) -> int:
 def _settled_bytes(device: torch.device) -> int | None:
     """The bytes in use on a device, once they no longer change: a process that has just ended may still free some."""
     deadline = time.monotonic() + SETTLE_SECONDS
-    found = used_bytes(device)
+    used = used_bytes(device)
     while time.monotonic() < deadline:
         time.sleep(SETTLE_TICK_SECONDS)
-        earlier, found = found, used_bytes(device)
-        if found == earlier:
+        earlier, used = used, used_bytes(device)
+        if used == earlier:
             break
-    return found
+    return used

@@ -32,9 +32,9 @@ from bexp.workers.process.protocol import (
     TrialFinished,
 )
 from bexp.workers.profiler.hardware import measure_hardware
-from bexp.workers.profiler.trials.communication import measure_communication
 from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.exchange import measure_exchange
+from bexp.workers.profiler.trials.data_parallel_communication import measure_data_parallel_communication
+from bexp.workers.profiler.trials.mesh_operation import measure_mesh_operation
 from bexp.workers.profiler.trials.optimizer import measure_optimizer
 from bexp.workers.profiler.trials.whole_model import run_mesh_model, run_whole_model
 from bexp.workers.targets.choice import import_target, open_target
@@ -198,9 +198,9 @@ class Session:
         if component.kind is ComponentKind.OPTIMIZER:
             return measure_optimizer(self._instruments, target, model, component, task.candidate, request, clock)
         if component.kind is ComponentKind.EXCHANGE:
-            return measure_exchange(self._instruments, component, request.seed, clock)
+            return measure_mesh_operation(self._instruments, component, request.seed, clock)
         if component.kind is ComponentKind.COMMUNICATION:
-            return measure_communication(self._instruments, target, model, component, request, clock)
+            return measure_data_parallel_communication(self._instruments, target, model, component, request, clock)
         return measure_component(self._instruments, target, model, component, request, clock)
 
     def _check_execution(self, candidate: Candidate, request: ExplorationRequest) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP
 from bexp.storage.database import Database
-from bexp.storage.waiting_requests import list_waiting_ids, read_requests
+from bexp.storage.waiting import list_waiting_ids, read_requests
 from bexp.workers.replay.profiler import mismatch
 from bexp.workers.replay.recording import Recording
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from pathlib import Path
 
-from bexp.explorer.cost_model.collectives import is_exchange_timed
+from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import TrialTask
@@ -56,8 +56,8 @@ class ReplayProfiler:
 
     def hardware(self) -> HardwareSpec:
         """The recorded device, marked as such."""
-        found = self.recording.header.report.hardware
-        return found.model_copy(update={"device_name": f"{found.device_name}{REPLAYED}"})
+        recorded = self.recording.header.report.hardware
+        return recorded.model_copy(update={"device_name": f"{recorded.device_name}{REPLAYED}"})
 
     def begin(self, request: ExplorationRequest) -> DeviceReport:
         """Return the recorded back ends. If the table cannot answer the job, all are unusable, with the reason."""
@@ -113,7 +113,9 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
             return f"{table} was recorded with {field} {_short(recorded, field)}, not {_short(request, field)}"
     if not set(request.space.sharding_choices) <= set(recorded.space.sharding_choices):
         return f"{table} was recorded with {_levels(recorded)}, not {_levels(request)}"
-    counts = request.space.highest_sharding is not Sharding.NONE or is_exchange_timed(request, header.report.hardware)
+    counts = request.space.highest_sharding is not Sharding.NONE or is_communication_timed(
+        request, header.report.hardware
+    )
     if counts and request.num_devices != recorded.num_devices:
         return f"{table} was recorded for training on {recorded.num_devices} devices, not {request.num_devices}"
     for model in request.space.variants():

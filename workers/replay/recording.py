@@ -75,14 +75,14 @@ class Recording:
 
         Only the first base is required, because the others are needed only if the first does not fit.
         """
-        found = self.prune(request, model)
-        if found.table is None:
+        pruned = self.prune(request, model)
+        if pruned.table is None:
             return ()
-        wanted = {*found.legal.candidates, found.bases[0]}
-        rows = [row for candidate, row in found.table.row.items() if candidate in wanted]
-        recorded_K = np.array([c in self.components for c in found.table.components])
-        lacking = (found.table.uses_CK[rows] & ~recorded_K[None, :]).any(axis=1)
-        return tuple(sorted({int(m) for m in found.table.micro_batch_C[rows][lacking]}))
+        wanted = {*pruned.legal.candidates, pruned.bases[0]}
+        rows = [row for candidate, row in pruned.table.row.items() if candidate in wanted]
+        recorded_K = np.array([c in self.components for c in pruned.table.components])
+        lacking = (pruned.table.uses_CK[rows] & ~recorded_K[None, :]).any(axis=1)
+        return tuple(sorted({int(m) for m in pruned.table.micro_batch_C[rows][lacking]}))
 
     def covered_request(self) -> ExplorationRequest:
         """The recorded request for its main model, with only those micro-batch sizes that were recorded completely.

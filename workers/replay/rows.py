@@ -87,16 +87,18 @@ class ComponentRow(Frozen):
     @classmethod
     def of(cls, component: Component, run: int, measurement: Measurement, *, replaced: bool) -> ComponentRow:
         """The row of a trial that measured only `component`."""
-        found = next((m for m in measurement.components if m.component == component), None)
-        ok = measurement.outcome is Outcome.OK and found is not None
+        measured = next((m for m in measurement.components if m.component == component), None)
+        ok = measurement.outcome is Outcome.OK and measured is not None
         return cls(
             component=component,
             run=run,
             outcome=measurement.outcome,
             reason=measurement.reason,
-            figures=ComponentFigures(**found.model_dump(exclude={"component", "conditions"})) if ok and found else None,
+            figures=ComponentFigures(**measured.model_dump(exclude={"component", "conditions"}))
+            if ok and measured
+            else None,
             phases=measurement.phases.model_copy(update={"process_start": 0.0}),
-            conditions=_condense(found.conditions) if found else None,
+            conditions=_condense(measured.conditions) if measured else None,
             replaced=replaced,
         )
 
@@ -122,16 +124,16 @@ class WholeModelRow(Frozen):
     @classmethod
     def of(cls, candidate: Candidate, run: int, measurement: Measurement, *, replaced: bool) -> WholeModelRow:
         """The row of a whole-model trial."""
-        found = measurement.whole_model
-        ok = measurement.outcome is Outcome.OK and found is not None
+        whole = measurement.whole_model
+        ok = measurement.outcome is Outcome.OK and whole is not None
         return cls(
             candidate=candidate,
             run=run,
             outcome=measurement.outcome,
             reason=measurement.reason,
-            figures=found.model_copy(update={"conditions": None}) if ok and found else None,
+            figures=whole.model_copy(update={"conditions": None}) if ok and whole else None,
             phases=measurement.phases.model_copy(update={"process_start": 0.0}),
-            conditions=_condense(found.conditions) if found else None,
+            conditions=_condense(whole.conditions) if whole else None,
             replaced=replaced,
         )
 

@@ -41,17 +41,21 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """Parameters that are stepped together, and how often the model has as many. `build` makes them on the device."""
+    """Parameters that are stepped together, and how often the model has as many. `build` makes them on the device.
+
+    `adds_up` says that the model's step allocates what its parts do all at once. Without it, one part follows another.
+    """
 
     count: int
     build: Callable[[], Optimizer]
+    adds_up: bool = False
 
 
 class TrainingRun(Protocol):
     """A whole model with its optimizer and micro-batches."""
 
-    exchanges: bool
-    """Whether several devices exchange gradients or parameters."""
+    is_data_parallel: bool
+    """Whether several devices communicate gradients or parameters."""
 
     num_micro_steps: int
 
@@ -77,7 +81,7 @@ class TrainingRun(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Miniature:
-    """A tiny model of the same kind in training. It has `num_units` units that are exchanged one by one."""
+    """A tiny model of the same kind in training. It has `num_units` units that are communicated one by one."""
 
     run: TrainingRun
     num_units: int
@@ -143,7 +147,7 @@ class ProfiledTarget(Protocol):
     def miniature(
         self, model: ExploredModel, request: ExplorationRequest, *, together: bool
     ) -> AbstractContextManager[Miniature]:
-        """Build a model that has as many parameter tensors a layer, and next to nothing to compute or to exchange.
+        """Build a model that has as many parameter tensors a layer, and next to nothing to compute or to communicate.
 
         The ranks train it together, or each trains one alone.
         """

@@ -11,12 +11,12 @@ from torch import Tensor, nn
 Step = Callable[[], None]
 
 MICRO_STEPS = 2
-EXCHANGING_MICRO_STEPS = 3
+DATA_PARALLEL_MICRO_STEPS = 3
 """The kinds of micro-steps: the first, the last, and one in between, which represents all others."""
 
 
 class Stepped(Protocol):
-    """An optimizer, as far as the exchange of gradients has to know it."""
+    """An optimizer, as far as the all-reduce of gradients has to know it."""
 
     @property
     def parameters(self) -> Sequence[nn.Parameter]:
@@ -69,7 +69,7 @@ class DataParallel(Protocol):
 
 
 class SingleProcess:
-    """One process that exchanges nothing, or a model in eval mode."""
+    """One process that communicates nothing, or a model in eval mode."""
 
     def take(self, unit: nn.Module, *, is_last: bool) -> None:
         """Leaves the unit as it is."""

@@ -57,10 +57,6 @@ class ContextParallel:
         positions = torch.cat([self._positions(seq_length, rank) for rank in range(self.size)])
         return torch.cat(parts, dim).index_select(dim, positions.argsort().to(x.device))
 
-    def num_pairs(self, seq_length: int, *, causal: bool = True, rank: int | None = None) -> int:
-        """Return the pairs of query and key that this rank (or `rank`) computes for each head of a sequence."""
-        return self.layout.num_pairs(self.rank if rank is None else rank, self.size, seq_length, causal=causal)
-
     def attention(
         self,
         q: Tensor,

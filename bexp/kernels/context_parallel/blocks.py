@@ -53,8 +53,8 @@ def _flash_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) 
         k, v = _expand(q, k), _expand(q, v)
         out, lse = _aten._scaled_dot_product_flash_attention_for_cpu.default(q, k, v, 0.0, causal, scale=scale)
         return out, lse
-    found = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
-    return found[0], found[1]
+    results = _aten._scaled_dot_product_flash_attention.default(q, k, v, 0.0, causal, False, scale=scale)
+    return results[0], results[1]
 
 
 def _flash_backward(
@@ -73,8 +73,8 @@ def _flash_backward(
 
 
 def _cudnn_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
-    found = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False, scale=scale)
-    return found[0], found[1].reshape(q.shape[:3])
+    results = _aten._scaled_dot_product_cudnn_attention.default(q, k, v, None, True, 0.0, causal, False, scale=scale)
+    return results[0], results[1].reshape(q.shape[:3])
 
 
 def _cudnn_backward(

@@ -20,7 +20,7 @@ class Ring:
     def pass_on(self, sent: Tensor, received: Tensor, *, tag: int = 0) -> Passage:
         """Start sending `sent` to the successor and receiving `received` from the predecessor. Both are contiguous.
 
-        All ranks must make these calls in the same order. On CUDA the exchange starts when the current stream reaches
+        All ranks must make these calls in the same order. On CUDA the passage starts when the current stream reaches
         this point, and runs on the group's own stream beside later launches.
         """
         successor, predecessor = (self.rank + 1) % self.size, (self.rank - 1) % self.size
@@ -35,17 +35,17 @@ class Ring:
 
 @dataclass(slots=True)
 class Passage:
-    """An exchange in progress.
+    """Buffers on their way from each rank to its successor.
 
     It holds references to both buffers, so that the allocator cannot give them to other kernels of the current stream,
-    which is not ordered with the group's stream. Once the current stream waits for the exchange, they are safe.
+    which is not ordered with the group's stream. Once the current stream waits for the passage, they are safe.
     """
 
     works: list[dist.Work]
     buffers: tuple[Tensor, ...]
 
     def wait(self) -> None:
-        """Make the current stream wait for the exchange. The host waits only if the device is a CPU."""
+        """Make the current stream wait for the passage. The host waits only if the device is a CPU."""
         for work in self.works:
             work.wait()
         self.works, self.buffers = [], ()
@@ -56,7 +56,7 @@ def ring_group(ranks: list[int] | None = None, timeout: timedelta | None = None)
 
     An operation that takes longer than `timeout` (default: the back end's own) ends the process.
 
-    NCCL's kernels get a stream of high priority. Otherwise an exchange that becomes ready together with an attention
+    NCCL's kernels get a stream of high priority. Otherwise a passage that becomes ready together with an attention
     kernel would wait for multiprocessors until the last wave of attention.
     """
     options = None

@@ -12,11 +12,11 @@ from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 
 from bexp.kernels.activations import Activation
+from bexp.kernels.expert_parallel.all_to_all import RowAllToAll
 from bexp.kernels.expert_parallel.copies import copy_tokens, sum_copies
-from bexp.kernels.expert_parallel.exchange import RowExchange
 from bexp.kernels.expert_parallel.peers import GroupPeers, Peers
 from bexp.kernels.expert_parallel.placement import Placement, routes_of, rows_of
-from bexp.kernels.expert_parallel.shadows import ShadowExchange
+from bexp.kernels.expert_parallel.shadows import ShadowBroadcast
 from bexp.kernels.experts.capacity import within_capacity
 from bexp.kernels.experts.expert_backend import ExpertFFN
 
@@ -40,7 +40,7 @@ class ExpertParallel:
 
     - A token goes once to each rank that has any of its experts, by an all-to-all with uneven splits. The counts are
       exchanged before, and reach the host once. That rank sums what its experts return, weighted, and sends one row
-      back; home sums the rows. Backward mirrors the exchanges.
+      back; home sums the rows. Backward mirrors the transfers.
     - `overlap_degree` d > 1 cuts the tokens into d chunks. The experts of one chunk compute while other chunks travel
       (Tutel: Hwang et al., MLSys 2023).
     - `shadowed_experts`, in increasing order, are copied to every rank, which computes its own tokens for them. Their
@@ -51,8 +51,8 @@ class ExpertParallel:
     travels in x's dtype. In bfloat16, with 8 of 64 experts a token, the output's error against float64 is 0.39% over 2
     ranks and 0.37% over 8, instead of 0.35%.
 
-    On CUDA, exchanges overlap best in a group of `bexp.kernels.context_parallel.ring.ring_group`, whose kernels have a
-    high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, one more for
+    On CUDA, collectives overlap best in a group of `bexp.kernels.context_parallel.ring.ring_group`, whose kernels have
+    a high priority. torch.compile cannot trace it. Memory: a rank holds the rows that it receives, one more for
     each of their experts, its own rows while they travel, and S copies with their gradients.
 
     If experts have a capacity, `capacity_of` says how many of this rank's pairs of token and expert an expert takes at
@@ -101,14 +101,14 @@ class ExpertParallel:
         *x_parts, x_home = copy_tokens(x_TD, placed.copies).split(placed.row_sizes)
         *weights_parts, weights_home = weights_TK.flatten().index_select(0, placed.order).split(placed.pair_sizes)
         *codes_parts, codes_home = placed.codes.split(placed.pair_sizes)
-        # The order below is the order in which a device runs the exchanges, and backward's reversed: see `exchange`.
-        outgoing_codes = [RowExchange(peers, chunk.pairs) for chunk in placed.chunks]
-        outgoing = [RowExchange(peers, chunk.rows, chunk.pairs) for chunk in placed.chunks]
+        # A device runs the collectives in the order below, and backward's in the reverse order: see `all_to_all`.
+        outgoing_codes = [RowAllToAll(peers, chunk.pairs) for chunk in placed.chunks]
+        outgoing = [RowAllToAll(peers, chunk.rows, chunk.pairs) for chunk in placed.chunks]
         arriving, arriving_codes = [], []
         for i in range(len(placed.chunks)):
             arriving.append(outgoing[i].start(x_parts[i], weights_parts[i]))
             arriving_codes.append(outgoing_codes[i].launch((codes_parts[i],)))
-        shadows = ShadowExchange(peers, placement.num_local, placement.shadowed) if placement.shadowed else None
+        shadows = ShadowBroadcast(peers, placement.num_local, placement.shadowed) if placement.shadowed else None
         copies: tuple[Tensor, ...] = ()
         if shadows is not None:
             (w_in, w_out), copies = shadows.start(w_in, w_out)
@@ -120,7 +120,7 @@ class ExpertParallel:
             pairs = rows_of(codes, x.shape[0]) if codes.shape[0] > x.shape[0] else None
             x = x if pairs is None else copy_tokens(x, pairs)
             y = self._run(x, routes_of(codes), weights, w_in, w_out, activation)
-            back = RowExchange(peers, chunk.rows.back)
+            back = RowAllToAll(peers, chunk.rows.back)
             returning.append((back, back.start(y if pairs is None else sum_copies(y, pairs))))
         at_home = []
         if shadows is not None:
@@ -132,7 +132,7 @@ class ExpertParallel:
     def _run(
         self, x_PD: Tensor, routes_P1: Tensor, weights_P: Tensor, w_in: Tensor, w_out: Tensor, activation: Activation
     ) -> Tensor:
-        if x_PD.shape[0] == 0:  # not every kernel runs without rows, and backward must still exchange
+        if x_PD.shape[0] == 0:  # not every kernel runs without rows, and backward must still take part
             out: Tensor = _NoRows.apply(x_PD, weights_P, w_in, w_out)  # type: ignore[no-untyped-call]  # untyped in torch
             return out
         return self._experts(x_PD, routes_P1, weights_P.unsqueeze(1), w_in, w_out, activation).contiguous()

@@ -30,7 +30,7 @@ class Peers(Protocol):
     size: int
     rank: int
 
-    def exchange(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> dist.Work | None:
+    def all_to_all(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> dist.Work | None:
         """Begin to send the rows of a contiguous tensor, and to receive those of `buffer`."""
 
     def broadcast(self, part: Tensor, owner: int) -> dist.Work | None:
@@ -39,7 +39,7 @@ class Peers(Protocol):
     def reduce(self, part: Tensor, owner: int) -> dist.Work | None:
         """Begin to sum the tensors of all ranks at the owner, in place."""
 
-    def exchange_counts(self, sent: Tensor) -> Tensor:
+    def all_to_all_counts(self, sent: Tensor) -> Tensor:
         """Return what each rank sends here (N, ...), given what goes to each of them (N, ...)."""
 
     def read(self, counts: Tensor) -> list[int]:
@@ -53,7 +53,7 @@ class GroupPeers:
         self._group = group
         self.size, self.rank = group.size(), group.rank()
 
-    def exchange(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> dist.Work | None:
+    def all_to_all(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> dist.Work | None:
         """Begin an all-to-all with uneven splits."""
         work: dist.Work | None = dist.all_to_all_single(
             buffer, tensor, splits.received, splits.sent, group=self._group, async_op=True
@@ -70,8 +70,8 @@ class GroupPeers:
         work: dist.Work | None = dist.reduce(part, group=self._group, group_dst=owner, async_op=True)
         return work
 
-    def exchange_counts(self, sent: Tensor) -> Tensor:
-        """Exchange equal parts; the current stream waits for them."""
+    def all_to_all_counts(self, sent: Tensor) -> Tensor:
+        """An all-to-all of equal parts; the current stream waits for them."""
         received = torch.empty_like(sent)
         dist.all_to_all_single(received, sent, group=self._group)
         return received

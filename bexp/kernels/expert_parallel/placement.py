@@ -93,7 +93,7 @@ class Placement:
         first_P[1:] = (token_P.diff() != 0) | (keys_P.diff() != 0) | (keys_P[1:] == self._home)
         rows_P = first_P.cumsum(0)
         counts = self._counts(keys_P, rows_P)
-        row_sizes, pair_sizes, chunks = self._exchange(counts)
+        row_sizes, pair_sizes, chunks = self._share_counts(counts)
         order, token_P, rows_P, first_P = (each[: sum(pair_sizes)] for each in (order, token_P, rows_P, first_P))
         token_of_row = token_P.new_empty(sum(row_sizes)).scatter_(0, rows_P - 1, token_P)
         codes = (2 * place_TK.flatten()[order] + first_P).to(torch.int32)
@@ -115,20 +115,20 @@ class Placement:
         ends = torch.stack((row_ends, pair_ends))
         return ends.diff(prepend=ends.new_zeros(2, 1))
 
-    def _exchange(self, counts: Tensor) -> tuple[list[int], list[int], tuple[ChunkSplits, ...]]:
+    def _share_counts(self, counts: Tensor) -> tuple[list[int], list[int], tuple[ChunkSplits, ...]]:
         """Return how many rows and pairs there are in each chunk and at home, and the splits of the chunks."""
         size, chunks = self._peers.size, self.num_chunks
         sent = counts[:, : self._home].view(2, chunks, size).permute(2, 1, 0).contiguous()
-        received = self._peers.exchange_counts(sent)
+        received = self._peers.all_to_all_counts(sent)
         both = torch.stack((sent, received)).permute(2, 3, 0, 1).flatten()  # by chunk, rows and pairs, both ways, rank
         on_host = self._peers.read(torch.cat((both, counts[0, self._home :])))
         splits = [
             Splits(on_host[i : i + size], on_host[i + size : i + 2 * size]) for i in range(0, both.numel(), 2 * size)
         ]
-        found = tuple(ChunkSplits(*splits[2 * chunk : 2 * chunk + 2]) for chunk in range(chunks))
+        chunk_splits = tuple(ChunkSplits(*splits[2 * chunk : 2 * chunk + 2]) for chunk in range(chunks))
         at_home = on_host[-1]
-        rows = [*(sum(chunk.rows.sent) for chunk in found), at_home]
-        return rows, [*(sum(chunk.pairs.sent) for chunk in found), at_home], found
+        rows = [*(sum(chunk.rows.sent) for chunk in chunk_splits), at_home]
+        return rows, [*(sum(chunk.pairs.sent) for chunk in chunk_splits), at_home], chunk_splits
 
 
 def refuse_placement(

@@ -1,18 +1,18 @@
 """Copies of the most popular experts on every rank (FasterMoE: He et al., PPoPP 2022).
 
 Their owners broadcast the weights before they are needed, and the gradients are reduced to the owners afterwards. As
-with `RowExchange`, both run beside what is computed between `start` and `finish`.
+with `RowAllToAll`, both run beside what is computed between `start` and `finish`.
 """
 
 from __future__ import annotations
 
 from torch import Tensor
 
-from bexp.kernels.expert_parallel.exchange import PendingCollective
+from bexp.kernels.expert_parallel.all_to_all import PendingCollective
 from bexp.kernels.expert_parallel.peers import Peers
 
 
-class ShadowExchange(PendingCollective):
+class ShadowBroadcast(PendingCollective):
     """The broadcast of the shadowed experts' matrices and the reduction of their gradients, of one forward pass."""
 
     def __init__(self, peers: Peers, num_local: int, shadowed_experts: tuple[int, ...]) -> None:
@@ -32,8 +32,8 @@ class ShadowExchange(PendingCollective):
 
         The gradients of what it returns must be new tensors, because they are changed in place.
         """
-        found = self._start(*weights)
-        return found[: len(weights)], found[len(weights) :]
+        buffers = self._start(*weights)
+        return buffers[: len(weights)], buffers[len(weights) :]
 
     def launch(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Begin to broadcast, and return the weights and then the buffers."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.client.view import ExplorationView
 from bexp.explorer.records.event import Event, EventCode
-from tests.cli.samples import EVENTS, event
+from tests.api.cli.samples import EVENTS, event
 
 
 def view_of(*events: Event) -> ExplorationView:

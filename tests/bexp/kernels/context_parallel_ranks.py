@@ -185,7 +185,6 @@ def run(folder: Path, rank: int) -> None:
         found[f"rotary-{layout}"] = rotary_errors(context)
         found[f"sharding-{layout}"] = sharding_errors(context)
         found[f"refusals-{layout}"] = refusals(context)
-        found[f"pairs-{layout}"] = context.num_pairs(48)
     (folder / f"found-{rank}.json").write_text(json.dumps(found))
     dist.barrier()
     dist.destroy_process_group()

@@ -12,7 +12,7 @@ from bexp.explorer.cost_model.components import BlockRecompute
 from bexp.kernels.tiling import tiled
 from bexp.workers.targets.reference.attention_block import AttentionBlock
 from tests.bexp.kernels.references import relative_error
-from tests.workers.targets.models import CPU, outcome, shake, small_model
+from tests.workers.targets.reference.models import CPU, outcome, shake, small_model
 
 BATCH = 8
 

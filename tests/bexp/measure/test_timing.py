@@ -1,6 +1,5 @@
 import gc
 import math
-import statistics
 import weakref
 
 import numpy as np
@@ -37,11 +36,11 @@ def test_when_the_budget_is_spent(samples: list[float], elapsed: float, spent: b
     assert BUDGET.is_spent(samples, elapsed) is spent
 
 
-def test_standard_error_agrees_with_the_spread_of_medians() -> None:
-    rng = np.random.default_rng(0)
-    drawn = rng.normal(10.0, 0.5, size=(2000, 25))
+@pytest.mark.parametrize(("number", "within"), [(2, 0.05), (3, 0.1), (4, 0.1), (5, 0.2), (9, 0.15), (25, 0.1)])
+def test_standard_error_agrees_with_the_spread_of_medians(number: int, within: float) -> None:
+    drawn = np.random.default_rng(0).normal(10.0, 0.5, size=(4000, number))
     estimated = np.mean([standard_error(list(row)) for row in drawn])
-    assert estimated == pytest.approx(np.median(drawn, axis=1).std(), rel=0.15)
+    assert estimated == pytest.approx(np.median(drawn, axis=1).std(), rel=within)
 
 
 def test_one_disturbed_repeat_does_not_move_the_result() -> None:
@@ -162,13 +161,10 @@ def test_a_short_pass_is_warmed_up_twice(clock: Clock, scale: float, runs: int) 
 def test_the_standard_error_of_few_samples() -> None:
     assert standard_error([]) == 0.0
     assert standard_error([3.0]) == 3.0, "one sample says nothing about the spread"
-    two = math.sqrt(math.pi / 2) * statistics.stdev([1.0, 2.0]) / math.sqrt(2)
-    assert standard_error([1.0, 2.0]) == pytest.approx(two)
-    four = [1.0, 1.0, 1.0, 2.0]
-    assert standard_error(four) == pytest.approx(math.sqrt(math.pi / 2) * statistics.stdev(four) / 2)
+    assert standard_error([1.0, 2.0]) == pytest.approx(0.6267, abs=1e-4)
+    assert standard_error([1.0, 1.0, 1.0, 2.0]) == pytest.approx(0.3133, abs=1e-4)
     assert standard_error([1.0, 1.0, 1.0, 1.0, 2.0]) == 0.0, "the absolute deviation from five samples on"
-    five = [1.0, 2.0, 3.0, 4.0, 9.0]
-    assert standard_error(five) == pytest.approx(math.sqrt(math.pi / 2) * 1.4826 * 1.0 / math.sqrt(5))
+    assert standard_error([1.0, 2.0, 3.0, 4.0, 9.0]) == standard_error([1.0, 2.0, 3.0, 4.0, 5.0]) > 0.8
 
 
 def test_a_summary_has_the_medians_of_each_column() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, Exchange, Overlap, is_exchange_timed
+from bexp.explorer.cost_model.collectives import BUCKET_BYTES, Overlap, ShardingCommunication, is_communication_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
@@ -14,7 +14,7 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, count_processes
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.surrogate.observations import ComponentObservations
-from tests.explorer.exchanges import MODEL, candidate, request
+from tests.explorer.data_parallel import MODEL, candidate, request
 from tests.explorer.simulator import report
 
 
@@ -22,9 +22,9 @@ def visible(
     sharding: Sharding, gather: float, rest: float, *, slowdown: float = 0.25, again: float = 0.75
 ) -> list[float]:
     """Of a micro-step with 2 s forward and 4 s backward, a tenth of the bytes in the first unit."""
-    exchange = Exchange(sharding, exposed_share=0.1, again_share=again)
+    communication = ShardingCommunication(sharding, exposed_share=0.1, again_share=again)
     parts = [np.array([value]) for value in (gather, rest, 2.0, 4.0)]
-    shown = exchange.visible_seconds(parts[0], parts[1], parts[2], parts[3], slowdown)
+    shown = communication.visible_seconds(parts[0], parts[1], parts[2], parts[3], slowdown)
     return [float(found[0]) for found in shown]
 
 
@@ -49,18 +49,18 @@ def test_traffic_that_outlasts_the_computation_takes_its_own_time() -> None:
 def test_the_first_unit_is_exposed_and_the_last_not_gathered_again(tied: bool) -> None:
     req = request("zero3", model={**MODEL, "tie_embeddings": tied})
     number, first, head = count_parameters(req.shapes), count_embedding(req.shapes), count_head(req.shapes)
-    found = Exchange.of(req.shapes, req)
+    found = ShardingCommunication.of(req.shapes, req)
     assert found.exposed_share == pytest.approx((first + (head if tied else 0)) / number)
     assert found.again_share == pytest.approx(1 - (first + head if tied else head) / number)
     small = request(model={**MODEL, "vocab_size": 64})
     bucket = BUCKET_BYTES / 2 / count_parameters(small.shapes)
-    assert Exchange.of(small.shapes, small).exposed_share == pytest.approx(bucket)
+    assert ShardingCommunication.of(small.shapes, small).exposed_share == pytest.approx(bucket)
 
 
 @pytest.mark.parametrize("sharding", Sharding)
 def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -> None:
     req = request(sharding.value)
-    table = Composition([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
+    table = Composition([candidate(2), candidate(8)], req.shapes, req, communicates=True)
     (communication,) = table.communications
     device = np.full((1, len(table.components)), 0.001)
     device[0, table.column[communication]] = 0.004
@@ -69,7 +69,7 @@ def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -
     host = np.zeros(len(table.components))
     micro = 0.001 * (2 + 2 * 4)
     pieces = [np.array([x]) for x in (0.002, 0.002, 0.25 * micro, 0.75 * micro)]
-    shown = Exchange.of(req.shapes, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
+    shown = ShardingCommunication.of(req.shapes, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
     always, once = (float(x[0]) for x in shown)
     assert (always > 0, once > 0) == (sharding.level >= 2, sharding.level <= 2)
     found = table.tokens_per_second(
@@ -85,7 +85,7 @@ def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -
 
 def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_computes() -> None:
     req = request("zero3")
-    table = Composition([candidate(2), candidate(8)], req.shapes, req, exchanges=True)
+    table = Composition([candidate(2), candidate(8)], req.shapes, req, communicates=True)
     (communication,) = table.communications
     number = len(table.components)
     device_1K, host_K = np.full((1, number), 1e-3), np.full(number, 0.8e-3)
@@ -145,10 +145,10 @@ def test_what_is_exchanged_before_it_is_measured() -> None:
 
 
 def test_only_a_worker_with_all_devices_times_the_exchange() -> None:
-    assert is_exchange_timed(request(), report(num_devices=4).hardware)
-    assert not is_exchange_timed(request(), report(num_devices=3).hardware)
-    assert not is_exchange_timed(request(mode="eval"), report(num_devices=4).hardware)
-    assert not is_exchange_timed(request(num_devices=1), report(num_devices=4).hardware)
+    assert is_communication_timed(request(), report(num_devices=4).hardware)
+    assert not is_communication_timed(request(), report(num_devices=3).hardware)
+    assert not is_communication_timed(request(mode="eval"), report(num_devices=4).hardware)
+    assert not is_communication_timed(request(num_devices=1), report(num_devices=4).hardware)
     component = Component(kind=ComponentKind.COMMUNICATION, micro_batch_size=0)
     hardware = report(num_devices=8).hardware
     assert count_processes(TrialKind.COMPONENTS, candidate(), [component], request(), hardware) == 4

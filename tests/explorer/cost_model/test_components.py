@@ -25,10 +25,10 @@ def candidate(**changes: Any) -> Candidate:
 
 
 def split(
-    chosen: Candidate, model: dict[str, Any] | None = None, *, training: bool = True, exchanges: bool = False
+    chosen: Candidate, model: dict[str, Any] | None = None, *, training: bool = True, communicates: bool = False
 ) -> Decomposition:
     req = request(model, routing={"kind": "uniform"})
-    return Decomposer(model_of(req), training=training, exchanges=exchanges)(chosen)
+    return Decomposer(model_of(req), training=training, communicates=communicates)(chosen)
 
 
 SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
@@ -98,7 +98,7 @@ def test_without_training_there_is_no_optimizer() -> None:
 
 
 def test_what_is_exchanged_is_a_component_of_its_own_and_comes_last() -> None:
-    found = split(candidate(), exchanges=True)
+    found = split(candidate(), communicates=True)
     assert [c.kind for c in found.components][-2:] == [ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION]
     assert found.communication == component("communication", micro_batch_size=0, num_query_groups=1)
 
@@ -107,7 +107,7 @@ def test_what_is_exchanged_is_a_component_of_its_own_and_comes_last() -> None:
     ("sharding", "stepped"), [("none", "none"), ("zero1", "zero1"), ("zero2", "zero1"), ("zero3", "zero1")]
 )
 def test_the_optimizer_is_the_same_from_zero1_on(sharding: str, stepped: str) -> None:
-    found = split(candidate(sharding=sharding), exchanges=True)
+    found = split(candidate(sharding=sharding), communicates=True)
     assert found.optimizer is not None
     assert found.communication is not None
     assert (found.optimizer.sharding, found.communication.sharding) == (stepped, sharding)

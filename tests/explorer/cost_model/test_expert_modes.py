@@ -11,10 +11,10 @@ import pytest
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.expert_overlap import ExpertOverlap, run_beside
-from bexp.explorer.cost_model.fabric_exchange import Fabric, Link, Transfer
 from bexp.explorer.cost_model.mesh_layers import MeshDecomposer
 from bexp.explorer.cost_model.shard_costs import predict_shard_bytes
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS, busiest_device, expert_chunk, expert_rows
+from bexp.explorer.cost_model.transfers import Fabric, Link, Transfer
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.mesh import Mesh

@@ -9,7 +9,6 @@ import pytest
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.fabric_exchange import Fabric, Group, Link
 from bexp.explorer.cost_model.mesh_costs import DeviceShare
 from bexp.explorer.cost_model.mesh_layers import Block, MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
@@ -24,6 +23,7 @@ from bexp.explorer.cost_model.shards import (
     tensor_shard,
 )
 from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.cost_model.transfers import Fabric, Group, Link
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.fabric import FabricSpec
@@ -31,7 +31,7 @@ from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routes import draw_batch_routes
 from bexp.explorer.spec.routing import RoutingSpec
-from bexp.explorer.surrogate.measured_exchange import ASSUMED_BYTES_PER_SECOND
+from bexp.explorer.surrogate.measured_transfers import ASSUMED_BYTES_PER_SECOND
 from tests.explorer.simulator import report
 
 MODEL: dict[str, Any] = {
@@ -313,7 +313,7 @@ def test_a_norm_over_all_heads_adds_one_exchange_of_two_numbers_a_token() -> Non
         found = space({"tensor": 2}, num_devices=2, model={**MODEL, "qk_norm": norm})
         blocks = found._decompose()(only(found))
         (attention, _), *_ = blocks.blocks.values()
-        exchanged.append([transfer.seconds for transfer in attention.exchanges])
+        exchanged.append([transfer.seconds for transfer in attention.transfers])
     assert exchanged[1][:2] == exchanged[0]
     assert exchanged[1][2] == pytest.approx(exchanged[0][0] * 2 * 4 * 2 / (512 * 2))
 

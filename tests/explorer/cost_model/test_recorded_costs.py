@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.collectives import Overlap, is_exchange_timed
+from bexp.explorer.cost_model.collectives import Overlap, is_communication_timed
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition, predict_component_table, predict_memory
-from bexp.explorer.cost_model.fabric_exchange import Link
 from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
@@ -93,7 +93,7 @@ def table_rows(request: ExplorationRequest, parts: bool = False) -> list[Any]:
     rep = there.model_copy(update={"parts": described.parts()}) if parts else there
     model = request.shapes if rep.parts is None else rep.parts
     space = enumerate_candidates(request, rep, model)
-    table = Composition(space.candidates, model, request, exchanges=is_exchange_timed(request, rep.hardware))
+    table = Composition(space.candidates, model, request, communicates=is_communication_timed(request, rep.hardware))
     rows: list[Any] = []
     every: list[tuple[float, float]] = []
     for i, component in enumerate(table.components):
@@ -124,7 +124,7 @@ def mesh_rows(request: ExplorationRequest) -> list[Any]:
     """Some candidates' steps by formulas alone, and once half of the blocks are measured."""
     known = MeshKnowledge(request, report(memory_gib=80, num_devices=4))
     some = known.candidates[:: max(1, len(known.candidates) // ROWS)]
-    rows: list[Any] = [known.summarize(), [component.key for component in known.exchanges]]
+    rows: list[Any] = [known.summarize(), [component.key for component in known.transfers]]
     rows += [["by formulas", found.describe(), _step(known, found)] for found in some]
     measured = tuple(dict.fromkeys(c for found in some[::2] for c in known.missing(found)))
     task = TrialTask(
@@ -132,7 +132,7 @@ def mesh_rows(request: ExplorationRequest) -> list[Any]:
         kind=TrialKind.COMPONENTS,
         model=request.shapes,
         candidate=some[0].candidate,
-        components=(*known.exchanges, *measured),
+        components=(*known.transfers, *measured),
         timeout_seconds=1.0,
     )
     known.learn(SimulatedDevice(request, noise=0.0)(task).components)

@@ -32,6 +32,7 @@ from tests.explorer.cost_model.tiny import (
     model_of,
     parts,
     request,
+    request_of_parts,
 )
 
 TOKENS = 48
@@ -67,11 +68,15 @@ def launches(kind: str, req: ExplorationRequest | None = None, **changes: Any) -
 
 
 def test_a_component_takes_the_larger_of_its_arithmetic_and_its_bytes() -> None:
-    slow = hardware(memory_bandwidth_bytes_per_second=1.0)
-    assert predict("dense_ffn").device == pytest.approx(
-        max(flops("dense_ffn") / PEAK_FLOPS, moved("dense_ffn") / BANDWIDTH)
-    )
-    assert predict("dense_ffn", device=slow).device == pytest.approx(moved("dense_ffn"))
+    """An FFN of 392 parameters on 48 tokens: 112,896 operations in three passes, and 39,216 bytes.
+
+    A pass moves 392 parameters of two bytes, and twice the 6144 bytes that are saved.
+    """
+    assert predict("dense_ffn").device == pytest.approx(392.16e-9), "39,216 bytes at 100 GB/s; 112.896 ns at 1 TFLOP/s"
+    slow = hardware(matmul_flops_per_second={DType.BFLOAT16: 1e11})
+    assert predict("dense_ffn", device=slow).device == pytest.approx(1128.96e-9)
+    halfway = hardware(memory_bandwidth_bytes_per_second=39_216e9 / 112.896)
+    assert predict("dense_ffn", device=halfway).device == pytest.approx(112.896e-9)
 
 
 def test_a_format_that_was_not_measured_is_taken_at_the_fastest_peak() -> None:
@@ -301,6 +306,19 @@ def test_the_optimizer_of_a_models_own_code_moves_what_is_trained() -> None:
     component = Component.model_validate({"kind": "optimizer", "micro_batch_size": 0})
     found = roofline_seconds(component, parts(), request(), MEMORY)
     assert found.device * BANDWIDTH == pytest.approx((2 + 2 * 2 + 1) * 220)
+
+
+def test_the_optimizer_beside_master_weights_moves_what_the_reference_layers_do_and_clips() -> None:
+    component = {"kind": "optimizer", "micro_batch_size": 0}
+    numbers, converted = 220 // 2, 4 + 4
+    read_and_written = 2 * (4 + 4 + 4) + 2 + 2
+    master = {"precision": "master"}
+    alone, shared = request_of_parts(training=master), request_of_parts(num_devices=4, training=master)
+    found = roofline_seconds(Component.model_validate(component), parts(), alone, MEMORY)
+    assert found.device * BANDWIDTH == pytest.approx(numbers * (read_and_written + converted))
+    sharded = Component.model_validate({**component, "sharding": "zero1"})
+    of_one = roofline_seconds(sharded, parts(), shared, MEMORY)
+    assert of_one.device == pytest.approx(found.device / 4)
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from bexp.explorer.search.relaxations import smallest_requirement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-from tests.explorer.exchanges import MODEL, exchanges_in, request, run
+from tests.explorer.data_parallel import MODEL, communicates_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 
 LEVELS = tuple(Sharding)
@@ -74,7 +74,7 @@ def test_a_table_of_all_levels_is_the_tables_of_each() -> None:
     rep = report(experts=False, num_devices=4)
     space = enumerate_candidates(req, rep, req.shapes)
     assert {c.sharding for c in space.candidates} == set(LEVELS)
-    everything = Composition(space.candidates, req.shapes, req, exchanges=True)
+    everything = Composition(space.candidates, req.shapes, req, communicates=True)
     kinds = [c.kind for c in everything.components]
     assert kinds.count(ComponentKind.COMMUNICATION) == 4
     assert kinds.count(ComponentKind.OPTIMIZER) == 2, "a share of the state is the same share with every ZeRO level"
@@ -84,7 +84,7 @@ def test_a_table_of_all_levels_is_the_tables_of_each() -> None:
         fixed = request(level.value)
         rows = [i for i, c in enumerate(space.candidates) if c.sharding is level]
         plain = [space.candidates[i].model_copy(update={"sharding": None}) for i in rows]
-        table = Composition(plain, fixed.shapes, fixed, exchanges=True)
+        table = Composition(plain, fixed.shapes, fixed, communicates=True)
         np.testing.assert_allclose(found[rows], device_of(fixed).true_tokens_per_second(table))
         np.testing.assert_allclose(needs[rows], predict_memory(table, rep.hardware))
         assert everything.static_parts(rows[0]) == table.static_parts(0)
@@ -102,7 +102,7 @@ def test_traffic_slows_each_level_down_as_it_was_measured() -> None:
         Candidate(micro_batch_size=2, attention_backend="flash", num_query_groups=8, sharding=level)
         for level in (Sharding.NONE, Sharding.ZERO3)
     ]
-    table = Composition(candidates, req.shapes, req, exchanges=True)
+    table = Composition(candidates, req.shapes, req, communicates=True)
     device_1K, shares = np.full((1, len(table.components)), 1e-3), np.full(len(table.components), 0.3)
     micro, nothing = np.full((1, 2), 1.0), np.zeros((2, len(shares)))
     added = []
@@ -122,11 +122,11 @@ def test_an_exploration_chooses_the_level(factor: float) -> None:
     found, reason, _ = run(req, device)
     assert found is not None, reason
     first = device.plans[:4]
-    assert [exchanges_in(plan) for plan in device.plans] == [True] * 4 + [False] * (len(device.plans) - 4)
+    assert [communicates_in(plan) for plan in device.plans] == [True] * 4 + [False] * (len(device.plans) - 4)
     assert [plan.candidate.sharding for plan in first] == list(LEVELS)
     assert all(plan.components[0].sharding is plan.candidate.sharding for plan in first)
     space = enumerate_candidates(req, report(experts=False, num_devices=4), req.shapes)
-    table = Composition(space.candidates, req.shapes, req, exchanges=True)
+    table = Composition(space.candidates, req.shapes, req, communicates=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
     assert found.base.sharding is Sharding.NONE
@@ -139,7 +139,7 @@ def test_memory_decides_what_may_be_chosen() -> None:
     free = choosing()
     rep = report(experts=False, num_devices=4)
     space = enumerate_candidates(free, rep, free.shapes)
-    needs = predict_memory(Composition(space.candidates, free.shapes, free, exchanges=True), rep.hardware)
+    needs = predict_memory(Composition(space.candidates, free.shapes, free, communicates=True), rep.hardware)
     least = {
         level: min(n for n, c in zip(needs, space.candidates, strict=True) if c.sharding is level) for level in LEVELS
     }
@@ -150,7 +150,7 @@ def test_memory_decides_what_may_be_chosen() -> None:
     found, reason, _ = run(tight, device)
     assert found is not None, reason
     assert found.candidate.sharding is Sharding.ZERO3
-    assert sum(exchanges_in(plan) for plan in device.plans) <= 3, "what cannot fit is not exchanged"
+    assert sum(communicates_in(plan) for plan in device.plans) <= 3, "what cannot fit is not exchanged"
     assert any("memory assumes zero3 over 4 devices" in note for note in found.notes)
 
 
@@ -174,7 +174,7 @@ def test_a_level_that_cannot_be_exchanged_leaves_the_others() -> None:
     class Broken(SimulatedDevice):
         def __call__(self, task: TrialTask) -> Measurement:
             failed = task.components[0] if task.components else None
-            if failed is None or not exchanges_in(task) or failed.sharding in {Sharding.ZERO2, Sharding.ZERO3}:
+            if failed is None or not communicates_in(task) or failed.sharding in {Sharding.ZERO2, Sharding.ZERO3}:
                 return super().__call__(task)
             return Measurement(
                 candidate=task.candidate, outcome=Outcome.CRASHED, reason="no link", failed_component=failed
@@ -195,7 +195,7 @@ def test_a_resumed_exploration_goes_the_same_way() -> None:
         resumed, _, _ = run(req, again, history=tuple(trials[:kept]))
         assert resumed is not None and found is not None
         assert resumed.candidate == found.candidate
-        assert sum(exchanges_in(plan) for plan in again.plans) == max(0, 4 - kept)
+        assert sum(communicates_in(plan) for plan in again.plans) == max(0, 4 - kept)
 
 
 def test_when_nothing_fits_the_next_level_or_more_devices_help() -> None:

@@ -33,6 +33,12 @@ def request(model: dict[str, Any] | None = None, **changes: Any) -> ExplorationR
     return ExplorationRequest.model_validate({"model": {**MODEL, **(model or {})}, "batch_size": 12, **changes})
 
 
+def request_of_parts(**changes: Any) -> ExplorationRequest:
+    """A request whose model is described by its parts, as `parts` does."""
+    fields = {"hf_config": {"model_type": "described"}, "hf_seq_length": MODEL["seq_length"], "batch_size": 12}
+    return ExplorationRequest.model_validate({**fields, **changes})
+
+
 def model_of(req: ExplorationRequest) -> ModelSpec:
     """The model of a request that has one."""
     assert req.model is not None

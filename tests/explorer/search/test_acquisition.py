@@ -10,7 +10,7 @@ import pytest
 from bexp.explorer.search import acquisition
 from bexp.explorer.search.acquisition import MOST_RUNS, NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
+from bexp.explorer.search.suggestion import Suggestion
 from tests.explorer.search.small import candidate, know, measure, small_state
 
 
@@ -58,36 +58,61 @@ def test_nothing_is_suggested_without_contenders() -> None:
     assert suggest_measurement(state) is None
 
 
-def test_before_anything_is_known_it_is_the_most_throughput_a_second() -> None:
+def with_costs(samples: list[list[float]], wanted: tuple[int, ...], *, known: int = 0) -> Posterior:
+    """As many candidates as a sample has figures, of which the first `known` are clear.
+
+    Each wants so many of its components, and a component takes 0.15 s to measure.
+    """
     state = small_state()
-    posterior, found = state.contenders, suggest_measurement(state)
-    assert found is not None
-    costs = measuring_seconds(state.surrogate.device_mean_K)
-    mean = posterior.tokens_NA.mean(axis=0)
-    cost = np.array(
-        [(costs[state.table.columns_CP[r]] * w).sum() for r, w in zip(posterior.rows, posterior.wanted_AP, strict=True)]
+    number = len(wanted)
+    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)[:number]])
+    wanted_AP = np.zeros((number, state.table.used_CP.shape[1]), dtype=np.bool_)
+    for each, count in zip(wanted_AP, wanted, strict=True):
+        each[:count] = True
+    tokens = np.array(samples)
+    state._contenders = replace(
+        state.contenders,
+        rows=rows,
+        mean_A=tokens.mean(axis=0),
+        composed_NA=tokens,
+        tokens_NA=tokens,
+        wanted_AP=wanted_AP,
+        clear_A=np.arange(number) < known,
+        undecided_A=np.zeros(number, dtype=np.bool_),
+        runs_A=np.ones(number),
     )
-    assert found.row == posterior.rows[np.argmax(mean / cost)]
-    assert set(found.components) == set(state.missing(found.row))
+    state.surrogate.device_mean_K[:] = 0.0
+    return state
+
+
+def suggested(state: Posterior) -> tuple[int | None, int, str]:
+    """The micro-batch of the suggested candidate, how many of its components, and why."""
+    found = suggest_measurement(state)
+    assert found is not None
     assert not found.again
-    assert found.reason.startswith("expected improvement")
+    components = state.table.decompositions[found.row].components
+    assert set(found.components) <= set(components)
+    return state.table.candidates[found.row].micro_batch_size, len(found.components), found.reason
+
+
+def test_before_anything_is_known_it_is_the_most_throughput_a_second() -> None:
+    # 90 / 0.15 s = 600, 250 / 0.30 s = 833, 400 / 0.60 s = 667.
+    state = with_costs([[90.0, 250.0, 400.0]], (1, 2, 4))
+    assert suggested(state) == (2, 2, "expected improvement 62.50% for 0.30 s")
+    # A component of the second takes 0.106 s a pass, of which there are eight: 250 / 1.15 s = 217.
+    state.surrogate.device_mean_K[state.table.columns_CP[state.contenders.rows[1], 0]] = 0.10625
+    assert suggested(state) == (4, 4, "expected improvement 100.00% for 0.60 s")
 
 
 def test_a_new_candidate_is_the_one_with_the_highest_expected_improvement_a_second() -> None:
-    state = small_state()
-    know(state, candidate(1))
-    posterior, found = state.contenders, suggest_measurement(state)
-    assert found is not None
-    assert posterior.incumbent is not None
-    own = posterior.composed_NA[:, posterior.incumbent]
-    gain = np.maximum(0.0, posterior.composed_NA - own[:, None]).mean(axis=0)
-    costs = measuring_seconds(state.surrogate.device_mean_K)
-    rates = [
-        g / (costs[state.table.columns_CP[r]] * w).sum() if w.any() else 0.0
-        for g, r, w in zip(gain, posterior.rows, posterior.wanted_AP, strict=True)
-    ]
-    assert found.row == posterior.rows[int(np.argmax(rates))]
-    assert found.components == state.wanted(found.row)
+    # Over 100: 0 or 40 is 20% for 0.30 s, and 30% takes 0.60 s. The slow half of the second candidate costs nothing.
+    samples = [[100.0, 60.0, 130.0], [100.0, 140.0, 130.0]]
+    state = with_costs(samples, (0, 2, 4), known=1)
+    assert suggested(state) == (2, 2, "expected improvement 20.00% for 0.30 s")
+    assert suggested(with_costs(samples, (0, 3, 4), known=1)) == (4, 4, "expected improvement 30.00% for 0.60 s")
+    # Where the whole model does not run, nothing is gained.
+    state._contenders = replace(state.contenders, tokens_NA=np.array([[100.0, 60.0, 130.0], [100.0, 0.0, 130.0]]))
+    assert suggested(state) == (4, 4, "expected improvement 30.00% for 0.60 s")
 
 
 @pytest.mark.parametrize(("share", "suggested"), [(0.99, False), (1.01, True)])

@@ -232,7 +232,7 @@ def exchanging_state(sharding: str = "none") -> Posterior:
     req = small_request(num_devices=2, batch_size=24, training={"sharding": sharding})
     assert req.model is not None
     candidates = small_state().table.candidates
-    table = Composition(candidates, req.model, req, exchanges=True)
+    table = Composition(candidates, req.model, req, communicates=True)
     hardware = REPORT.hardware.model_copy(update={"num_devices": 2})
     return Posterior.of(table, candidates, req, hardware)
 

@@ -12,7 +12,7 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
-from tests.explorer.exchanges import candidate, exchanges_in, request, run
+from tests.explorer.data_parallel import candidate, communicates_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -35,7 +35,7 @@ def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share
     device = SimulatedDevice(req, noise=0.001)
     found, reason, _ = run(req, device)
     assert found is not None, reason
-    assert [exchanges_in(plan) for plan in device.plans] == [True] + [False] * (len(device.plans) - 1)
+    assert [communicates_in(plan) for plan in device.plans] == [True] + [False] * (len(device.plans) - 1)
     assert device.plans[0].num_processes == 4
     assert len(device.plans[0].components) == 1, "what several devices time is not beside what one does"
     assert found.communication_seconds is not None
@@ -45,7 +45,7 @@ def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share
     assert found.whole_model is not None
     assert found.whole_model.measurement.communication_seconds is not None
     assert abs(found.whole_model.step_error) < 0.01
-    table = Composition([candidate(m) for m in (1, 2, 4, 8)], req.shapes, req, exchanges=True)
+    table = Composition([candidate(m) for m in (1, 2, 4, 8)], req.shapes, req, communicates=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
 
@@ -71,7 +71,7 @@ def test_too_few_devices_leave_it_out_and_say_so() -> None:
     found, reason, _ = run(req, device, num_devices=2)
     assert found is not None, reason
     assert found.communication_seconds is None
-    assert not any(exchanges_in(plan) for plan in device.plans)
+    assert not any(communicates_in(plan) for plan in device.plans)
     assert any("communication between devices is not included in the time" in note for note in found.notes)
     assert not any("is included in the time" in note for note in found.notes)
 
@@ -82,7 +82,7 @@ def test_a_resumed_exploration_does_not_exchange_again() -> None:
     found, _, trials = run(req, first)
     again = SimulatedDevice(req, noise=0.0)
     resumed, _, _ = run(req, again, history=tuple(trials[:2]))
-    assert not any(exchanges_in(plan) for plan in again.plans)
+    assert not any(communicates_in(plan) for plan in again.plans)
     assert resumed is not None and found is not None
     assert resumed.candidate == found.candidate
     assert resumed.step_seconds == pytest.approx(found.step_seconds)
@@ -103,7 +103,7 @@ def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
     again = SimulatedDevice(req, noise=0.0)
     again.host_overhead = first.host_overhead
     resumed, _, _ = run(req, again, history=tuple(map(without_host, trials[:3])))
-    assert [exchanges_in(plan) for plan in again.plans].count(True) == 1
+    assert [communicates_in(plan) for plan in again.plans].count(True) == 1
     assert resumed is not None and found is not None
     assert resumed.step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
 
@@ -116,7 +116,7 @@ def test_an_exploration_of_before_the_exchange_was_timed_goes_on() -> None:
     found, reason, _ = run(req, device, history=old)
     assert found is not None, reason
     assert found.communication_seconds is not None
-    assert sum(exchanges_in(plan) for plan in device.plans) == 1
+    assert sum(communicates_in(plan) for plan in device.plans) == 1
 
 
 def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
@@ -124,7 +124,7 @@ def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
 
     class Broken(SimulatedDevice):
         def __call__(self, task: TrialTask) -> Measurement:
-            if not exchanges_in(task):
+            if not communicates_in(task):
                 return super().__call__(task)
             return Measurement(
                 candidate=task.candidate,

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind, Operation
-from bexp.explorer.cost_model.fabric_exchange import Group
+from bexp.explorer.cost_model.transfers import Group
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
@@ -136,10 +136,10 @@ def test_no_whole_model_is_run_after_two_that_pass_the_deadline() -> None:
 def test_exchanges_are_interpolated_between_what_was_measured() -> None:
     device = SimulatedDevice(request(), noise=0.0)
     space = MeshKnowledge(device.request, report(num_devices=4))
-    assumed = space.composer.exchanges.send(1e9, Group(2, 2)).seconds
+    assumed = space.composer.transfers.send(1e9, Group(2, 2)).seconds
     first = next(step.trial for step in run(device) if step.trial is not None)
     space.learn(first.measurement.components)
-    known = space.composer.exchanges
+    known = space.composer.transfers
     for size in (1e5, 1e6):
         expected = size / LINK_BYTES_PER_SECOND + LINK_SECONDS
         assert known.gather(size, Group(2, 1)).seconds == pytest.approx(expected, rel=1e-3)
@@ -154,7 +154,7 @@ def test_meshes_that_share_experts_have_their_exchanges_measured() -> None:
     device = SimulatedDevice(request(model={**MODEL, "moe": moe}, parallelism=asked))
     space = MeshKnowledge(device.request, report(num_devices=4))
     assert {found.mesh.expert for found in space.candidates} == {2}
-    found = {(c.exchange.operation, c.exchange.size, c.exchange.stride) for c in space.exchanges if c.exchange}
+    found = {(c.exchange.operation, c.exchange.size, c.exchange.stride) for c in space.transfers if c.exchange}
     assert (Operation.ALL_TO_ALL, 2, 1) in found
     assert (Operation.ALL_GATHER, 4, 1) in found, "of what all devices have"
     assert (Operation.REDUCE_SCATTER, 2, 2) in found, "of experts that two devices have"

@@ -24,14 +24,14 @@ NUM_SAMPLES = 20_000
 RUN, OWN, AMPLITUDE = 0.03, 0.02, 0.1
 
 
-def make_table(*, exchanges: bool = False, **changes: Any) -> Composition:
+def make_table(*, communicates: bool = False, **changes: Any) -> Composition:
     candidates = [
         Candidate(micro_batch_size=size, attention_backend=backend, num_query_groups=1)
         for size in (1, 2, 4)
         for backend in ("flash", "math")
     ]
     req = request(**changes)
-    return Composition(candidates, model_of(req), req, exchanges=exchanges)
+    return Composition(candidates, model_of(req), req, communicates=communicates)
 
 
 class Fixed:
@@ -151,7 +151,7 @@ def test_measured_components_are_known_and_components_of_other_variants_are_igno
 
 
 def test_what_no_other_component_predicts_must_be_measured() -> None:
-    table = make_table(exchanges=True, num_devices=2)
+    table = make_table(communicates=True, num_devices=2)
     essential = make_surrogate(table).essential_K
     kinds = {c.kind for c, is_essential in zip(table.components, essential, strict=True) if is_essential}
     assert kinds == {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}
@@ -211,7 +211,7 @@ def test_the_noise_of_a_step_takes_the_median_of_each_kind() -> None:
 
 
 def test_overlap_is_assumed_until_the_exchange_is_measured() -> None:
-    table = make_table(exchanges=True, num_devices=2, training={"sharding": "zero2"})
+    table = make_table(communicates=True, num_devices=2, training={"sharding": "zero2"})
     made = make_surrogate(table)
     (communication,) = table.communications
     column = table.column[communication]
@@ -229,7 +229,7 @@ def test_overlap_is_assumed_until_the_exchange_is_measured() -> None:
 
 
 def test_an_exchange_in_flight_is_expected_to_be_as_it_was_assumed() -> None:
-    table = make_table(exchanges=True, num_devices=2)
+    table = make_table(communicates=True, num_devices=2)
     made = make_surrogate(table)
     (communication,) = table.communications
     column = table.column[communication]

@@ -1,3 +1,6 @@
+from typing import Any
+
+import pynvml
 import pytest
 
 from bexp.measure import visible_gpus
@@ -39,3 +42,25 @@ def test_cuda_alone_means_the_first() -> None:
 def test_unknown_devices_are_named(device: str) -> None:
     with pytest.raises(ValueError, match=device):
         devices.device_key(device, {})
+
+
+def refuse(*_: Any) -> Any:
+    raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
+
+
+def test_a_gpu_is_found_by_its_uuid_whatever_it_is_called(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: ["GPU-a", "GPU-b", "GPU-c"])
+    monkeypatch.setattr(pynvml, "nvmlInit", lambda: None)
+    monkeypatch.setattr(pynvml, "nvmlDeviceGetHandleByUUID", asked.append)
+    assert devices.open_gpu("cuda:0", {"CUDA_VISIBLE_DEVICES": "2,0"}) is not None
+    assert devices.open_gpu("cuda:1", {}) is not None
+    assert asked == ["GPU-c", "GPU-b"]
+    assert devices.open_gpu("cuda:5", {}) is None
+    assert devices.open_gpu("cpu", {}) is None
+
+
+def test_without_a_driver_there_is_no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(visible_gpus, "_gpu_uuids", lambda: ["GPU-a"])
+    monkeypatch.setattr(pynvml, "nvmlInit", refuse)
+    assert devices.open_gpu("cuda:0", {}) is None

@@ -4,7 +4,7 @@ import torch
 
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from bexp.workers.instruments.kernel_shapes import attention_shape, experts_shape
-from tests.workers.targets.models import small_model, small_moe
+from tests.workers.targets.reference.models import small_model, small_moe
 
 
 def test_the_kernels_shapes_are_the_models() -> None:

@@ -18,7 +18,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.workers import register_worker
 from bexp.workers.jobs import own_job
 from bexp.workers.jobs.own_job import OwnJob
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from tests.contracts.samples import make_report, make_request, make_worker
 from tests.workers.fakes import FakeProfiler
 
@@ -32,7 +32,7 @@ def queue(sqlite_database: Database) -> Queue:
 def own(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> OwnJob:
     for name in ("CHECK_SECONDS", "PATIENCE_SECONDS", "CLAIM_SECONDS"):
         monkeypatch.setattr(own_job, name, 0.01)
-    return OwnJob(Worker(queue, FakeProfiler(), "cpu"), "own")
+    return OwnJob(JobWorker(queue, FakeProfiler(), "cpu"), "own")
 
 
 @contextmanager

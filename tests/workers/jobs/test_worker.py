@@ -13,14 +13,14 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.workers import list_workers
-from bexp.workers.jobs.worker import Worker, installed_software
+from bexp.workers.jobs.worker import JobWorker, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 
-def make_worker(database: Database, profiler: FakeProfiler) -> Worker:
-    return Worker(Queue(database), profiler, "cpu", explore=fake_explore)
+def make_worker(database: Database, profiler: FakeProfiler) -> JobWorker:
+    return JobWorker(Queue(database), profiler, "cpu", explore=fake_explore)
 
 
 def test_a_profiler_is_started_before_each_job_and_closed_once_at_the_end(sqlite_database: Database) -> None:
@@ -128,14 +128,14 @@ def test_a_profiler_that_cannot_start_for_a_while_does_not_end_its_worker(
         queue.enqueue(make_request())
     pauses = [0.01] * 3
     profiler = Moody(*starts)
-    Worker(queue, profiler, "cpu", explore=fake_explore, start_pauses_seconds=pauses).run(max_jobs=2)
+    JobWorker(queue, profiler, "cpu", explore=fake_explore, start_pauses_seconds=pauses).run(max_jobs=2)
     assert {job.state for job in list_jobs(sqlite_database)[0]} == {JobState.SUCCEEDED}
 
 
 def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database) -> None:
     Queue(sqlite_database).enqueue(make_request())
     profiler = Moody(None, None, *[ProfilerError("the device fell off the bus")] * 9)
-    worker = Worker(Queue(sqlite_database), profiler, "cpu", explore=fake_explore, start_pauses_seconds=[0.01] * 3)
+    worker = JobWorker(Queue(sqlite_database), profiler, "cpu", explore=fake_explore, start_pauses_seconds=[0.01] * 3)
     with pytest.raises(ProfilerError, match="fell off"):
         worker.run(max_jobs=2)
 

@@ -32,12 +32,12 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials.component import measure_component
-from bexp.workers.profiler.trials.exchange import measure_exchange
+from bexp.workers.profiler.trials.mesh_operation import measure_mesh_operation
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
-from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.targets.reference.target import ReferenceTarget
+from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}
@@ -257,7 +257,7 @@ def measure_exchanges(groups: ProcessGroups, instruments: Instruments) -> float:
     groups.prepare(plan)
     instruments.timer = InARow()
     instruments.join(groups.rank_group(plan))
-    return min(measure_exchange(instruments, each, 0, PhaseClock()).device_seconds for each in components)
+    return min(measure_mesh_operation(instruments, each, 0, PhaseClock()).device_seconds for each in components)
 
 
 def measure_shared_experts(groups: ProcessGroups, instruments: Instruments) -> float:

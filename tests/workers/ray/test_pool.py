@@ -19,7 +19,7 @@ from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerError, ProfilerInterruptedError
 from bexp.workers.ray.pool import MOST_LOSSES, RayDevicePool
 from tests.contracts.samples import make_candidate, make_report, make_request
@@ -258,7 +258,7 @@ TINY: dict[str, Any] = {
 def test_a_worker_explores_on_the_cluster_with_real_profilers(cluster: Any, sqlite_database: Database) -> None:
     queue = Queue(sqlite_database)
     job, _ = queue.enqueue(ExplorationRequest.model_validate(TINY))
-    Worker(queue, RayDevicePool(cluster.address, ("cpu",)), "ray-cpu").run(max_jobs=1)
+    JobWorker(queue, RayDevicePool(cluster.address, ("cpu",)), "ray-cpu").run(max_jobs=1)
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED, [e.message for e in read_events(sqlite_database, job.id)]
     trials = [stored.trial for stored in read_trials(sqlite_database, job.id)]

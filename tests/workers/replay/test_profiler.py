@@ -19,7 +19,7 @@ from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.trials import read_trials
 from bexp.workers.jobs.runner import JobEnd, run_job
-from bexp.workers.jobs.worker import Worker
+from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.process.interface import ProfilerInterruptedError
 from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import ReplayProfiler, mismatch
@@ -193,7 +193,7 @@ def test_a_worker_leaves_what_its_table_cannot_answer_to_others(sqlite_database:
     _, own = enqueue(sqlite_database, request())
     profiler = ReplayProfiler(path)
     answerable = AnswerableJobs(sqlite_database, profiler.recording)
-    Worker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock), job_ids=answerable).run(
+    JobWorker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock), job_ids=answerable).run(
         max_jobs=1
     )
     assert get_job(sqlite_database, own.id).state is JobState.SUCCEEDED
@@ -204,7 +204,7 @@ def test_a_worker_leaves_what_its_table_cannot_answer_to_others(sqlite_database:
 def test_a_worker_serves_a_table(sqlite_database: Database, path: Path) -> None:
     queue, job = enqueue(sqlite_database, request())
     profiler = ReplayProfiler(path)
-    Worker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock)).run(max_jobs=1)
+    JobWorker(queue, profiler, "replay", explore=partial(explore, clock=profiler.clock)).run(max_jobs=1)
     done = get_job(sqlite_database, job.id)
     assert done.state is JobState.SUCCEEDED
     assert done.answer is not None and done.answer.recommendation is not None

@@ -56,8 +56,8 @@ class Coordinator:
 
     def serve(self, commands: queue.SimpleQueue[Command]) -> NoReturn:
         """Answer commands. Only GroupEndedError ends this."""
-        found = self._collect(Hello)
-        self._send(Hello(pid=os.getpid(), ranks=tuple(hello.pid for hello in found)))
+        hellos = self._collect(Hello)
+        self._send(Hello(pid=os.getpid(), ranks=tuple(hello.pid for hello in hellos)))
         while True:
             self.idle.set()
             command = commands.get()
@@ -80,16 +80,16 @@ class Coordinator:
 
     def _collect(self, kind: type[R]) -> list[R]:
         """Wait for one reply of each rank; returned in the order of ranks."""
-        found: dict[int, R] = {}
-        while len(found) < len(self._devices):
+        replies: dict[int, R] = {}
+        while len(replies) < len(self._devices):
             received = self._message_queue.next_reply()
             assert received is not None
             rank, reply = received
             if isinstance(reply, Refused | RankLost):
                 self._end(reply)
             assert isinstance(reply, kind), f"rank {rank} sent a reply that was not asked for: {reply.type}"
-            found[rank] = reply
-        return [found[rank] for rank in sorted(found)]
+            replies[rank] = reply
+        return [replies[rank] for rank in sorted(replies)]
 
     def _end(self, reply: Refused | RankLost) -> NoReturn:
         self._send(reply)
@@ -181,6 +181,6 @@ def _failed_alone(finished: TrialFinished) -> bool:
     All ranks compute the same, so all of them run out of memory there. A rank that did not would wait for the others to
     agree on the number of repeats.
     """
-    found = finished.measurement
-    failed = found.failed_component
-    return found.outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint
+    measurement = finished.measurement
+    failed = measurement.failed_component
+    return measurement.outcome is Outcome.OUT_OF_MEMORY and failed is not None and not failed.is_joint

@@ -18,56 +18,58 @@ OPTIONAL = (
 """Figures that not every component has."""
 
 
-def merge_hardware(found: Sequence[HardwareSpec]) -> HardwareSpec:
+def merge_hardware(specs: Sequence[HardwareSpec]) -> HardwareSpec:
     """Describe the group as equal devices, each as slow and as small as the worst. Ranks on the CPU share its memory.
 
     Raises:
         ValueError: the devices are not alike.
     """
-    first = found[0]
-    names = sorted({spec.device_name for spec in found})
+    first = specs[0]
+    names = sorted({spec.device_name for spec in specs})
     if len(names) > 1:
         raise ValueError(f"the devices of a group must be alike, not {' and '.join(names)}")
-    limit = min(spec.memory_limit_bytes for spec in found)
+    limit = min(spec.memory_limit_bytes for spec in specs)
     peaks = first.matmul_flops_per_second
     return first.model_copy(
         update={
-            "num_devices": len(found),
-            "memory_limit_bytes": limit if first.device_kind == "cuda" else max(1, limit // len(found)),
-            "context_bytes": max(spec.context_bytes for spec in found),
+            "num_devices": len(specs),
+            "memory_limit_bytes": limit if first.device_kind == "cuda" else max(1, limit // len(specs)),
+            "context_bytes": max(spec.context_bytes for spec in specs),
             "matmul_flops_per_second": {
-                dtype: min(spec.matmul_flops_per_second[dtype] for spec in found)
+                dtype: min(spec.matmul_flops_per_second[dtype] for spec in specs)
                 for dtype in peaks
-                if all(dtype in spec.matmul_flops_per_second for spec in found)
+                if all(dtype in spec.matmul_flops_per_second for spec in specs)
             },
-            "memory_bandwidth_bytes_per_second": min(spec.memory_bandwidth_bytes_per_second for spec in found),
-            "launch_seconds": max(spec.launch_seconds for spec in found),
+            "memory_bandwidth_bytes_per_second": min(spec.memory_bandwidth_bytes_per_second for spec in specs),
+            "launch_seconds": max(spec.launch_seconds for spec in specs),
         }
     )
 
 
-def merge_component(found: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
+def merge_component(measurements: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
     """Take the largest of every figure, and the smallest number of repeats. One rank's disturbed device counts."""
-    assert len({measured.component for measured in found}) == 1, "the ranks run the same components in the same order"
-    slowest = max(found, key=lambda measured: measured.device_seconds)
+    assert len({measured.component for measured in measurements}) == 1, (
+        "the ranks run the same components in the same order"
+    )
+    slowest = max(measurements, key=lambda measured: measured.device_seconds)
     return slowest.model_copy(
         update={
-            "host_seconds": max(measured.host_seconds for measured in found),
-            "forward_device_seconds": max(measured.forward_device_seconds for measured in found),
-            "standard_error_seconds": max(measured.standard_error_seconds for measured in found),
-            "repeats": min(measured.repeats for measured in found),
-            "saved_bytes": max(measured.saved_bytes for measured in found),
-            "forward_peak_bytes": max(measured.forward_peak_bytes for measured in found),
-            "backward_peak_bytes": max(measured.backward_peak_bytes for measured in found),
-            **{name: _largest(getattr(measured, name) for measured in found) for name in OPTIONAL},
-            "conditions": _worst_conditions(slowest, found),
+            "host_seconds": max(measured.host_seconds for measured in measurements),
+            "forward_device_seconds": max(measured.forward_device_seconds for measured in measurements),
+            "standard_error_seconds": max(measured.standard_error_seconds for measured in measurements),
+            "repeats": min(measured.repeats for measured in measurements),
+            "saved_bytes": max(measured.saved_bytes for measured in measurements),
+            "forward_peak_bytes": max(measured.forward_peak_bytes for measured in measurements),
+            "backward_peak_bytes": max(measured.backward_peak_bytes for measured in measurements),
+            **{name: _largest(getattr(measured, name) for measured in measurements) for name in OPTIONAL},
+            "conditions": _worst_conditions(slowest, measurements),
         }
     )
 
 
-def _worst_conditions(slowest: M, found: Sequence[M]) -> Conditions | None:
+def _worst_conditions(slowest: M, measurements: Sequence[M]) -> Conditions | None:
     """Return the conditions of a rank whose device was disturbed, for which the others waited; else the slowest's."""
-    disturbed = (measured.conditions for measured in found if measured.contamination is not None)
+    disturbed = (measured.conditions for measured in measurements if measured.contamination is not None)
     return next(disturbed, slowest.conditions)
 
 
@@ -75,34 +77,34 @@ def _largest(figures: Iterable[float | None]) -> float | None:
     return max((figure for figure in figures if figure is not None), default=None)
 
 
-def merge_trial(found: Sequence[TrialFinished]) -> TrialFinished:
+def merge_trial(trials: Sequence[TrialFinished]) -> TrialFinished:
     """Merge the results of ranks that all had the same outcome."""
-    measurements = [finished.measurement for finished in found]
+    measurements = [finished.measurement for finished in trials]
     components = zip(*(measurement.components for measurement in measurements), strict=True)
     whole = [m.whole_model for m in measurements if m.whole_model is not None]
-    slowest = max(found, key=lambda finished: finished.seconds)  # whose phases add up to its time
+    slowest = max(trials, key=lambda finished: finished.seconds)  # whose phases add up to its time
     merged = slowest.measurement.model_copy(
         update={
             "components": tuple(merge_component(ranks) for ranks in components),
             "whole_model": _merge_whole_model(whole) if whole else None,
         }
     )
-    poisoned = any(finished.poisoned for finished in found)
+    poisoned = any(finished.poisoned for finished in trials)
     return slowest.model_copy(update={"measurement": merged, "poisoned": poisoned})
 
 
-def _merge_whole_model(found: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
+def _merge_whole_model(measurements: Sequence[WholeModelMeasurement]) -> WholeModelMeasurement:
     """Take micro-step and communication of the slowest rank: the others' communication includes their wait for it."""
-    on_mesh = found[0].num_micro_batches is not None  # whose ranks wait for each other, and update unlike shares
-    slowest = max(found, key=lambda whole: whole.mesh_step_seconds if on_mesh else whole.micro_step_seconds)
-    optimizer = [slowest] if on_mesh else found
+    on_mesh = measurements[0].num_micro_batches is not None  # whose ranks wait for each other, and update unlike shares
+    slowest = max(measurements, key=lambda whole: whole.mesh_step_seconds if on_mesh else whole.micro_step_seconds)
+    optimizer = [slowest] if on_mesh else measurements
     return slowest.model_copy(
         update={
             "optimizer_seconds": max(whole.optimizer_seconds for whole in optimizer),
-            "standard_error_seconds": max(whole.standard_error_seconds for whole in found),
-            "peak_bytes": max(whole.peak_bytes for whole in found),
-            "reserved_bytes": max(whole.reserved_bytes for whole in found),
-            "repeats": min(whole.repeats for whole in found),
-            "conditions": _worst_conditions(slowest, found),
+            "standard_error_seconds": max(whole.standard_error_seconds for whole in measurements),
+            "peak_bytes": max(whole.peak_bytes for whole in measurements),
+            "reserved_bytes": max(whole.reserved_bytes for whole in measurements),
+            "repeats": min(whole.repeats for whole in measurements),
+            "conditions": _worst_conditions(slowest, measurements),
         }
     )

@@ -195,7 +195,7 @@ def _summarize(run: _TimedSteps[TrainingRun], request: ExplorationRequest) -> Wh
     marks, training = run.marks, run.training
     micro_steps, once = _split(marks)
     optimizer = [before.seconds_until(end) for *_, before, end in marks]
-    if not training.exchanges:  # time that the first micro-step lacks belongs to the optimizer
+    if not training.is_data_parallel:  # time that the first micro-step lacks belongs to the optimizer
         optimizer = [max(0.0, seconds + more) for seconds, more in zip(optimizer, once, strict=True)]
     return WholeModelMeasurement(
         micro_step_seconds=statistics.median(micro_steps),
@@ -204,6 +204,6 @@ def _summarize(run: _TimedSteps[TrainingRun], request: ExplorationRequest) -> Wh
         peak_bytes=run.peak_bytes,
         reserved_bytes=run.reserved_bytes,
         repeats=len(marks),
-        communication_seconds=max(0.0, statistics.median(once)) if training.exchanges else None,
+        communication_seconds=max(0.0, statistics.median(once)) if training.is_data_parallel else None,
         conditions=watched_conditions(run.watch),
     )

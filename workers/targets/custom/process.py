@@ -9,7 +9,6 @@ import subprocess
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from typing import IO, Any
 
@@ -29,13 +28,13 @@ END_SECONDS = 10.0
 class TargetProcess:
     """`python -m bexp.targets.process`. A process that has failed in any way is ended, and answers no more."""
 
-    def __init__(self, environment: Mapping[str, str] | None = None) -> None:
+    def __init__(self) -> None:
         self._popen = subprocess.Popen(
             module_command("bexp.targets.process"),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
-            env=safe_environment(os.environ if environment is None else environment),
+            env=safe_environment(os.environ),
         )
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._replies: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
@@ -71,8 +70,8 @@ class TargetProcess:
             line = self._replies.get(timeout=timeout_seconds)
         except queue.Empty:
             self.end()
-            told = f"the target did not answer within {timeout_seconds:.3g} s{self._last_lines()}"
-            raise TrialFailedError(Outcome.TIMED_OUT, told) from None
+            reason = f"the target did not answer within {timeout_seconds:.3g} s{self._last_lines()}"
+            raise TrialFailedError(Outcome.TIMED_OUT, reason) from None
         if line is None:
             status = self._ended_status()
             output = " | ".join(self._lines())

@@ -89,12 +89,12 @@ class CustomTarget:
         """
         self._hardware = hardware
         try:
-            found = self._introduce_alive()
+            introduction = self._introduce_alive()
         except TrialFailedError as error:
             how = "" if error.outcome is Outcome.UNSUPPORTED else f"{error.outcome}: "
             raise UnsupportedTrialError(f"target '{self._source.name}': {how}{error}") from error
         self._open_choice = next(iter(self._choices), None)
-        self._parts = self._describe(found)
+        self._parts = self._describe(introduction)
         own = BackendSupport(name=OWN_ATTENTION, usable=True)
         return DeviceReport(
             hardware=hardware, attention_backends=(own,), default_attention=OWN_ATTENTION, parts=self._parts
@@ -107,17 +107,17 @@ class CustomTarget:
             TrialFailedError: the target's outcome.
         """
         assert self._parts is not None, "report() comes first"
-        found = self._measure(candidate, clock)
+        figures = self._measure(candidate, clock)
         optimizer = component.kind is ComponentKind.OPTIMIZER
-        seconds = found["optimizer_seconds"] if optimizer else found["micro_step_seconds"]
-        activations = 0 if optimizer else max(0, found["peak_bytes"] - static_parts(self._parts, self._request).total)
+        seconds = figures["optimizer_seconds"] if optimizer else figures["micro_step_seconds"]
+        activations = 0 if optimizer else max(0, figures["peak_bytes"] - static_parts(self._parts, self._request).total)
         return ComponentMeasurement(
             component=component,
             device_seconds=seconds,
             host_seconds=0.0,
             forward_device_seconds=seconds if optimizer else seconds / 3,
-            standard_error_seconds=found["standard_error_seconds"],
-            repeats=found["repeats"],
+            standard_error_seconds=figures["standard_error_seconds"],
+            repeats=figures["repeats"],
             saved_bytes=0,
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
@@ -155,9 +155,9 @@ class CustomTarget:
             if self._process is None or not self._process.alive or candidate.settings != self._open_choice:
                 self._open(candidate.settings, min(until, time.monotonic() + OPEN_SECONDS))
         with clock.phase("timed"):
-            found = self._ask("measure", until, micro_batch_size=candidate.micro_batch_size)
-        self._last = (candidate, found)
-        return found
+            figures = self._ask("measure", until, micro_batch_size=candidate.micro_batch_size)
+        self._last = (candidate, figures)
+        return figures
 
     def _introduce_alive(self) -> dict[str, Any]:
         """Return what a process says of the model. If it is killed for no known reason, another one is asked.
@@ -210,31 +210,31 @@ class CustomTarget:
             context_bytes=self._hardware.context_bytes,
         )
 
-    def _describe(self, found: Mapping[str, Any]) -> ModelParts:
-        parameters, trainable = found["num_parameters"], found["trainable_bytes"]
-        length = found["seq_length"]
-        saved = found["saved_bytes"] / length
+    def _describe(self, introduction: Mapping[str, Any]) -> ModelParts:
+        parameters, trainable = introduction["num_parameters"], introduction["trainable_bytes"]
+        length = introduction["seq_length"]
+        saved = introduction["saved_bytes"] / length
         return ModelParts(
             target=self._source.name,
             target_version=self._source.version,
-            name=found["class_name"],
-            class_name=found["class_name"],
-            dtype=DType(found["dtype"]) if found["dtype"] in set(DType) else DType.FLOAT32,
+            name=introduction["class_name"],
+            class_name=introduction["class_name"],
+            dtype=DType(introduction["dtype"]) if introduction["dtype"] in set(DType) else DType.FLOAT32,
             seq_length=length,
             layers=(),
             kinds=(),
             shell=Part(
                 num_parameters=parameters,
-                parameter_bytes=found["parameter_bytes"],
+                parameter_bytes=introduction["parameter_bytes"],
                 trainable_bytes=trainable,
                 flops_per_token=2.0 * parameters,
                 saved_bytes_per_token=saved,
             ),
             output_bytes_per_token=1,
             num_parameters=parameters,
-            parameter_bytes=found["parameter_bytes"],
+            parameter_bytes=introduction["parameter_bytes"],
             trainable_bytes=trainable,
-            largest_trainable_bytes=found["largest_trainable_bytes"],
+            largest_trainable_bytes=introduction["largest_trainable_bytes"],
             settings=tuple(self._choices),
         )
 
@@ -254,11 +254,11 @@ def _choices(dimensions: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any
     """
     if not dimensions:
         return {}
-    found = [dict(zip(dimensions, values, strict=True)) for values in itertools.product(*dimensions.values())]
-    if not 1 <= len(found) <= MAX_SETTINGS:
-        told = f"its dimensions have {len(found)} combinations; 1 to {MAX_SETTINGS} can be explored"
-        raise TrialFailedError(Outcome.UNSUPPORTED, told)
-    return {" ".join(f"{name}={_text(value)}" for name, value in each.items()): each for each in found}
+    choices = [dict(zip(dimensions, values, strict=True)) for values in itertools.product(*dimensions.values())]
+    if not 1 <= len(choices) <= MAX_SETTINGS:
+        reason = f"its dimensions have {len(choices)} combinations; 1 to {MAX_SETTINGS} can be explored"
+        raise TrialFailedError(Outcome.UNSUPPORTED, reason)
+    return {" ".join(f"{name}={_text(value)}" for name, value in each.items()): each for each in choices}
 
 
 def _text(value: Any) -> str:

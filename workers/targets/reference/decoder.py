@@ -165,13 +165,3 @@ def share_routes(model: nn.Module, routes_TK: Tensor) -> None:
     for module in model.modules():
         if isinstance(module, MoEFFN):
             module.set_routes(routes_TK)
-
-
-def parameter_shapes(model: ModelSpec) -> tuple[torch.Size, ...]:
-    """The shapes of the model's parameters, without allocating them."""
-    request = ExplorationRequest(model=model)
-    candidate = Candidate(
-        micro_batch_size=1, attention_backend="math", expert_backend="loop", num_query_groups=model.query_groups
-    )
-    decoder = DecoderModel(model, candidate, request, torch.device("meta"))
-    return tuple(parameter.shape for parameter in decoder.parameters())

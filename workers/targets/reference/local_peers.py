@@ -37,7 +37,7 @@ class LocalPeers:
         finally:
             self._waits = False
 
-    def exchange(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> None:
+    def all_to_all(self, buffer: Tensor, tensor: Tensor, splits: Splits) -> None:
         """Fill the buffer with what this rank sends to itself; on the way back, with what it sends to anyone."""
         own = splits.sent[self.rank]
         if all(number == own for number in splits.received):
@@ -57,7 +57,7 @@ class LocalPeers:
     def reduce(self, part: Tensor, owner: int) -> None:
         """Leave the tensor as it is: its sum passes the links alone."""
 
-    def exchange_counts(self, sent: Tensor) -> Tensor:
+    def all_to_all_counts(self, sent: Tensor) -> Tensor:
         """Return what this rank sends to itself as that of every rank."""
         return sent[self.rank].expand_as(sent).contiguous()
 

@@ -26,18 +26,18 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.targets.reference.spread_experts import build_spread_experts
 from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, spread_parameters
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
 class MeshTrainingRun:
     """This rank's stages of a model, with their optimizer and the micro-batches of a step.
 
-    Ranks are numbered as `bexp.explorer.cost_model.fabric_exchange` says. Replicas have equal parameters and different
+    Ranks are numbered as `bexp.explorer.cost_model.transfers` says. Replicas have equal parameters and different
     data. Ranks that share blocks have one seed, so that their shards are alike, and what each has whole is equal.
     """
 

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, contextmanager
 import torch
 from torch import Tensor, nn
 
-from bexp.explorer.cost_model.collectives import ExchangeUnits
+from bexp.explorer.cost_model.collectives import CommunicationUnits
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
@@ -189,7 +189,7 @@ class ReferenceTarget:
         changed = request.model_copy(update={"model": small, "execution": Execution.EAGER, "executions": None})
         candidate = Candidate(micro_batch_size=1, attention_backend="math", num_query_groups=small.query_groups)
         run = ReferenceTrainingRun(self._instruments, small, candidate, changed, together=together)
-        yield Miniature(run, ExchangeUnits.of(small).number)
+        yield Miniature(run, CommunicationUnits.of(small).number)
 
     def _check_backend(self, kind: ComponentKind, name: str, model: ModelSpec) -> None:
         key = (kind, name, model)

@@ -50,12 +50,12 @@ class SequenceParallel:
 
     def gather(self, x_BSD: Tensor) -> Tensor:
         """Return all tokens; the gradients are summed and scattered."""
-        out: Tensor = _ExchangeFunction.apply(x_BSD, self.gathered, self.reduced)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _CollectiveFunction.apply(x_BSD, self.gathered, self.reduced)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def reduce(self, x_BSD: Tensor) -> Tensor:
         """Return this rank's tokens, summed over the ranks; the gradients are gathered."""
-        out: Tensor = _ExchangeFunction.apply(x_BSD, self.reduced, self.gathered)  # type: ignore[no-untyped-call]  # untyped in torch
+        out: Tensor = _CollectiveFunction.apply(x_BSD, self.reduced, self.gathered)  # type: ignore[no-untyped-call]  # untyped in torch
         return out
 
     def gathered(self, x_BSD: Tensor) -> Tensor:
@@ -128,12 +128,12 @@ class TensorParallel(SequenceParallel):
 
     def sum_gradients(self, module: nn.Module, gradients: dict[nn.Parameter, Tensor]) -> None:
         """Sum the gradients of what every rank has whole: each has computed those of its heads or its tokens."""
-        found = [gradients[parameter] for parameter in whole_parameters(module) if parameter in gradients]
-        if not found:
+        present = [gradients[parameter] for parameter in whole_parameters(module) if parameter in gradients]
+        if not present:
             return
-        flat = torch._utils._flatten_dense_tensors(found)
+        flat = torch._utils._flatten_dense_tensors(present)
         dist.all_reduce(flat, group=self.group)
-        torch._foreach_copy_(found, list(torch._utils._unflatten_dense_tensors(flat, found)))
+        torch._foreach_copy_(present, list(torch._utils._unflatten_dense_tensors(flat, present)))
 
 
 def lose_alone(head: Head) -> None:
@@ -156,10 +156,10 @@ def _vocabulary_loss(
     group: dist.ProcessGroup | None,
 ) -> Tensor:
     size = head.loss.chunk_tokens if head.loss.kind == "chunked" else h_TD.shape[0]
-    found: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]  # untyped in torch
+    loss: Tensor = _VocabularyLoss.apply(  # type: ignore[no-untyped-call]  # untyped in torch
         h_TD, weight_VD, bias_V, targets_T - first, end - first, size, group
     )
-    return found
+    return loss
 
 
 def whole_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
@@ -249,8 +249,8 @@ class VocabularyEmbedding(nn.Module):
         return x_BSD + positions_TD.view_as(x_BSD)
 
 
-class _ExchangeFunction(Function):
-    """An exchange whose gradients go `back`, neither of which makes a graph."""
+class _CollectiveFunction(Function):
+    """A collective whose gradients go `back`, neither of which makes a graph."""
 
     @staticmethod
     def forward(ctx: Any, x_BSD: Tensor, there: Callable[[Tensor], Tensor], back: Callable[[Tensor], Tensor]) -> Tensor:
@@ -320,13 +320,13 @@ def _shared_losses(logits_TV: Tensor, targets_T: Tensor, num_valid: int, group: 
         logits_TV[:, num_valid:] = torch.finfo(logits_TV.dtype).min
     is_own_T = (targets_T >= 0) & (targets_T < num_valid)
     index_T1 = torch.where(is_own_T, targets_T, 0).unsqueeze(1)
-    found_T = logits_TV.gather(1, index_T1).squeeze(1).float().masked_fill_(~is_own_T, 0.0)
+    own_scores_T = logits_TV.gather(1, index_T1).squeeze(1).float().masked_fill_(~is_own_T, 0.0)
     highest_T1 = logits_TV.amax(dim=1, keepdim=True).float()
     exponentials_TV = torch.sub(logits_TV, highest_T1).exp_()
     sums_T = exponentials_TV.sum(dim=1).log_().add_(highest_T1.squeeze(1))
-    all_T, scores_T = sums_T, found_T
+    all_T, scores_T = sums_T, own_scores_T
     if group is not None:
-        own_2T = torch.stack((sums_T, found_T))
+        own_2T = torch.stack((sums_T, own_scores_T))
         each_N2T = own_2T.new_empty((group.size(), *own_2T.shape))
         _gather(each_N2T.view(-1), own_2T.view(-1), group=group)
         all_T, scores_T = each_N2T[:, 0].logsumexp(dim=0), each_N2T[:, 1].sum(dim=0)

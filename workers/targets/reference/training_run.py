@@ -17,10 +17,10 @@ from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.instruments.ring import find_ring
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 from bexp.workers.training.graphs import require_captured
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
 class ReferenceTrainingRun:
@@ -28,7 +28,7 @@ class ReferenceTrainingRun:
 
     The ranks of a group have the same parameters and train together, sharded or replicated as the request says. The
     ranks of a ring share the sequences of a micro-batch, and each ring has different sequences. If `together` is false,
-    each rank trains a model alone and exchanges nothing.
+    each rank trains a model alone and communicates nothing.
     """
 
     def __init__(
@@ -45,9 +45,9 @@ class ReferenceTrainingRun:
         self._trains = request.mode == "train"
         self._mark = mark_of(instruments.device)
         group, training = instruments.rank_group, request.training
-        self.exchanges = self._trains and group.size > 1 and together
+        self.is_data_parallel = self._trains and group.size > 1 and together
         self._parallel = data_parallel(
-            group.members if self.exchanges else None,
+            group.members if self.is_data_parallel else None,
             instruments.device,
             training.sharding,
             torch_dtype(model.dtype),
@@ -78,7 +78,7 @@ class ReferenceTrainingRun:
             whole = random_tokens(model, shape, instruments.device, drawn)
             return whole if ring is None else ring.shard(whole)
 
-        number = EXCHANGING_MICRO_STEPS if self.exchanges else MICRO_STEPS
+        number = DATA_PARALLEL_MICRO_STEPS if self.is_data_parallel else MICRO_STEPS
         self._batches: list[tuple[Tensor, Tensor]] = [(tokens(), tokens()) for _ in range(number)]
         self.num_micro_steps = number
 

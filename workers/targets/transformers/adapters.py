@@ -46,9 +46,9 @@ def _unmatched(asked: tuple[str, ...], wrapped: Any, config: Any) -> list[str]:
 
     peft replaces names of experts that the library has merged into one tensor; those are no longer in `config`.
     """
-    found = [*wrapped.base_model.targeted_module_names, *wrapped.base_model.targeted_parameter_names]
+    targeted = [*wrapped.base_model.targeted_module_names, *wrapped.base_model.targeted_parameter_names]
     kept = [name for name in asked if name in config.target_modules]
-    return [name for name in kept if not any(path == name or path.endswith(f".{name}") for path in found)]
+    return [name for name in kept if not any(path == name or path.endswith(f".{name}") for path in targeted)]
 
 
 def _listed(names: str | list[str] | tuple[str, ...]) -> str:

@@ -15,26 +15,26 @@ class DifferenceError(AssertionError):
     """A part computes something else than the model."""
 
 
-def require_equal(what: str, found: Tensor | None, expected: Tensor | None) -> None:
+def require_equal(what: str, actual: Tensor | None, expected: Tensor | None) -> None:
     """DifferenceError if the two differ by more than rounding, or one of them is missing and the other not zero."""
-    if found is None or expected is None:
-        there = found if found is not None else expected
+    if actual is None or expected is None:
+        there = actual if actual is not None else expected
         if there is not None and float(there.abs().max()) > _ABSOLUTE:
-            raise DifferenceError(f"{what}: {'none' if found is None else 'one'} where the model has another")
+            raise DifferenceError(f"{what}: {'none' if actual is None else 'one'} where the model has another")
         return
-    if found.shape != expected.shape:
-        raise DifferenceError(f"{what}: shape {tuple(found.shape)} instead of {tuple(expected.shape)}")
+    if actual.shape != expected.shape:
+        raise DifferenceError(f"{what}: shape {tuple(actual.shape)} instead of {tuple(expected.shape)}")
     if not bool(torch.isfinite(expected).all()):
         raise DifferenceError(f"{what}: the model's own values are not finite")
-    if found.numel() == 0:
+    if actual.numel() == 0:
         return
     scale = float(expected.abs().max())
-    error = float((found - expected).abs().max())
+    error = float((actual - expected).abs().max())
     if not error <= _RELATIVE * scale + _ABSOLUTE:
         raise DifferenceError(f"{what}: off by {error:.2g}, the largest value is {scale:.2g}")
 
 
 def require_all_equal(what: str, pairs: Iterable[tuple[str, Tensor | None, Tensor | None]]) -> None:
-    """DifferenceError for the first (name, found, expected) that differs."""
-    for name, found, expected in pairs:
-        require_equal(f"{what} of {name}", found, expected)
+    """DifferenceError for the first (name, actual, expected) that differs."""
+    for name, actual, expected in pairs:
+        require_equal(f"{what} of {name}", actual, expected)

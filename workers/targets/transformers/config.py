@@ -87,12 +87,12 @@ def quiet_library() -> Iterator[None]:
         logger.setLevel(level)
 
 
-def resolve_config(raw: Mapping[str, Any], seq_length: int, *, max_layers: int = MAX_LAYERS) -> ResolvedConfig:
+def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
     """`raw` (the content of a config.json) as the installed library understands it.
 
     UnsupportedModelError if transformers is missing or too old, if `raw` asks for remote code, names no type or one
     that the library does not know, has no causal language model, holds a value that the class refuses, or states more
-    than `max_layers` layers.
+    than MAX_LAYERS layers.
     """
     version = _checked_version()
     for name in _REMOTE_CODE:
@@ -105,8 +105,8 @@ def resolve_config(raw: Mapping[str, Any], seq_length: int, *, max_layers: int =
     kept = {name: value for name, value in raw.items() if name not in ignored}
     config = _build_config(model_type, kept, raw.get("architectures"))
     depth = config_depth(config)
-    if depth is not None and depth > max_layers:
-        raise UnsupportedModelError(f"{depth} layers; at most {max_layers} are allowed")
+    if depth is not None and depth > MAX_LAYERS:
+        raise UnsupportedModelError(f"{depth} layers; at most {MAX_LAYERS} are allowed")
     config.use_cache = False
     text_config = config.get_text_config(decoder=True)
     text_config.use_cache = False
@@ -177,9 +177,9 @@ def _model_class(config: Any, model_type: str) -> type:
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING  # noqa: PLC0415 - transformers is optional
 
     try:
-        found = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
+        model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]
     except KeyError as error:
         raise UnsupportedModelError(f"{model_type!r} has no causal language model{OWN_CLASS}") from error
     except Exception as error:  # a module may need packages that fail in ways of their own
         raise UnsupportedModelError(f"the class of {model_type!r} cannot be imported: {one_line(error)}") from error
-    return cast(type, found[0] if isinstance(found, tuple) else found)
+    return cast(type, model_class[0] if isinstance(model_class, tuple) else model_class)

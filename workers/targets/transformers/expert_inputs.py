@@ -141,14 +141,14 @@ def _walk(skeleton: Skeleton, batch: Mapping[str, Tensor], visit: Visit) -> None
 @contextmanager
 def _recorded_routes(layer: nn.Module) -> Iterator[list[Tensor]]:
     """Within the context, the experts that each token of a call of `layer` is sent to."""
-    found: list[Tensor] = []
+    routes: list[Tensor] = []
 
     def record(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        found.extend([tensor for tensor in tensors_of((args, kwargs)) if not tensor.is_floating_point()][:1])
+        routes.extend([tensor for tensor in tensors_of((args, kwargs)) if not tensor.is_floating_point()][:1])
 
     hooks = [module.register_forward_pre_hook(record, with_kwargs=True) for module in expert_modules(layer)]
     try:
-        yield found
+        yield routes
     finally:
         for hook in hooks:
             hook.remove()

@@ -38,7 +38,7 @@ def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[
     ]
     try:
         checkpoint_layers(model, layers, chosen)
-        found = run_plain(model, batch)
+        actual = run_plain(model, batch)
     finally:
         for hook in hooks:
             hook.remove()
@@ -47,7 +47,7 @@ def check_checkpointing(model: Any, layers: Sequence[nn.Module], batch: Mapping[
     again = {index for index, count in enumerate(counts) if count >= 2 * once}
     if again != chosen:
         raise DifferenceError(f"layers {sorted(again)} were recomputed instead of {sorted(chosen)}")
-    _require_same_run(model, found, expected)
+    _require_same_run(model, actual, expected)
 
 
 def check_layer_groups(model: Any, batch: Mapping[str, Tensor]) -> None:
@@ -91,25 +91,25 @@ def check_batch_tiles(model: Any, layers: Sequence[nn.Module], batches: Sequence
         try:
             for mixer in mixers:
                 mixer.forward = _tiled(mixer.forward, size)
-            found = run_plain(model, batch)
+            actual = run_plain(model, batch)
         finally:
             for mixer in mixers:
                 mixer.__dict__.pop("forward", None)
-        _require_same_run(model, found, expected)
+        _require_same_run(model, actual, expected)
 
 
 def find_mixers(layer: nn.Module) -> list[nn.Module]:
     """The outermost modules of a layer that mix the tokens of a sequence, by their class names."""
-    found: list[nn.Module] = []
+    mixers: list[nn.Module] = []
     pending = list(layer.children())
     while pending:
         module = pending.pop(0)
         name = type(module).__name__
         if _MIXER.fullmatch(name) and not _NO_MIXER.fullmatch(name):
-            found.append(module)
+            mixers.append(module)
         else:
             pending.extend(module.children())
-    return found
+    return mixers
 
 
 def check_experts_interface(
@@ -137,13 +137,13 @@ def check_experts_interface(
         eager = _with_experts(tiny, replace(settings, experts="eager"), model)
         expected = run_plain(eager, batch)
         changed = _with_experts(tiny, replace(settings, experts=_CHECK), model)
-        found = run_plain(changed, batch)
+        actual = run_plain(changed, batch)
     finally:
         ALL_EXPERTS_FUNCTIONS.pop(_CHECK)
     if calls < len(experts):
         raise DifferenceError(f"{len(experts)} experts modules, {calls} calls of the function that was set")
     names = {id(own): id(other) for own, other in zip(changed.parameters(), eager.parameters(), strict=True)}
-    _require_same_run(eager, (found[0], {names[key]: value for key, value in found[1].items()}), expected)
+    _require_same_run(eager, (actual[0], {names[key]: value for key, value in actual[1].items()}), expected)
 
 
 def find_experts(model: nn.Module) -> list[nn.Module]:
@@ -159,11 +159,11 @@ def _with_experts(tiny: ResolvedConfig, settings: BuildSettings, model: Any) -> 
 
 
 def _require_same_run(
-    model: nn.Module, found: tuple[Tensor, dict[int, Tensor]], expected: tuple[Tensor, dict[int, Tensor]]
+    model: nn.Module, actual: tuple[Tensor, dict[int, Tensor]], expected: tuple[Tensor, dict[int, Tensor]]
 ) -> None:
-    require_equal("loss", found[0], expected[0])
+    require_equal("loss", actual[0], expected[0])
     names = model.named_parameters()
-    require_all_equal("gradient", ((name, found[1].get(id(p)), expected[1].get(id(p))) for name, p in names))
+    require_all_equal("gradient", ((name, actual[1].get(id(p)), expected[1].get(id(p))) for name, p in names))
 
 
 def _counter(counts: list[int], index: int) -> Callable[..., None]:

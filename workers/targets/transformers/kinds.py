@@ -64,18 +64,18 @@ def _counting(attributes: list[dict[str, Hashable]]) -> set[str]:
         return set()
     names = set().union(*attributes)
     values = {name: [one.get(name) for one in attributes] for name in names}
-    return {name for name, found in values.items() if _is_int(found[0]) and len(set(found)) == len(found)}
+    return {name for name, by_layer in values.items() if _is_int(by_layer[0]) and len(set(by_layer)) == len(by_layer)}
 
 
 def _attributes(layer: nn.Module) -> dict[str, Hashable]:
-    found: dict[str, Hashable] = {}
+    attributes: dict[str, Hashable] = {}
     for path, module in layer.named_modules():
         for name, value in vars(module).items():
             if name.startswith("_") or _OWN_NUMBER.fullmatch(name):
                 continue
             if value is None or isinstance(value, (bool, str, int)):
-                found[f"{path}.{name}"] = value
-    return found
+                attributes[f"{path}.{name}"] = value
+    return attributes
 
 
 def _shapes(layer: nn.Module) -> Hashable:

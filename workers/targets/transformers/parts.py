@@ -113,15 +113,15 @@ def kind_figures(
 def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
     """Each weight of two axes or more, with the share of it that one token is multiplied with."""
     num_experts, top_k = _experts(config)
-    found = []
+    matrices = []
     for path, module in layer.named_modules():
         listed = num_experts > 1 and re.search(r"experts\.\d+(\.|$)", path) is not None
         for weight in module.parameters(recurse=False):
             if weight.dim() < 2:
                 continue
             stacked = num_experts > 1 and weight.dim() >= 3 and weight.shape[0] == num_experts
-            found.append((weight, top_k / num_experts if stacked or listed else 1.0))
-    return found
+            matrices.append((weight, top_k / num_experts if stacked or listed else 1.0))
+    return matrices
 
 
 def matrix_width(layer: nn.Module, config: Any) -> float:

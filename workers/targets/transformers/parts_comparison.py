@@ -125,8 +125,8 @@ class PartsComparison:
         torch.autograd.backward([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs])
         arguments = [tensor for tensor in tensors_of((part.args, part.kwargs)) if tensor.is_floating_point()]
         names = [f"layer {index}, argument {place}" for place in range(len(arguments))]
-        found = [tensor.grad for tensor in arguments]
-        require_all_equal("gradient", zip(names, found, record.input_gradients, strict=True))
+        grads = [tensor.grad for tensor in arguments]
+        require_all_equal("gradient", zip(names, grads, record.input_gradients, strict=True))
         gradients = self._layer_gradients.setdefault(index, {})
         gradients.clear()
         for (name, own), parameter in zip(part.module.named_parameters(), self.layers[index].parameters(), strict=True):
@@ -165,9 +165,9 @@ class PartsComparison:
         output.loss.backward()
         names = {id(parameter): name for name, parameter in self.model.named_parameters()}
         ours = dict(part.model.named_parameters())
-        found = {key: ours[name].grad for key, name in names.items() if ours[name].grad is not None}
+        gradients = {key: ours[name].grad for key, name in names.items() if ours[name].grad is not None}
         part.clear_gradients()
-        return found
+        return gradients
 
     def _copy_shell_weights(self, model: Any) -> None:
         theirs = dict([*self.model.named_parameters(), *self.model.named_buffers()])
@@ -208,9 +208,9 @@ def _require_same_arguments(index: int, part: BuiltLayer, record: LayerRecord) -
     theirs = list(tensors_of((record.call.args, record.call.kwargs)))
     if len(ours) != len(theirs):
         raise DifferenceError(f"layer {index}: {len(ours)} tensors are handed over instead of {len(theirs)}")
-    for place, (found, expected) in enumerate(zip(ours, theirs, strict=True)):
+    for place, (actual, expected) in enumerate(zip(ours, theirs, strict=True)):
         if not expected.requires_grad:
-            require_equal(f"argument {place} of layer {index}", found.double(), expected.double())
+            require_equal(f"argument {place} of layer {index}", actual.double(), expected.double())
 
 
 def _take_values(part: BuiltLayer, record: LayerRecord) -> None:

@@ -37,16 +37,16 @@ MOVED_TOKENS = 4
 def results_of(part: BuiltLayer) -> dict[str, Tensor]:
     """Return what a layer computes: its outputs and, in training, the gradients of its inputs and parameters."""
     outputs = part.forward()
-    found = {f"output {place}": tensor.detach().clone() for place, tensor in enumerate(outputs)}
+    results = {f"output {place}": tensor.detach().clone() for place, tensor in enumerate(outputs)}
     if part.settings.training:
         part.clear_gradients()
         part.backward(outputs)
         inputs = ((f"input {place}", tensor) for place, tensor in enumerate(part.inputs))
         for name, tensor in (*inputs, *part.module.named_parameters()):
             if tensor.grad is not None:
-                found[f"gradient of {name}"] = tensor.grad.clone()
+                results[f"gradient of {name}"] = tensor.grad.clone()
         part.clear_gradients()
-    return found
+    return results
 
 
 def results_of_shell(part: ShellPart) -> dict[str, Tensor]:
@@ -55,22 +55,22 @@ def results_of_shell(part: ShellPart) -> dict[str, Tensor]:
     part.clear_gradients()
     with torch.set_grad_enabled(training):
         loss = part.forward()
-    found = {"loss": loss.detach().clone()}
+    results = {"loss": loss.detach().clone()}
     if training:
         loss.backward()
         gradients = ((name, tensor.grad) for name, tensor in part.model.named_parameters())
-        found |= {f"gradient of {name}": grad.clone() for name, grad in gradients if grad is not None}
+        results |= {f"gradient of {name}": grad.clone() for name, grad in gradients if grad is not None}
         part.clear_gradients()
-    return found
+    return results
 
 
-def require_alike(found: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, moves_tokens: bool) -> None:
+def require_alike(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], *, moves_tokens: bool) -> None:
     """Raise DifferenceError for the first result that is missing, or off by more than rounding."""
     limit = ROUNDING * (MOVED_TOKENS if moves_tokens else 1)
     for name, tensor in expected.items():
-        if name not in found:
+        if name not in actual:
             raise DifferenceError(f"{name}: there is none with these kernels")
-        error = float((found[name].float() - tensor.float()).norm())
+        error = float((actual[name].float() - tensor.float()).norm())
         scale = float(tensor.float().norm())
         if not error <= limit * scale:
             raise DifferenceError(f"{name}: off by {error:.2g} with these kernels, where its norm is {scale:.2g}")
@@ -136,7 +136,7 @@ class SettingsProbe:
         """
         default, asked = self.default_attention, self._request.attention_backends or ()
         with recorded_choices() as chosen:
-            found = [BackendSupport(name=default, usable=True, reason=self.refusal(Settings(attention=default)))]
+            supports = [BackendSupport(name=default, usable=True, reason=self.refusal(Settings(attention=default)))]
         same = f"sdpa:{chosen[0]}" if len(set(chosen)) == 1 else None
         if default == "sdpa":
             for backend in PINNED[self._device.type]:
@@ -148,7 +148,7 @@ class SettingsProbe:
                     )
                 else:
                     reason = self.refusal(Settings(attention=name))
-                found.append(
+                supports.append(
                     BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=only_when_named)
                 )
         others = [name for name in self._resolved.attention_implementations if name != default]
@@ -156,8 +156,8 @@ class SettingsProbe:
             reason = self._resolved.attention_implementations[name]
             if reason is None:
                 reason = self.refusal(Settings(attention=name)) if name in asked else NAME_IT
-            found.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=True))
-        return tuple(found)
+            supports.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=True))
+        return tuple(supports)
 
     def expert_supports(self) -> tuple[BackendSupport, ...]:
         """The library's implementations and, on a GPU, ours; empty for a model without experts."""
@@ -250,7 +250,7 @@ class SettingsProbe:
             finally:
                 applied.undo()
         except (*_REFUSALS, DifferenceError) as error:
-            return _told(error)
+            return _error_text(error)
         return None
 
     def refusal(self, settings: Settings) -> str | None:
@@ -302,8 +302,8 @@ def _capture(passes: LayerPasses) -> None:
 
 def _refusal_of(error: Exception) -> str | None:
     """Return why a setting cannot be had. A lack of memory says nothing about that; trials with it have the outcome."""
-    return None if is_out_of_memory(error) else _told(error)
+    return None if is_out_of_memory(error) else _error_text(error)
 
 
-def _told(error: Exception) -> str:
+def _error_text(error: Exception) -> str:
     return (" ".join(str(error).split()) or type(error).__name__)[:300]

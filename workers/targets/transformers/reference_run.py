@@ -108,12 +108,12 @@ def run_plain(model: Any, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[int
 
 def taken_gradients(module: nn.Module) -> dict[int, Tensor]:
     """The gradients of a module's parameters by the parameter's id, taken away from them."""
-    found = {}
+    gradients = {}
     for parameter in module.parameters():
         if parameter.grad is not None:
-            found[id(parameter)] = parameter.grad
+            gradients[id(parameter)] = parameter.grad
             parameter.grad = None
-    return found
+    return gradients
 
 
 def _gated(tensor: Tensor) -> Tensor:

@@ -13,7 +13,6 @@ from torch import nn
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
-    MAX_LAYERS,
     ResolvedConfig,
     UnsupportedModelError,
     one_line,
@@ -90,7 +89,6 @@ def resolve(
     seq_length: int,
     *,
     settings: BuildSettings | None = None,
-    max_layers: int = MAX_LAYERS,
     max_parameters: int | None = None,
 ) -> ResolvedModel:
     """The model that `raw` (a config.json's content) describes, built on the meta device.
@@ -98,7 +96,7 @@ def resolve(
     UnsupportedModelError, with the library's version, if it cannot be built, is larger than allowed, or has no
     positions for `seq_length` tokens.
     """
-    config = resolve_config(raw, seq_length, max_layers=max_layers)
+    config = resolve_config(raw, seq_length)
     require_positions(config)
     settings = settings or BuildSettings()
     model = build_model(config, settings, META)
@@ -245,13 +243,13 @@ class ResolvedModel:
         return kept / 4 * number * matrix_width(self.layers[index], config) / tiny_width
 
     def _followed_outputs(self) -> dict[str, tuple[int, ...]]:
-        found = {}
+        by_kind = {}
         for index, kind in enumerate(self.kinds):
-            if index < len(self.check.kinds) and kind not in found:
+            if index < len(self.check.kinds) and kind not in by_kind:
                 places = self.check.followed_outputs.get(self.check.kinds[index])
                 if places:
-                    found[kind] = places
-        return found
+                    by_kind[kind] = places
+        return by_kind
 
     def _refusal(self, method: str, name: str) -> str | None:
         if method.endswith("experts_implementation") and not self.model._can_set_experts_implementation():

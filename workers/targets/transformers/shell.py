@@ -30,10 +30,10 @@ class Bridge(torch.autograd.Function):
         """The gradients that were given, else for each input the first incoming gradient of its shape."""
         if ctx.gradients is not None:
             return None, None, *ctx.gradients
-        found = [
+        gradients = [
             next((grad for grad in incoming if grad is not None and grad.shape == shape), None) for shape in ctx.shapes
         ]
-        return None, None, *found
+        return None, None, *gradients
 
 
 @dataclass(frozen=True)

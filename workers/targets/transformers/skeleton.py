@@ -102,16 +102,16 @@ class Skeleton:
 
     def call(self, batch: Mapping[str, Tensor], index: int) -> LayerCall:
         """How the model calls a representative for `batch`. The forward ends there."""
-        found: list[LayerCall] = []
+        calls: list[LayerCall] = []
 
         def taken(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             if at != index:
                 return self._outline(at, args, kwargs)
-            found.append(LayerCall(args, kwargs))
+            calls.append(LayerCall(args, kwargs))
             raise _Reached
 
         self._walk(batch, taken)
-        return found[0]
+        return calls[0]
 
     def outputs(self, batch: Mapping[str, Tensor]) -> dict[int, Any]:
         """What each representative returns for `batch`, by its index.
@@ -119,15 +119,15 @@ class Skeleton:
         The one of the last layer has its values. In the others, tensors that the hidden states replace have none.
         UnsupportedModelError if two layers of a kind are called with arguments of different shapes.
         """
-        found: dict[int, Any] = {}
+        returned: dict[int, Any] = {}
         last = self.representatives[-1]
 
         def taken(at: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-            found[at] = self._output(at, args, kwargs) if at == last else self._outline(at, args, kwargs)
-            return found[at]
+            returned[at] = self._output(at, args, kwargs) if at == last else self._outline(at, args, kwargs)
+            return returned[at]
 
         self._walk(batch, taken)
-        return found
+        return returned
 
     def _walk(self, batch: Mapping[str, Tensor], taken: Handler) -> None:
         """One forward up to the last layer, or until `taken` ends it; it is called once for each representative.

@@ -51,7 +51,7 @@ def _names(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
     return [
         line
         for kind, title in kinds.items()
-        for line in (f"{title}: {', '.join(name for name, found in served.items() if found is kind)}.", "")
+        for line in (f"{title}: {', '.join(name for name, support in served.items() if support is kind)}.", "")
     ]
 
 

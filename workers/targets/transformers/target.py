@@ -38,7 +38,7 @@ from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.tiny import num_layers_for
 from bexp.workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
 from bexp.workers.training.choice import data_parallel
-from bexp.workers.training.data_parallel import EXCHANGING_MICRO_STEPS, MICRO_STEPS
+from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
@@ -185,10 +185,13 @@ class TransformersTarget:
     ) -> Iterator[OptimizerPart]:
         """The trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
+        adds_up = self._build.keeps_master_weights  # it converts all gradients before it steps
         if model.shell.trainable_bytes:
-            yield OptimizerPart(1, self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1))))
+            shell = self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1)))
+            yield OptimizerPart(1, shell, adds_up=adds_up)
         for kind in (kind for kind in model.kinds if kind.trainable_bytes):
-            yield OptimizerPart(model.layers.count(kind.name), self._optimizer(request, _layer_parameters(kind.name)))
+            layer = self._optimizer(request, _layer_parameters(kind.name))
+            yield OptimizerPart(model.layers.count(kind.name), layer, adds_up=adds_up)
 
     @contextmanager
     def training_run(
@@ -232,11 +235,11 @@ class TransformersTarget:
     ) -> TransformersTrainingRun:
         """A whole model in training. The ranks have equal weights and different data."""
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
-        exchanges = together and self._build.training and group.size > 1
+        is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
-        parallel = data_parallel(group.members if exchanges else None, self._device, sharding, dtype, dtype)
+        parallel = data_parallel(group.members if is_data_parallel else None, self._device, sharding, dtype, dtype)
         try:
-            if exchanges and sharding is not Sharding.NONE:
+            if is_data_parallel and sharding is not Sharding.NONE:
                 model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
             else:
                 model = build_model(config, self._build, self._device)
@@ -246,7 +249,7 @@ class TransformersTarget:
         seed = self._build.seed + group.rank
         padding = self._request.padding
         batch = make_batch(config.config, size, config.seq_length, self._device, padding=padding, seed=seed)
-        batches = [batch] * (EXCHANGING_MICRO_STEPS if exchanges else MICRO_STEPS)
+        batches = [batch] * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS)
         name = request.training.optimizer.name
         return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel)
 
@@ -262,12 +265,13 @@ class TransformersTarget:
         shards = request.devices.optimizer_shards
 
         def build() -> TrainerOptimizer:
-            found = [p for p in parameters(self._parts()) if p.requires_grad]
+            trained = [p for p in parameters(self._parts()) if p.requires_grad]
             if shards > 1:
-                found = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in found]
-            for parameter in found:
+                trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
+            for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
-            return TrainerOptimizer(found, self._request.training.optimizer.name, keeps_gradients=True)
+            name, master = self._request.training.optimizer.name, self._build.keeps_master_weights
+            return TrainerOptimizer(trained, name, master_weights=master, keeps_gradients=True)
 
         return build
 

@@ -27,17 +27,21 @@ from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
-from bexp.workers.profiler.trials import communication
-from bexp.workers.targets.reference.optimizer import own
+from bexp.workers.profiler.trials import data_parallel_communication
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from bexp.workers.targets.transformers.target import TransformersTarget, settings_of
+from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
 
 NUM_RANKS = 2
 LEVELS = tuple(Sharding)
-TRAINING: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}}}
+TRAINING: dict[str, dict[str, Any]] = {
+    "full": {},
+    "master": {"precision": "master"},
+    "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}},
+}
 """What is trained; adapters are frozen weights in one format and trained ones in another."""
 
 
@@ -65,7 +69,7 @@ class Rank:
         self.target = TransformersTarget(self.request, self.instruments)
         self.target._resolved.__dict__["check"] = SelfCheck()  # other tests run it
         self.parts = describe_parts(self.target._resolved, tiles=None, checkpointing=None, named={})
-        decompose = decomposer_of(self.parts, training=True, exchanges=True)
+        decompose = decomposer_of(self.parts, training=True, communicates=True)
         self.communications = [decompose(candidate_at(level)).communication for level in LEVELS]
         task = TrialTask(
             number=0,
@@ -82,7 +86,7 @@ class Rank:
         component = self.communications[LEVELS.index(level)]
         assert component is not None
         request = self.request.sharded(level)
-        return communication.measure_communication(
+        return data_parallel_communication.measure_data_parallel_communication(
             self.instruments, self.target, self.parts, component, request, PhaseClock()
         )
 
@@ -135,7 +139,7 @@ def whole(tensor: Any) -> Tensor:
 
 def run(folder: Path, kinds: list[str], rank: int) -> None:
     torch.set_num_threads(1)
-    communication.SECONDS = 0.1  # of products beside the exchange
+    data_parallel_communication.SECONDS = 0.1  # of products beside the exchange
     one = Rank(folder, rank)
     found: dict[str, Any] = {}
     for kind in kinds:

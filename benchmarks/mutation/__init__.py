@@ -1,1 +1,0 @@
-"""How many mutants of what decides do the tests kill?"""

@@ -1,0 +1,119 @@
+"""A real API on a real database, driven by a scripted worker, for commands that run in this process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from bexp.api.cli import app
+from bexp.api.settings import ServiceSettings
+from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.recommendation import Answer
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.queue import Queue
+from tests.api.cli.samples import ANSWER, EVENTS, RECOMMENDATION
+from tests.api.serving import start
+from tests.contracts.samples import make_worker
+
+Run = Callable[..., "Finished"]
+
+
+class Finished:
+    """What a command left behind."""
+
+    def __init__(self, code: int, stdout: str, stderr: str) -> None:
+        self.code = code
+        self.stdout = stdout
+        self.stderr = stderr
+
+
+@pytest.fixture(scope="session")
+def service(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
+    """The URLs of an API and of its database."""
+    path = tmp_path_factory.mktemp("service") / "bexp.db"
+    path.write_bytes(sqlite_template.read_bytes())
+    database_url = f"sqlite:///{path}"
+    served = start(ServiceSettings(database_url, poll_seconds=0.05))
+    yield served.url, database_url
+    served.stop()
+
+
+@pytest.fixture
+def queue(service: tuple[str, str], open_url: Callable[[str], Database]) -> Queue:
+    """The queue of the service."""
+    return Queue(open_url(service[1]))
+
+
+@pytest.fixture(params=["service", "database"])
+def bexp(
+    request: pytest.FixtureRequest, service: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Run:
+    """Runs a command in this process, in an empty folder: against the service, and in its database."""
+    if request.param == "service":
+        monkeypatch.setenv("BEXP_API_URL", service[0])
+    else:
+        monkeypatch.delenv("BEXP_API_URL", raising=False)
+    monkeypatch.setenv("BEXP_DATABASE_URL", service[1])
+    monkeypatch.delenv("BEXP_API_TOKEN", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+    def run(*arguments: str | Path) -> Finished:
+        result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+        assert result.exception is None or isinstance(result.exception, SystemExit), result.exception
+        return Finished(result.exit_code, result.stdout, result.stderr)
+
+    return run
+
+
+class ScriptedWorker:
+    """Runs the next job as a real worker would, with made-up results."""
+
+    def __init__(self, queue: Queue, answer: Answer | None, state: JobState, last: EventDraft) -> None:
+        self._queue = queue
+        self._answer = answer
+        self._state = state
+        self._last = last
+        self._thread = threading.Thread(target=self._run)
+
+    def __enter__(self) -> None:
+        self._thread.start()
+
+    def __exit__(self, *_: object) -> None:
+        self._thread.join()
+
+    def _run(self) -> None:
+        deadline = time.monotonic() + 60
+        while time.monotonic() < deadline:
+            claim = self._queue.claim(make_worker("scripted"))
+            if claim is None:
+                time.sleep(0.05)
+                continue
+            trial, recommendation = (
+                EventDraft(code=event.code, message=event.message, data=event.data) for event in EVENTS[2:4]
+            )
+            if self._answer is not None and self._answer.recommendation is not None:
+                step = Progress(events=(trial, recommendation), recommendation=RECOMMENDATION)
+                self._queue.record(claim.lease, step)
+            self._queue.finish(claim.lease, self._state, answer=self._answer, error=None, events=(self._last,))
+            return
+
+
+@pytest.fixture
+def worker(queue: Queue) -> Callable[..., ScriptedWorker]:
+    """Makes workers that end a job as told, by default with an answer."""
+
+    def make(
+        answer: Answer | None = ANSWER,
+        state: JobState = JobState.SUCCEEDED,
+        code: EventCode = EventCode.SUCCEEDED,
+        message: str = "done",
+    ) -> ScriptedWorker:
+        return ScriptedWorker(queue, answer, state, EventDraft(code=code, message=message))
+
+    return make

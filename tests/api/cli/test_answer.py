@@ -1,0 +1,291 @@
+"""What a person reads at the end."""
+
+from __future__ import annotations
+
+import pytest
+
+from bexp.api.answer import render_answer, render_recommendation
+from bexp.api.cli.results import usage_rows
+from bexp.api.text import bytes_text
+from bexp.client.explorations import Exploration
+from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
+from bexp.explorer.records.recommendation import (
+    Alternative,
+    Answer,
+    Recommendation,
+    Relaxation,
+    RelaxationKind,
+    RunnerUpCheck,
+    VariantAnswer,
+)
+from bexp.explorer.spec.mesh import Mesh, Schedule
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.training import Sharding
+from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, UNDIVIDED, job_document
+
+
+def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
+    text = " ".join(render_answer(ANSWER, REQUEST).split())
+    for part in (
+        "Recommended micro_batch_size: 4 for tiny (train, eager, 32 tokens per sequence)",
+        "bta_tile 2",
+        "recompute none",
+        "attention flash",
+        "experts grouped_mm",
+        "expect 11,500 tokens/s per device, 1.23x base",
+        "whole model ran at that speed, so this is the figure to expect",
+        "composed 12,017 tokens/s of measured blocks: a step that is 4.3% shorter, and a peak that is 2.1% higher",
+        "base micro_batch_size=1 bta_tile=off",
+        "87 out of 100 that it is within 1% of the best",
+        "84.0 ms per step (11.0 ms per micro-batch, optimizer 20.0 ms)",
+        "For batch_size 24: 4 too, in 6 accumulation steps",
+        "5.0 GiB in the whole model, 4.8 GiB composed of measured blocks, 5.0 GiB predicted by formulas",
+        "memory or speed 5.0 GiB at 11,500 tokens/s is the fastest",
+        "within 1% nothing smaller is known",
+        "within 3% 2.0 GiB, 2.2% slower: micro_batch_size=1 bta_tile=off",
+        "6.0 GiB of 8.0 GiB",
+        "optimizer states 2.0 GiB",
+        "largest that fits 1.12x over micro_batch_size=1",
+        "if recomputed 1.23x: it is the recommended one",
+        "stock best 1.37x over micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop "
+        "(8,394 tokens/s, predicted in part)",
+        "runner-up micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 11,005 tokens/s as a "
+        "whole model, and its blocks compose a step that is",
+        "; the recommended one is 1.045x as fast",
+        "note communication is not in the time",
+        "4.0 s in total: queue 250.0 ms, timed 3.5 s",
+    ):
+        assert part in text
+
+
+@pytest.mark.parametrize(
+    ("ended_by_its_own_rule", "advice"),
+    [(False, "with a higher --max-seconds"), (True, "with --fresh; the search had ended")],
+)
+def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_rule: bool, advice: str) -> None:
+    target = REQUEST.budget.confidence_target
+    best = RECOMMENDATION.model_copy(update={"confidence": target - 1})
+    completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
+    assert advice in usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
+
+
+def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
+    request = ExplorationRequest.model_validate(
+        {
+            "target": "transformers",
+            "hf_config": {"model_type": "llama"},
+            "hf_seq_length": 32,
+            "execution": ["eager", "compile"],
+            "padding": "right",
+            "training": {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
+        }
+    )
+    text = " ".join(render_answer(ANSWER, request).split())
+    assert (
+        "(target transformers, train, eager or compile, 32 tokens per sequence, padded right, autocast, LoRA of rank 8)"
+    ) in text
+
+
+def test_the_heading_says_that_there_are_master_weights() -> None:
+    fields = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "training": {"precision": "master"}}
+    text = " ".join(render_answer(ANSWER, ExplorationRequest.model_validate(fields)).split())
+    assert "32 tokens per sequence, master weights)" in text
+
+
+def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
+    text = render_answer(ANSWER, REQUEST)
+    assert "12,34" not in text
+    alone = RECOMMENDATION.model_copy(update={"whole_model": None})
+    text = " ".join(" ".join(render_recommendation(alone, REQUEST)).split())
+    assert "expect about 12,346 tokens/s per device, 1.23x base" in text
+    assert "composed of measured blocks; no whole model has confirmed it" in text
+
+
+def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
+    alone = RECOMMENDATION.model_copy(
+        update={"stock": Alternative(candidate=BEST, tokens_per_second=12_345.6, gain=1.0), "confidence": 59}
+    )
+    text = render_answer(answer_of(alone), REQUEST)
+    assert "stock best        1.00x: it is the recommended one" in text
+    assert "Provisional: confidence 59 is below 60, which was asked for." in text
+    assert "Provisional" not in render_answer(ANSWER, REQUEST)
+
+
+def test_the_time_spent_has_no_total_that_is_less_than_its_parts_and_nothing_tiny() -> None:
+    replayed = ANSWER.model_copy(update={"timings": {"timed": 16.0, "storage": 0.01, "total": 0.4}})
+    assert render_answer(replayed, REQUEST).endswith("time spent        timed 16.0 s")
+
+
+def answer_of(best: Recommendation) -> Answer:
+    return Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
+
+
+def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
+    text = " ".join(render_answer(answer_of(UNDIVIDED), REQUEST).split())
+    assert "For batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4" in text
+    assert "batch_size 24 does not divide into whole micro-batches of 4; the nearest that do: 20 and 28" in text
+    assert (
+        "for the batch micro_batch_size=1 bta_tile=off recompute=none attention=math experts=loop: 10,900 tokens/s, "
+        "peak 3.0 GiB, confidence 71, predicted in part: `--micro-batch-size auto` measures it"
+    ) in text
+    none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
+    text = " ".join(render_answer(answer_of(none), REQUEST).split())
+    assert "no micro-batch that fits divides batch_size 24; the nearest that one divides: 20 and 28" in text
+
+
+def test_an_answer_of_an_earlier_version_is_read_as_it_was() -> None:
+    new = {"dividing", "dividing_batch_sizes", "prefer", "headroom", "memory_choices"}
+    old = Recommendation.model_validate(RECOMMENDATION.model_dump(mode="json", exclude=new))
+    assert "For batch_size 24: 4 too, in 6 accumulation steps" in render_answer(answer_of(old), REQUEST)
+    odd = old.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
+    text = render_answer(answer_of(odd), REQUEST)
+    assert "For batch_size" not in text
+    assert "the nearest that do: 20 and 28" in " ".join(text.split())
+
+
+def test_what_a_request_prefers_and_leaves_free_is_said() -> None:
+    saving = RECOMMENDATION.model_copy(update={"prefer": "memory", "headroom": 0.2})
+    text = " ".join(render_answer(answer_of(saving), REQUEST).split())
+    assert "6.0 GiB of 8.0 GiB, which leaves 20% of the memory free as headroom" in text
+    assert "memory is preferred: the fastest is micro_batch_size=4 bta_tile=2" in text
+
+
+@pytest.mark.parametrize("width", [60, 80, 120])
+def test_lines_break_between_words(width: int) -> None:
+    text = render_answer(answer_of(UNDIVIDED), REQUEST, "transformers 5.17.0", width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    words = render_answer(answer_of(UNDIVIDED), REQUEST, "transformers 5.17.0", 1000).split()
+    assert text.split() == words
+
+
+def test_devices_that_share_a_sequence_are_named() -> None:
+    shared = {"context_parallel_size": 4, "context_parallel_layout": "zigzag"}
+    best = RECOMMENDATION.model_copy(update={"candidate": RECOMMENDATION.candidate.model_copy(update=shared)})
+    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    assert "context parallel 4 devices per sequence, zigzag" in text
+    assert "context parallel" not in " ".join(render_recommendation(RECOMMENDATION, REQUEST))
+
+
+def test_variants_with_a_capacity_show_their_memory_and_what_they_drop() -> None:
+    main = ANSWER.variants[0]
+    assert main.recommendation is not None
+    candidate = main.recommendation.candidate.model_copy(update={"capacity_factor": 1.25})
+    best = main.recommendation.model_copy(update={"candidate": candidate, "dropped_share": 0.0625})
+    other = main.model_copy(update={"capacity_factor": 1.25, "recommendation": best})
+    failed = other.model_copy(update={"recommendation": None, "capacity_factor": 2.0})
+    text = render_answer(Answer(variants=(main, other, failed)), REQUEST, width=120)
+    table = text[text.index("Variants by num_query_groups and capacity_factor (separate") :].splitlines()
+    rows = [line.split() for line in table if line.split()[:1] == ["4"]]
+    assert [row[1] for row in rows] == ["none", "1.25", "2"]
+    assert [row[-1] for row in rows] == ["0.0%", "6.2%", "-"]
+    alone = render_answer(Answer(variants=(other,)), REQUEST, width=120)
+    assert "1.25: experts drop 6.2% of the token-expert pairs under this routing" in alone
+
+
+def test_variants_stand_side_by_side_and_a_failed_one_says_why() -> None:
+    other = VariantAnswer(num_query_groups=1, num_parameters=99, recommendation=None, reason="needs 9 GiB")
+    text = render_answer(Answer(variants=(*ANSWER.variants, other)), REQUEST, width=120)
+    rows = [line.split() for line in text[text.index("Variants") :].splitlines()[2:6]]
+    assert rows[0] == ["4", "123,456", "4", "11,500", "87"]
+    assert rows[1][:2] == ["micro_batch_size=4", "bta_tile=2"]
+    assert rows[2:] == [["1", "99", "-", "-", "-"], ["needs", "9", "GiB"]]
+
+
+def test_nothing_fits_says_why() -> None:
+    nothing = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason="use zero3")
+    assert render_answer(Answer(variants=(nothing,)), None) == "No recommendation: use zero3"
+
+
+def test_remedies_stand_below_in_their_order_with_what_they_need() -> None:
+    found = [
+        Relaxation(
+            kind=kind, change=change, settings={}, predicted_peak_bytes=size << 30, required_bytes=(size + 1) << 30
+        )
+        for kind, change, size in (
+            (RelaxationKind.MICRO_BATCH_SIZE, "micro_batch_size 8", 5),
+            (RelaxationKind.NUM_DEVICES, "num_devices 16", 7),
+        )
+    ]
+    nothing = VariantAnswer(
+        num_query_groups=4, num_parameters=1, recommendation=None, reason="too large", remedies=tuple(found)
+    )
+    lines = render_answer(Answer(variants=(nothing,)), None, width=120).splitlines()[2:]
+    assert [" ".join(line.split()) for line in lines] == [
+        "Any one of these changes is predicted to make it fit. The first one is preferred.",
+        "micro batch size micro_batch_size 8: peak 5.0 GiB, 6.0 GiB with reserve",
+        "num devices num_devices 16: peak 7.0 GiB, 8.0 GiB with reserve",
+    ]
+
+
+def test_a_runner_up_that_did_not_run_says_why() -> None:
+    rival = RunnerUpCheck(
+        candidate=BASE, composed_tokens_per_second=1.0, outcome=Outcome.OUT_OF_MEMORY, reason="too much"
+    )
+    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
+    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    assert "experts=loop: out_of_memory as a whole model: too much" in text
+
+
+def test_the_runner_up_of_a_mesh_names_its_sharding_once() -> None:
+    failed = {"composed_tokens_per_second": 1.0, "outcome": Outcome.CRASHED, "reason": "too much"}
+    sharded = BASE.model_copy(update={"sharding": Sharding.ZERO1})
+    rival = RunnerUpCheck.model_validate(
+        {"candidate": sharded, "mesh": Mesh(data=2, sharding=Sharding.ZERO1), **failed}
+    )
+    best = RECOMMENDATION.model_copy(update={"runner_up": rival})
+    text = " ".join(" ".join(render_recommendation(best, REQUEST)).split())
+    assert "data=2 sharding=zero1 micro_batch_size=1" in text
+    assert text.count("sharding=zero1") == 1
+
+
+@pytest.mark.parametrize(
+    ("size", "text"), [(0, "0 B"), (1023, "1023 B"), (1536, "1.5 KiB"), (3 << 30, "3.0 GiB"), (5 << 40, "5.0 TiB")]
+)
+def test_bytes(size: int, text: str) -> None:
+    assert bytes_text(size) == text
+
+
+def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
+    plan = MeshPlan(
+        mesh=Mesh(tensor=2, pipeline=4, virtual_stages=2, schedule=Schedule.INTERLEAVED, data=8),
+        base_mesh=Mesh(data=64),
+        num_micro_batches=16,
+        tokens_per_second=640_000,
+        compute_share=0.8,
+        exchange_share=0.125,
+        bubble_share=0.075,
+        measured_share=0.9,
+        layers_per_stage=(3, 4, 4, 4, 4, 4, 4, 1),
+        fullest_rank=2,
+        parts=(PlanPart(name="head(m=4)", share=0.9, source="measured"),),
+        picture=PipelinePicture(seconds=0.25, ranks=(0, 2), lines=("FFff..BB", "..FFBBff")),
+        alternatives=(
+            MeshAlternative(mesh=Mesh(data=64), candidate=BASE, tokens_per_second=5000, gain=1.25, predicted=True),
+        ),
+        expert_modes=(
+            MeshAlternative(
+                mesh=Mesh(data=64, expert=8, overlap_degree=2),
+                candidate=BASE,
+                tokens_per_second=4000,
+                gain=1.5,
+                predicted=False,
+            ),
+        ),
+    )
+    best = RECOMMENDATION.model_copy(update={"plan": plan, "whole_model": None})
+    text = " ".join(render_answer(answer_of(best), REQUEST).split())
+    for part in (
+        "mesh tensor=2 pipeline=4 (interleaved, 2 stages a rank) data=8 sharding=none on 64 devices",
+        "layers 3 4 x 6 1 per stage; rank 2 is the fullest",
+        "all devices 640,000 tokens/s",
+        "time 80.0% computation, 12.5% exchange, 7.5% bubble",
+        "measured 90.0% of the step; the rest is described or predicted",
+        "90.0% head(m=4), measured",
+        "the first 250.0 ms of a step, rank by rank: 0 FFff..BB 2 ..FFBBff F forward, B backward, . waits;",
+        "base tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1 recompute=none",
+        "other mesh 1.25x over tensor=1 pipeline=1 data=64 sharding=none micro_batch_size=1",
+        "expert mode no expert parallelism: 1.50x over overlapped, tensor=1 pipeline=1 expert=8 (overlapped in 2",
+    ):
+        assert part in text

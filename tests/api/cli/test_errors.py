@@ -1,0 +1,216 @@
+"""Whatever goes wrong is a few lines on stderr and an exit code."""
+
+from __future__ import annotations
+
+import json
+import re
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bexp.api.cli import main
+from bexp.storage.queue import Queue
+from bexp.storage.tokens import list_tokens
+from tests.api.cli.conftest import Finished, Run
+from tests.api.cli.samples import TINY
+
+
+def changed(tmp_path: Path, **changes: Any) -> Path:
+    path = tmp_path / "config.yaml"
+    path.write_text(yaml.safe_dump({**TINY, **changes}))
+    return path
+
+
+def assert_usage(done: Finished, *parts: str) -> None:
+    assert (done.code, done.stdout) == (2, "")
+    assert done.stderr.startswith("bexp: ")
+    assert "Traceback" not in done.stderr
+    for part in parts:
+        assert part in done.stderr
+
+
+@pytest.mark.parametrize("command", ["explore", "submit"])
+def test_a_configuration_that_breaks_rules_names_field_and_rule(bexp: Run, tmp_path: Path, command: str) -> None:
+    model = {**TINY["model"], "num_attention_heads": 5}
+    path = changed(tmp_path, model=model, tolerance=float("nan"))
+    assert_usage(bexp(command, path), "tolerance", "finite")
+    path = changed(tmp_path, model=model)
+    assert_usage(bexp(command, path), "model", "hidden_size (64) must be a multiple of num_attention_heads (5)")
+    path = changed(tmp_path, micro_batch_sizes=4)
+    assert_usage(bexp(command, path), "micro_batch_sizes")
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        (b"a: [1", "not valid YAML"),
+        (b"", "is empty"),
+        (b"- 1\n", "mapping"),
+        (b"\xff\xfe\x00\x00", "not a text file"),
+        (b"a: 1\nb: *x\n", "anchor"),
+        (b"target: bexp\narchitectures: [ViTModel]\nmodel_type: vit\n", "language model"),
+    ],
+)
+def test_a_file_that_is_none(bexp: Run, tmp_path: Path, content: bytes, expected: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_bytes(content)
+    assert_usage(bexp("submit", path), expected)
+
+
+def test_a_missing_file_and_a_folder(bexp: Run, tmp_path: Path) -> None:
+    assert_usage(bexp("submit", tmp_path / "none.yaml"), "No such file or directory", "none.yaml")
+    assert_usage(bexp("submit", tmp_path), "Is a directory")
+
+
+def test_what_is_no_file_but_looks_like_something_else_is_answered_with_the_command_to_use(
+    bexp: Run, tmp_path: Path
+) -> None:
+    assert_usage(bexp("submit", "Qwen/Qwen3-30B-A3B"), "hf download Qwen/Qwen3-30B-A3B config.json")
+    assert_usage(bexp("submit", "train.py"), "train.py is Python", "--target train.py:CLASS")
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "batch_size": 0}')
+    assert_usage(bexp("submit", tmp_path), "batch_size: ")  # the folder's config.json was read
+    assert_usage(
+        bexp("submit", changed(tmp_path), "--set", "routing=zipf"), "routing: must be a mapping of its fields: "
+    )
+    assert_usage(bexp("best", "0000"), "no exploration begins with '0000'; `bexp list` shows them")
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "expected"),
+    [
+        ("--micro-batch-size", "many", "--micro-batch-size 'many'"),
+        ("--micro-batch-size", "8-2", "min (8) exceeds max (2)"),
+        ("--micro-batch-size", "2,4,0", "micro_batch_size: "),
+        ("--device", "tpu", "--device 'tpu'"),
+        ("--batch-size", "0", "batch_size: "),
+        ("--memory-limit-gib", "nan", "memory_limit_gib: "),
+        ("--confidence-target", "100", "budget.confidence_target: "),
+    ],
+)
+def test_an_option_out_of_range_names_it(bexp: Run, tmp_path: Path, option: str, value: str, expected: str) -> None:
+    assert_usage(bexp("submit", changed(tmp_path), option, value), expected)
+
+
+@pytest.mark.parametrize("arguments", [["nonsense"], ["submit"], ["list", "--state", "odd"], ["submit", "a", "--x"]])
+def test_a_wrong_command_line_is_exit_2(bexp: Run, arguments: list[str]) -> None:
+    done = bexp(*arguments)
+    assert (done.code, done.stdout) == (2, "")
+
+
+def test_nobody_at_the_url_is_exit_3(bexp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+    monkeypatch.setenv("BEXP_API_URL", f"http://127.0.0.1:{port}")
+    for arguments in (["submit", str(changed(tmp_path))], ["list"], ["best", "0123456789abcdef"]):
+        done = bexp(*arguments)
+        assert (done.code, done.stdout) == (3, "")
+        assert done.stderr.startswith(f"bexp: no service answers at http://127.0.0.1:{port}\n")
+
+
+def test_a_port_that_is_none_is_exit_2(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_PORT", "odd")
+    assert_usage(bexp("list"), "BEXP_PORT")
+
+
+@pytest.mark.parametrize("url", ["mysql://localhost/x", "nonsense", "sqlite:///:memory:"])
+def test_a_database_that_is_not_supported_is_exit_2(bexp: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", url)
+    assert_usage(bexp("db", "upgrade"), "database")
+
+
+def test_a_reading_command_refuses_a_database_that_is_not_supported(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "mysql://me:secret@localhost/x")
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    done = bexp("list")
+    assert_usage(done, "database 'mysql' is not supported")
+    assert "secret" not in done.stderr
+
+
+@pytest.mark.parametrize("arguments", [("db", "upgrade"), ("serve", "--port", "0")])
+def test_a_file_that_is_no_database_is_exit_3(
+    bexp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, arguments: tuple[str, ...]
+) -> None:
+    (tmp_path / "notes.txt").write_text("not a database " * 100)
+    monkeypatch.setenv("BEXP_DATABASE_URL", f"sqlite:///{tmp_path / 'notes.txt'}")
+    done = bexp(*arguments)
+    assert (done.code, done.stdout) == (3, "")
+    assert done.stderr.startswith("bexp: the database cannot be used: ")
+    assert "file is not a database" in done.stderr
+
+
+@pytest.mark.parametrize("url", ["nonsense", "localhost:8642", "ftp://host"])
+def test_a_url_that_is_none_is_named(bexp: Run, monkeypatch: pytest.MonkeyPatch, url: str) -> None:
+    monkeypatch.setenv("BEXP_API_URL", url)
+    done = bexp("list")
+    assert done.code == 3
+    assert f"{url!r} is not a URL of a service: it must start with http" in done.stderr
+
+
+def test_a_database_that_does_not_answer_is_exit_3(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "postgresql://nobody:secret@127.0.0.1:9/none")
+    done = bexp("db", "upgrade")
+    assert (done.code, done.stdout) == (3, "")
+    assert done.stderr.startswith("bexp: the database cannot be used: ")
+    assert "secret" not in done.stderr
+
+
+def test_a_database_that_cannot_be_written_is_exit_3(bexp: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "sqlite:////proc/bexp/bexp.db")
+    assert bexp("db", "upgrade").code == 3
+
+
+def test_a_log_file_that_cannot_be_written_is_no_reason_to_stop(bexp: Run, tmp_path: Path) -> None:
+    Path("local_compile_train").write_text("a file in the way")
+    job_id = bexp("submit", changed(tmp_path)).stdout.strip()
+    bexp("cancel", job_id)
+    done = bexp("watch", job_id)
+    assert done.code == 1
+    assert "no log file: " in done.stderr
+
+
+def test_an_unexpected_error_is_a_line_and_a_file(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError("oh")
+
+    monkeypatch.setattr("bexp.api.cli.jobs.connect", fail)
+    monkeypatch.setattr("sys.argv", ["bexp", "list"])
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    with pytest.raises(SystemExit) as raised:
+        main()
+    assert raised.value.code == 3
+    said = capsys.readouterr().err
+    assert said.startswith("bexp: unexpected ZeroDivisionError: oh\n")
+    assert "Traceback" not in said
+    (file,) = tmp_path.glob("*.traceback")
+    assert str(file) in said
+    assert "ZeroDivisionError" in file.read_text()
+
+
+def test_version(bexp: Run) -> None:
+    assert re.fullmatch(r"\d+\.\d+\.\d+\n", bexp("--version").stdout)
+
+
+def test_tokens(bexp: Run, queue: Queue) -> None:
+    secret = bexp("token", "create", "ci").stdout.strip()
+    assert secret.startswith("bexp_")
+    assert [token.name for token in list_tokens(queue.database)] == ["ci"]
+    assert_usage(bexp("token", "create", "ci"), "'ci' exists")
+    assert_usage(bexp("token", "create", "a b"), "letters")
+    listed = json.loads(bexp("token", "list", "--json").stdout)
+    assert [token["name"] for token in listed] == ["ci"]
+    assert secret not in json.dumps(listed)
+    assert bexp("token", "revoke", "ci").code == 0
+    assert_usage(bexp("token", "revoke", "ci"), "no token named 'ci'")
+    assert bexp("token", "list").stdout.splitlines()[1:] == []
+
+
+def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(bexp: Run) -> None:
+    done = bexp("explore", "config.json", "--execution", "jit")
+    assert done.code == 2
+    assert "'jit' is not one of 'eager', 'compile'," in done.stderr
+    assert "Value error" not in done.stderr

@@ -1,0 +1,217 @@
+"""What `bexp explore`, `resume` and `submit` refuse before anything starts, and what a submission says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import sqlalchemy as sa
+import yaml
+
+from bexp.api.cli import explore
+from bexp.api.cli.connection import shown_url
+from bexp.api.cli.local_run import usable_device_counts
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.tables import workers
+from bexp.storage.workers import register_worker
+from tests.api.cli.conftest import Run
+from tests.api.cli.samples import REQUEST, TINY
+from tests.contracts.samples import make_worker
+
+Refused = Callable[..., str]
+in_the_database = pytest.mark.parametrize("bexp", ["database"], indirect=True)
+SHARED = {"num_devices": 4, "context_parallel": {"sizes": [2]}}
+"""Two devices share each sequence: a worker needs two, and can use all four."""
+
+
+@pytest.fixture
+def refused(bexp: Run, queue: Queue, monkeypatch: pytest.MonkeyPatch) -> Refused:
+    """Runs a command on a machine with two GPUs that does nothing but say why, and returns that."""
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b")
+
+    def run(*arguments: str | Path) -> str:
+        before = list_jobs(queue.database), psutil.Process().children()
+        done = bexp(*arguments)
+        assert (done.code, done.stdout) == (2, "")
+        assert (list_jobs(queue.database), psutil.Process().children()) == before
+        return done.stderr
+
+    return run
+
+
+@pytest.fixture
+def configure(tmp_path: Path) -> Callable[..., Path]:
+    """Writes a configuration."""
+
+    def write(document: dict[str, Any] | None = None, **changes: Any) -> Path:
+        path = tmp_path / "config.yaml"
+        path.write_text(yaml.safe_dump({**(TINY if document is None else document), **changes}))
+        return path
+
+    return write
+
+
+@in_the_database
+@pytest.mark.parametrize(
+    ("device", "complaint"),
+    [
+        ("cpu", "the exploration needs 2 devices, and --device cpu names 1"),
+        ("cuda:1", "the exploration needs 2 devices, and --device cuda:1 names 1"),
+        ("cuda:1-2", "device 'cuda:2' does not exist: 2 CUDA devices are visible"),
+        ("cuda:0,cuda:9", "device 'cuda:9' does not exist"),
+        ("cuda:0-7", "device 'cuda:7' does not exist"),
+    ],
+)
+def test_devices_that_are_too_few_or_not_there(
+    refused: Refused, configure: Callable[..., Path], device: str, complaint: str
+) -> None:
+    assert complaint in refused("explore", configure(**SHARED), "--device", device)
+
+
+@in_the_database
+def test_one_gpu_is_enough_where_nothing_is_shared(refused: Refused, configure: Callable[..., Path]) -> None:
+    """It is refused for its number alone."""
+    said = refused("explore", configure(num_devices=4), "--device", "cuda:2")
+    assert "device 'cuda:2' does not exist: 2 CUDA devices are visible" in said
+    assert "the exploration needs" not in said
+
+
+@in_the_database
+@pytest.mark.parametrize(
+    ("target", "complaint"),
+    [
+        ("train.py", "names no class: write it as train.py:Target"),
+        ("train.py:", "names no class"),
+        ("train.py:not-a-name", "names no class"),
+        ("other.py:Target", "there is no file other.py"),
+        ("my-gpt", "there is no target 'my-gpt' here; there are bexp "),
+        ("train.py:Target", "device 'cuda:5' does not exist"),  # the target is there, and the next thing is not
+    ],
+)
+def test_a_target_that_is_not_there(
+    refused: Refused, configure: Callable[..., Path], tmp_path: Path, target: str, complaint: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    assert complaint in refused("explore", configure({}), "--target", target, "--device", "cuda:5")
+
+
+@in_the_database
+def test_a_library_that_is_missing_is_named_with_the_way_to_install_it(
+    refused: Refused, configure: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(explore, "installed_targets", lambda: {"bexp": "0.1.0"})
+    config = configure({"hf_config": {"model_type": "llama"}, "hf_seq_length": 64})
+    assert "which is missing: pip install 'bexp[transformers]'" in refused("explore", config)
+
+
+@in_the_database
+@pytest.mark.parametrize(
+    ("measured", "target", "said"),
+    [
+        ("local.train", None, "name its file as it was: --target train.py:NAME"),
+        ("local.train", "mine", "--target train.py:NAME"),
+        ("local.gpt", "train.py:Target", "--target gpt.py:NAME"),
+        ("local", None, "--target FILE.py:NAME"),
+        # The target is accepted in what follows, and the device is not.
+        ("local.train", "train.py:Target", "device 'cuda:5' does not exist"),
+        ("local", "train.py:Target", "device 'cuda:5' does not exist"),
+        ("bexp", None, "device 'cuda:5' does not exist"),
+    ],
+)
+def test_an_exploration_of_a_file_is_resumed_with_that_file(
+    refused: Refused, queue: Queue, tmp_path: Path, measured: str, target: str | None, said: str
+) -> None:
+    (tmp_path / "train.py").touch()
+    request = REQUEST if measured == "bexp" else ExplorationRequest.model_validate({"target": measured})
+    job, _ = queue.enqueue(request)
+    queue.request_cancel(job.id)
+    chosen = () if target is None else ("--target", target)
+    assert said in refused("resume", job.id, "--device", "cuda:5", *chosen)
+    assert get_job(queue.database, job.id).state is JobState.CANCELLED
+
+
+def test_a_field_that_is_set_has_a_value(bexp: Run, refused: Refused, configure: Callable[..., Path]) -> None:
+    assert "--set 'tolerance= ' has no value" in refused("submit", configure(), "--set", "tolerance= ")
+    assert "--set 'tolerance' is not of the form" in refused("submit", configure(), "--set", "tolerance")
+    settings = ("--set", "memory_limit_gib=null", "--set", "budget.max_trials=1")
+    document = json.loads(bexp("submit", configure(memory_limit_gib=3), *settings, "--json").stdout)
+    assert (document["request"]["memory_limit_gib"], document["request"]["budget"]["max_trials"]) == (None, 1)
+    bexp("cancel", document["id"])
+
+
+@pytest.mark.parametrize(
+    ("name", "targets", "note"),
+    [
+        ("bexp", [], None),
+        ("my-gpt", [], "no worker has the target 'my-gpt': "),
+        (
+            "my-gtp",
+            [{"bexp": "1", "my-gpt": "2"}],
+            r"target 'my-gtp' \(did you mean 'my-gpt'\?\): exploration .* waits",
+        ),
+        ("my-gpt", [{"bexp": "1"}, {"my-gpt": "2"}], None),
+    ],
+)
+def test_a_submission_says_if_no_worker_has_its_target(
+    bexp: Run, queue: Queue, tmp_path: Path, name: str, targets: list[dict[str, str]], note: str | None
+) -> None:
+    """The id is printed whatever is said of the workers; a lost worker has no target."""
+    with queue.database.begin() as connection:
+        connection.execute(sa.delete(workers))
+    for number, each in enumerate([{name: "1"}, *targets]):
+        register_worker(queue.database, make_worker(f"h-{number}-cpu", targets=each))
+    with queue.database.begin() as connection:
+        hour_ago = queue.database.clock(-timedelta(hours=1))
+        connection.execute(sa.update(workers).where(workers.c.id == "h-0-cpu").values(last_seen_at=hour_ago))
+    config = tmp_path / "config.yaml"
+    config.write_text(yaml.safe_dump(TINY if name == "bexp" else {"target": name}))
+    done = bexp("submit", config)
+    assert re.fullmatch(r"[0-9a-f]{16}\n", done.stdout)
+    assert re.search(note, done.stderr) if note else done.stderr == ""
+    bexp("cancel", done.stdout.strip())
+    with queue.database.begin() as connection:
+        connection.execute(sa.delete(workers))
+
+
+@pytest.mark.parametrize(
+    ("changes", "counts"),
+    [
+        ({"num_devices": 1}, (1,)),
+        ({"num_devices": 2}, (1, 2)),
+        ({"num_devices": 8}, (1, 8)),
+        ({"num_devices": 8, "training": {"sharding": "explore"}}, (8,)),
+        ({"num_devices": 8, "mode": "eval"}, (1,)),
+        ({"num_devices": 4, "context_parallel": {"sizes": [2]}}, (2, 4)),
+        ({"num_devices": 4, "context_parallel": {"sizes": [1, 4]}}, (4,)),
+        ({"num_devices": 4, "context_parallel": {"sizes": [1, 2]}, "mode": "eval"}, (2,)),
+        ({"num_devices": 4, "context_parallel": {"sizes": "explore"}}, (1, 2, 4)),
+        ({"num_devices": 4, "context_parallel": {"sizes": "explore"}, "mode": "eval"}, (1, 2, 4)),
+    ],
+)
+def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], counts: tuple[int, ...]) -> None:
+    request = ExplorationRequest.model_validate(REQUEST.model_dump() | {"batch_size": 64} | changes)
+    assert usable_device_counts(request) == counts
+
+
+@pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("sqlite:////data/bexp.db", "/data/bexp.db"),
+        ("postgresql://me:se@cret@host/name", "postgresql://host/name"),
+        ("postgresql://host/name", "postgresql://host/name"),
+        ("postgresql://host/name?user=me&password=se@cret", "postgresql://..."),
+        ("postgresql://host/name?user=me&password=secret", "postgresql://host/name"),
+        ("postgresql://me:se?cret@host/name", "postgresql://..."),
+    ],
+)
+def test_a_password_is_not_shown(url: str, shown: str) -> None:
+    assert shown_url(url) == shown

@@ -1,0 +1,140 @@
+"""What is seen on a terminal."""
+
+from __future__ import annotations
+
+import io
+import re
+from datetime import UTC, datetime, timedelta
+
+import pytest
+from rich.console import Console
+from rich.live import Live
+
+from bexp.api.cli.following import LiveOutput
+from bexp.api.live import LiveView
+from bexp.api.live_chart import RateChart
+from bexp.explorer.records.event import Event, EventCode
+from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
+
+NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
+
+
+def render(view: LiveView, width: int = 80) -> str:
+    file = io.StringIO()
+    Console(width=width, file=file).print(view)
+    return file.getvalue()
+
+
+def view_of(*events: Event) -> LiveView:
+    view = LiveView("job1", REQUEST, clock=lambda: NOW)
+    for one in events:
+        view.show(one)
+    return view
+
+
+def test_everything_that_is_known_is_seen() -> None:
+    failed = event(5, EventCode.INFEASIBLE, candidate={"micro_batch_size": 2}, outcome="out_of_memory")
+    text = render(view_of(*EVENTS[:4], failed))
+    assert "tiny  job1  1 trial" in text
+    assert "best so far  11,500 tokens/s  1.23x base  confidence 87 (target 60)" in text
+    assert "             micro_batch_size=4 bta_tile=2" in text
+    assert "micro_batch_size 4 ran as a whole model: 11,500 tokens/s" in text
+    rows = re.findall(r"^(\d+) (.*?)\s*$", text, re.MULTILINE)
+    assert [(size, row.split()[-1]) for size, row in rows] == [("1", "10,000"), ("2", "memory"), ("4", "far")]
+    assert "12,346 ◀ best so far" in rows[2][1]
+    assert "memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)" in text
+    assert "optimizer states 2.0 GiB" in text
+    assert "something" in text  # the last event
+
+
+def bars(rates: dict[int, float], most: int = 12) -> dict[int, int]:
+    """The length of the bar of each size that is drawn."""
+    chart = RateChart()
+    for size, rate in rates.items():
+        chart.note_rate(size, {"micro_batch_size": size}, rate)
+    text = io.StringIO()
+    Console(width=80, file=text).print(*chart.draw(80, most, final=True))
+    found = re.findall(r"^ *(\d+) (█+)", text.getvalue(), re.MULTILINE)
+    return {int(size): len(bar) for size, bar in found}
+
+
+def test_bars_show_differences_that_are_small_against_the_figures() -> None:
+    near = bars({1: 45_000.0, 2: 51_000.0, 4: 50_000.0})
+    assert near[1] < near[2] / 2
+    assert near[4] < near[2]
+    assert bars({1: 10.0, 2: 100.0}) == {1: 5, 2: 50}  # from 0, because they differ enough there
+    assert bars({1: 100.0}) == {1: 50}
+
+
+def test_the_fastest_sizes_are_drawn_where_there_is_no_room_for_all() -> None:
+    assert list(bars({size: float(size) for size in range(1, 31)}, 12)) == list(range(19, 31))
+
+
+def test_a_candidate_that_is_measured_again_has_its_newest_figure() -> None:
+    chart = RateChart()
+    for rate in (9_000.0, 6_000.0):
+        chart.note_rate(1, {"micro_batch_size": 1}, rate)
+    text = io.StringIO()
+    Console(width=80, file=text).print(*chart.draw(80, 12, final=True))
+    assert "6,000" in text.getvalue()
+    assert "9,000" not in text.getvalue()
+
+
+def test_memory_far_below_the_limit_is_drawn_against_itself() -> None:
+    small = RECOMMENDATION.model_copy(update={"memory_limit_bytes": 1000 * GIB})
+    text = render(view_of(event(1, EventCode.RECOMMENDATION, recommendation=small.model_dump(mode="json"))))
+    assert text.count("█") > 70
+
+
+def started_ago(seconds: float) -> Event:
+    return Event(seq=1, at=NOW - timedelta(seconds=seconds), code=EventCode.STARTED, message="started")
+
+
+def confident(confidence: int) -> Event:
+    best = RECOMMENDATION.model_copy(update={"confidence": confidence})
+    return event(2, EventCode.RECOMMENDATION, recommendation=best.model_dump(mode="json"))
+
+
+def test_remaining_time_follows_the_confidence_and_the_budget() -> None:
+    assert re.search(r"0:0[01] passed, at most about 0:(09|10) left", render(view_of(started_ago(0))))
+    assert re.search(r"0:06 passed, about 0:0[12] left", render(view_of(started_ago(6), confident(48))))  # 60 is asked
+    assert re.search(r"0:06 passed, at most about 0:0[34] left", render(view_of(started_ago(6), confident(10))))
+    for done in (render(view_of(started_ago(6), confident(60))), render(view_of(started_ago(20)))):
+        assert "comparing and checking" in done
+    ended = render(view_of(event(1, EventCode.STARTED), confident(60), event(3, EventCode.SUCCEEDED)))
+    assert "left" not in ended
+    assert "0:02" in ended
+    assert "best so far" not in ended  # the answer follows, and says it once
+    assert "◀ recommended" in ended
+
+
+def test_another_variant_starts_an_empty_chart() -> None:
+    text = render(view_of(*EVENTS[:4], event(5, EventCode.VARIANT, num_query_groups=2)))
+    assert "tokens/s" not in text
+    assert "best so far" not in text
+
+
+def test_a_narrow_terminal_and_messages_with_markup_do_no_harm() -> None:
+    odd = event(1, EventCode.WARNING, "[red]not markup[/] " * 20)
+    trial = event(2, EventCode.TRIAL, candidate=BASE.model_dump(mode="json"), tokens_per_second=None)
+    assert "[red]not markup" in render(view_of(odd, trial, EVENTS[3], odd), width=30)
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_no_word_is_cut(width: int) -> None:
+    view = view_of(*EVENTS[:4], event(5, EventCode.WARNING, "a long message " * 20))
+    words = {word for line in render(view, width).splitlines() for word in line.split()}
+    known = {word for line in render(view, 1000).splitlines() for word in line.split()}
+    assert {word for word in words if word.isascii()} <= known | {"..."}
+
+
+def test_lines_scroll_when_they_say_something_new() -> None:
+    text = io.StringIO()
+    console = Console(width=80, file=text, force_terminal=True)
+    with Live(LiveView("job1", REQUEST), console=console, auto_refresh=False, transient=True) as live:
+        output = LiveOutput(live, LiveView("job1", REQUEST))
+        for one in (EVENTS[0], EVENTS[2], EVENTS[3], EVENTS[3], confident(99), EVENTS[4]):
+            output.show(one)
+    lines = re.findall(r"BEXP\d+", text.getvalue())
+    assert lines == ["BEXP101", "BEXP202"]
+    assert "\n        performance: 1.23x base" in text.getvalue()

@@ -1,0 +1,5 @@
+"""The service that the client talks to, with its queue and a scripted worker."""
+
+from tests.api.cli.conftest import queue, service, worker
+
+__all__ = ["queue", "service", "worker"]

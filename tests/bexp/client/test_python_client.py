@@ -1,0 +1,122 @@
+"""`bexp.Client` and `bexp.explore_config` against a real service, and the examples of docs/python.md."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import bexp
+from bexp import config_exploration
+from bexp.client.errors import ProblemError
+from bexp.client.view import ExplorationView
+from bexp.config_exploration import ExplorationError
+from bexp.explorer.records.event import EventCode
+from bexp.storage.jobs import JobState
+from tests.api.cli.samples import REQUEST, TINY
+
+ROOT = Path(__file__).parents[3]
+
+
+def test_an_exploration_is_submitted_followed_and_its_answer_applied(
+    service: tuple[str, str], worker: Callable[..., Any]
+) -> None:
+    with bexp.Client(service[0]) as client, worker():
+        submitted = client.submit(TINY, seed=3)
+        assert submitted.request is not None
+        assert (submitted.state, submitted.request.seed) == ("queued", 3)
+        codes = [event.code for event in client.events(submitted.id)]
+        assert (codes[0], codes[-1]) == (EventCode.QUEUED, EventCode.SUCCEEDED)
+        assert client.wait(submitted.id).state == "succeeded"
+        recommendation = client.recommendation(submitted.id)
+        assert recommendation is not None
+        assert (recommendation.micro_batch_size, recommendation.exploration_id) == (4, submitted.id)
+        assert next(iter(client.list(state="succeeded"))).id == submitted.id
+        assert client.trials(submitted.id) == ()
+        assert "micro_batch_size" in client.export(submitted.id, "cerebras").text
+        with pytest.raises(ProblemError) as refused:
+            client.submit(TINY, batchsize=3)
+        assert refused.value.lines()[1].startswith("batchsize: ")
+
+
+def test_a_cancelled_exploration_has_no_answer_and_is_resumed(service: tuple[str, str]) -> None:
+    with bexp.Client(service[0]) as client:
+        exploration = client.cancel(client.submit(REQUEST.model_dump(mode="json")).id)
+        assert exploration.is_final
+        assert client.recommendation(exploration.id) is None
+        assert client.resume(exploration.id).state == "queued"
+        assert client.cancel(exploration.id).state == "cancelled"
+
+
+def test_a_configuration_is_explored_on_the_service_of_the_environment(
+    service: tuple[str, str], worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEXP_API_URL", service[0])
+    seen: list[str] = []
+
+    def note(view: ExplorationView) -> None:
+        seen.append(str(view))
+
+    with worker(answer=None, state=JobState.FAILED, code=EventCode.FAILED, message="broken"):
+        result = bexp.explore_config(json.dumps(TINY), on_update=note)
+    assert (result.exploration.state, result.recommendation) == ("failed", None)
+    assert seen[-1].endswith("broken")
+    with pytest.raises(ExplorationError, match="nothing is recommended"):
+        result.save("best.json")
+
+
+def test_a_notebook_shows_one_output_that_changes(
+    service: tuple[str, str], worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shown: list[tuple[str, int]] = []
+
+    class Handle:
+        def update(self, view: ExplorationView) -> None:
+            shown.append(("update", len(view._repr_html_())))
+
+    def display(view: ExplorationView, *, display_id: bool) -> Handle:
+        shown.append((f"display {display_id}", len(view._repr_html_())))
+        return Handle()
+
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
+    with worker():
+        result = bexp.explore_config(TINY, url=service[0])
+    assert [how for how, _ in shown] == ["display True", *["update"] * (len(shown) - 1)]
+    assert shown[-1] == ("update", len(result._repr_html_()))
+    assert "Recommended: micro_batch_size 4" in result._repr_html_()
+
+
+def test_a_service_that_is_not_installed_beside_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    monkeypatch.setattr(config_exploration, "SESSION", "no_such_module")
+    with pytest.raises(ExplorationError, match=r"the service is not installed .*No module named no_such_module"):
+        bexp.explore_config(TINY)
+
+
+def test_the_examples_of_the_documentation_run(
+    sqlite_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_url)
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "benchmarks").symlink_to(ROOT / "benchmarks")
+    names: dict[str, Any] = {}
+    for block in re.findall(r"^```python\n(.*?)^```", (ROOT / "docs/python.md").read_text(), re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    assert names["result"].exploration.state == "succeeded"
+    size, confidence = map(int, capsys.readouterr().out.splitlines()[0].split())
+    assert (size, confidence > 90) == (4, True)
+    assert bexp.RecommendedSetup.read("best.json").micro_batch_size == size
+
+
+def test_a_wrong_configuration_for_this_machine_is_named(monkeypatch: pytest.MonkeyPatch, sqlite_url: str) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_url)
+    with pytest.raises(ExplorationError, match="batchsize: is not a field"):
+        bexp.explore_config(TINY, device="cpu", batchsize=3)

@@ -1,0 +1,187 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.workers.targets.reference.decoder import DecoderModel
+from bexp.workers.targets.reference.factory import random_tokens
+from tests.bexp.kernels.references import relative_error
+from tests.workers.targets.reference import references
+from tests.workers.targets.reference.models import CPU, shake, small_model, small_moe
+
+BATCH = 4
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "gpt2": {
+        "position": "learned",
+        "max_position_embeddings": 40,
+        "norm": "layernorm",
+        "gated_mlp": False,
+        "activation": "gelu",
+        "qkv_bias": True,
+        "attention_output_bias": True,
+        "mlp_bias": True,
+        "tie_embeddings": True,
+    },
+    "neox": {"parallel_residual": True, "rotary_fraction": 0.25, "norm": "layernorm", "lm_head_bias": True},
+    "moe": {"moe": small_moe(), "ffn_hidden_size": 0, "qk_norm": "full"},
+    "mixed": {
+        "moe": small_moe(first_k_dense=1, shared_expert_ffn_hidden_size=24, shared_expert_gate=True),
+        "num_query_groups": 2,
+        "qk_norm": "head",
+        "mlp_bias": True,
+    },
+    "every other": {"num_layers": 5, "moe": small_moe(moe_layer_frequency=2), "num_query_groups": 1},
+}
+
+
+def decoder(model: ModelSpec, mode: str = "train", **choice: Any) -> DecoderModel:
+    request = ExplorationRequest.model_validate(
+        {"model": model, "mode": mode, "training": {"loss": {"kind": "chunked", "chunk_tokens": 128}}}
+    )
+    fields = {
+        "micro_batch_size": BATCH,
+        "attention_backend": "flash",
+        "expert_backend": "loop" if model.moe else None,
+        "num_query_groups": model.query_groups,
+    }
+    generator = torch.Generator().manual_seed(0)
+    return DecoderModel(model, Candidate.model_validate({**fields, **choice}), request, CPU, generator=generator)
+
+
+def batch(model: ModelSpec) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (BATCH, model.seq_length)
+    return random_tokens(model, shape, CPU, generator), random_tokens(model, shape, CPU, generator)
+
+
+def gradients(model: DecoderModel, tokens: Tensor, targets: Tensor) -> dict[str, Tensor]:
+    loss = model(tokens, targets)
+    loss.backward()
+    return {"loss": loss.detach(), **{name: p.grad for name, p in model.named_parameters() if p.grad is not None}}
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS.keys())
+def test_parameters_are_those_that_are_counted(fields: dict[str, Any]) -> None:
+    model = small_model(**fields)
+    assert sum(p.numel() for p in decoder(model).parameters()) == count_parameters(model)
+
+
+@pytest.mark.parametrize("fields", MODELS.values(), ids=MODELS.keys())
+def test_loss_against_the_reference(fields: dict[str, Any]) -> None:
+    model = small_model(**fields)
+    module = decoder(model)
+    shake(module, torch.Generator().manual_seed(7))
+    tokens, targets = batch(model)
+    p = {name: parameter.detach().double() for name, parameter in module.named_parameters()}
+    x = p["embedding.w_tokens"][tokens]
+    if model.position == "learned":
+        x = x + p["embedding.w_positions"][: model.seq_length]
+    for i, kind in enumerate(model.layer_kinds):
+        attention, ffn = under(p, f"layers.{i}.attention."), under(p, f"layers.{i}.ffn.")
+        after = references.attention_block(model, attention, x)
+        seen = x if model.parallel_residual else after
+        if kind == "moe":
+            routes = module.get_submodule(f"layers.{i}.ffn").routes
+            assert isinstance(routes, Tensor)
+            out = references.moe_ffn(model, ffn, seen, routes)
+        else:
+            out = references.dense_ffn(model, ffn, seen)
+        x = after + out - seen
+    projection = p["embedding.w_tokens"] if model.tie_embeddings else p["head.w_vocab"]
+    h = references.norm(model, under(p, "head."), x).flatten(0, 1)
+    logits = h @ projection.T + p.get("head.b_vocab", torch.zeros(1, dtype=h.dtype))
+    wanted = (torch.logsumexp(logits, -1) - logits.gather(1, targets.view(-1, 1)).squeeze(1)).mean()
+    assert module(tokens, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [*Recompute, Recompute("layers_1"), Recompute("groups_2")])
+@pytest.mark.parametrize("tile", [None, 2, 4])
+@pytest.mark.parametrize("name", ["neox", "mixed"])
+def test_no_policy_changes_a_gradient(name: str, recompute: Recompute, tile: int | None) -> None:
+    model = small_model(**MODELS[name])
+    tokens, targets = batch(model)
+    plain = gradients(decoder(model), tokens, targets)
+    other = gradients(decoder(model, recompute=recompute, bta_tile=tile), tokens, targets)
+    assert other.keys() == plain.keys()
+    for key, value in plain.items():
+        assert relative_error(other[key], value) <= 1e-5, key
+
+
+def test_full_recomputation_keeps_only_the_inputs_of_layers() -> None:
+    model = small_model(num_layers=4)
+    tokens, _ = batch(model)
+    module = decoder(model, recompute="full", bta_tile=2)
+    x = module.embedding(tokens).detach().requires_grad_()
+    own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        out = x
+        for layer in module.layers:
+            out = layer(out)
+    assert [nbytes for nbytes in kept.values() if nbytes] == [x.nbytes] * 4
+    out.sum().backward()
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixed"])
+def test_eval_has_no_graph_and_no_trainable_parameter(name: str) -> None:
+    model = small_model(**MODELS[name])
+    module = decoder(model, mode="eval", recompute="full", bta_tile=2)
+    loss = module(*batch(model))
+    assert not loss.requires_grad
+    assert not any(p.requires_grad for p in module.parameters())
+    torch.testing.assert_close(loss, decoder(model)(*batch(model)).detach())
+
+
+def test_tied_embeddings_share_one_tensor() -> None:
+    module = decoder(small_model(**MODELS["gpt2"]))
+    assert module.head.w_vocab is module.embedding.w_tokens
+
+
+def test_layers_share_their_rotary_tables() -> None:
+    tables = {b.data_ptr() for name, b in decoder(small_model()).named_buffers(remove_duplicate=False)}
+    assert len(tables) == 2  # cosines and sines
+
+
+def test_every_expert_layer_has_the_same_routes() -> None:
+    module = decoder(small_model(**MODELS["moe"]))
+    routes = [layer.get_submodule("ffn").routes for layer in module.layers]
+    assert all(r is routes[0] for r in routes)
+    assert isinstance(routes[0], Tensor)
+    assert routes[0].shape == (BATCH * 12, 2)
+
+
+def test_training_lowers_the_loss() -> None:
+    """A few steps on one batch, through every part at once."""
+    from bexp.workers.training.optimizer import build_optimizer
+
+    model = small_model(**MODELS["mixed"])
+    module = decoder(model, recompute="partial_50", bta_tile=1, expert_backend="grouped_mm")
+    optimizer = build_optimizer(module.parameters(), ExplorationRequest(model=model).training.optimizer, model.dtype)
+    tokens, targets = batch(model)
+    losses = []
+    for _ in range(12):
+        loss = module(tokens, targets)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] - 0.1
+
+
+def under(parameters: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): p for name, p in parameters.items() if name.startswith(prefix)}

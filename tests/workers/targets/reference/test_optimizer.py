@@ -1,0 +1,201 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import OptimizerSpec
+from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer, build_optimizer
+from tests.bexp.kernels.references import relative_error
+
+H = OptimizerSettings()
+SHAPES = ((7, 5), (300,), (4, 3, 2))
+
+
+def make(dtype: torch.dtype) -> list[nn.Parameter]:
+    generator = torch.Generator().manual_seed(0)
+    return [nn.Parameter(torch.randn(shape, generator=generator).to(dtype)) for shape in SHAPES]
+
+
+def gradient(step: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(100 + step)
+    return [torch.randn(shape, generator=generator) for shape in SHAPES]
+
+
+def accumulate(parameters: list[nn.Parameter], gradients: list[Tensor]) -> None:
+    """One backward whose gradients are the given ones, rounded to the parameters' format."""
+    torch.stack([(p * g.to(p.dtype)).sum() for p, g in zip(parameters, gradients, strict=True)]).sum().backward()
+
+
+def adamw(weights: list[Tensor], steps: list[list[Tensor]]) -> list[Tensor]:
+    """AdamW in float64, as algorithm 2 of arXiv:1711.05101."""
+    results = []
+    for i, weight in enumerate(weights):
+        w, m, v = weight.double(), torch.zeros_like(weight.double()), torch.zeros_like(weight.double())
+        for t, gradients in enumerate(steps, 1):
+            g = gradients[i].double()
+            w = w - H.learning_rate * H.weight_decay * w
+            m, v = H.beta1 * m + (1 - H.beta1) * g, H.beta2 * v + (1 - H.beta2) * g * g
+            w = w - H.learning_rate * (m / (1 - H.beta1**t)) / ((v / (1 - H.beta2**t)).sqrt() + H.epsilon)
+        results.append(w)
+    return results
+
+
+def sgd(weights: list[Tensor], steps: list[list[Tensor]]) -> list[Tensor]:
+    """SGD with momentum in float64."""
+    results = []
+    for i, weight in enumerate(weights):
+        w, momentum = weight.double(), torch.zeros_like(weight.double())
+        for gradients in steps:
+            momentum = H.momentum * momentum + gradients[i].double()
+            w = w - H.learning_rate * momentum
+        results.append(w)
+    return results
+
+
+REFERENCES: dict[str, Callable[[list[Tensor], list[list[Tensor]]], list[Tensor]]] = {"adamw": adamw, "sgd": sgd}
+
+
+def change_errors(parameters: list[nn.Parameter], start: list[Tensor], expected: list[Tensor]) -> list[float]:
+    pairs = zip(parameters, start, expected, strict=True)
+    return [relative_error(p.double() - s.double(), e - s.double()) for p, s, e in pairs]
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+def test_float32_steps(name: str) -> None:
+    parameters = make(torch.float32)
+    start = [p.detach().clone() for p in parameters]
+    optimizer = build_optimizer(parameters, OptimizerSpec.model_validate({"name": name}), DType.FLOAT32)
+    for step in range(4):
+        optimizer.zero_grad()
+        accumulate(parameters, gradient(step))
+        optimizer.step()
+    expected = REFERENCES[name](start, [gradient(step) for step in range(4)])
+    assert max(change_errors(parameters, start, expected)) <= 1e-3  # of the change, which is small beside the weight
+
+
+@pytest.mark.parametrize("name", ["adamw", "sgd"])
+@pytest.mark.parametrize("bucket_bytes", [1 << 20, 400])
+def test_master_weights_take_steps_that_bfloat16_would_lose(name: str, bucket_bytes: int) -> None:
+    """The parameters are the rounded master weights, which follow the float64 reference; buckets cut tensors."""
+    parameters = make(torch.bfloat16)
+    start = [p.detach().clone() for p in parameters]
+    spec = OptimizerSpec.model_validate({"name": name})
+    optimizer = TrainingOptimizer(parameters, spec, DType.BFLOAT16, bucket_bytes=bucket_bytes)
+    for step in range(6):
+        optimizer.zero_grad()
+        accumulate(parameters, gradient(step))
+        optimizer.step()
+    rounded = [[g.to(torch.bfloat16) for g in gradient(step)] for step in range(6)]
+    for parameter, wanted in zip(parameters, REFERENCES[name](start, rounded), strict=True):
+        same = parameter.detach() == wanted.to(torch.bfloat16)
+        assert same.double().mean() >= 0.97  # a weight midway between two bfloat16 numbers may round either way
+        assert relative_error(parameter, wanted) <= 2**-8
+
+
+def test_buckets_bound_what_a_step_allocates(monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = make(torch.bfloat16)
+    optimizer = TrainingOptimizer(parameters, OptimizerSpec(), DType.BFLOAT16, bucket_bytes=400)
+    accumulate(parameters, gradient(0))
+    sizes: list[int] = []
+    convert = TrainingOptimizer._convert
+
+    def spy(self: TrainingOptimizer, tensors: list[Tensor]) -> list[Tensor]:
+        sizes.append(sum(tensor.numel() for tensor in tensors) * 4)
+        return convert(self, tensors)
+
+    monkeypatch.setattr(TrainingOptimizer, "_convert", spy)
+    optimizer.step()
+    assert max(sizes) <= 400
+    assert sum(sizes) == sum(p.numel() for p in parameters) * 4
+
+
+@pytest.mark.parametrize(
+    ("dtype", "fields"),
+    [
+        (DType.BFLOAT16, {"state_dtype": "bfloat16"}),
+        (DType.BFLOAT16, {"master_dtype": None, "state_dtype": "float32"}),
+        (DType.BFLOAT16, {"master_dtype": None}),
+        (DType.FLOAT32, {"grad_dtype": "bfloat16", "state_dtype": "bfloat16"}),
+        (DType.BFLOAT16, {"grad_dtype": "float32", "name": "sgd", "state_dtype": "bfloat16"}),
+    ],
+    ids=str,
+)
+def test_every_combination_of_formats_steps_towards_the_reference(dtype: DType, fields: dict[str, Any]) -> None:
+    """Momentum of a bfloat16 optimizer errs by its rounding; the direction and size of the change stay."""
+    spec = OptimizerSpec.model_validate(fields)
+    parameters = make(torch.float32 if dtype is DType.FLOAT32 else torch.bfloat16)
+    with torch.no_grad():
+        for p in parameters:
+            p.mul_(2**-6)  # small weights, so that bfloat16 resolves a step
+    start = [p.detach().clone() for p in parameters]
+    optimizer = TrainingOptimizer(parameters, spec, dtype, bucket_bytes=1000)
+    for step in range(3):
+        optimizer.zero_grad()
+        accumulate(parameters, gradient(step))
+        optimizer.step()
+    expected = REFERENCES[spec.name](start, [gradient(step) for step in range(3)])
+    assert max(change_errors(parameters, start, expected)) <= 0.1
+
+
+def test_float32_gradients_of_bfloat16_parameters_add_up_without_rounding() -> None:
+    parameters = make(torch.bfloat16)
+    optimizer = build_optimizer(parameters, OptimizerSpec(grad_dtype=DType.FLOAT32), DType.BFLOAT16)
+    for step in range(8):
+        accumulate(parameters, gradient(step))
+        assert all(p.grad is None for p in parameters)
+    for i, actual in enumerate(optimizer.gradients):
+        exact = torch.stack([gradient(step)[i].to(torch.bfloat16).double() for step in range(8)]).sum(0)
+        assert actual is not None
+        assert actual.dtype is torch.float32
+        assert relative_error(actual, exact) <= 1e-6
+    optimizer.zero_grad()
+    assert all(g is not None and not g.any() for g in optimizer.gradients)
+
+
+def test_gradients_stay_where_they_are() -> None:
+    parameters = make(torch.bfloat16)
+    optimizer = build_optimizer(parameters, OptimizerSpec(), DType.BFLOAT16)
+    optimizer.step()  # without gradients nothing moves
+    accumulate(parameters, gradient(0))
+    before = [p.grad.data_ptr() for p in parameters if p.grad is not None]
+    optimizer.step()
+    optimizer.zero_grad()
+    assert [p.grad.data_ptr() for p in parameters if p.grad is not None] == before
+    assert all(p.grad is not None and not p.grad.any() for p in parameters)
+
+
+@pytest.mark.parametrize(("name", "kernel"), [("adamw", "_fused_adamw_"), ("sgd", "_fused_sgd_")])
+def test_the_fused_kernel_is_used(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    parameters = make(torch.float32)
+    optimizer = build_optimizer(parameters, OptimizerSpec.model_validate({"name": name}), DType.FLOAT32)
+    accumulate(parameters, gradient(0))
+    calls: list[int] = []
+    fused = getattr(torch, kernel)
+
+    def spy(weights: list[Tensor], *args: Any, **kwargs: Any) -> None:
+        calls.append(len(weights))
+        fused(weights, *args, **kwargs)
+
+    monkeypatch.setattr(torch, kernel, spy)
+    optimizer.step()
+    assert calls == [len(SHAPES)]
+
+
+def test_default_mixed_precision_keeps_sixteen_bytes_a_parameter() -> None:
+    parameters = [nn.Parameter(torch.zeros(1000, dtype=torch.bfloat16))]
+    optimizer = build_optimizer(parameters, OptimizerSpec(), DType.BFLOAT16)
+    parameters[0].sum().backward()
+    held = {}
+    for bucket in optimizer._buckets:
+        for part in bucket:
+            for tensor in (part.parameter, part.weight, *part.moments):
+                held[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    for grad in optimizer.gradients:
+        assert grad is not None
+        held[grad.untyped_storage().data_ptr()] = grad.untyped_storage().nbytes()
+    assert sum(held.values()) == 16 * 1000

@@ -1,0 +1,217 @@
+"""The optimizer as training runs it: torch's fused kernels, and the formats of weights, gradients and moments."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import OptimizerSpec
+from bexp.workers.instruments.kernel_shapes import torch_dtype
+
+BUCKET_BYTES = 256 << 20
+"""What a step may allocate at most to convert one tensor list between formats."""
+
+
+@dataclass(frozen=True)
+class OptimizerSettings:
+    """Of AdamW (Loshchilov and Hutter, 2019, arXiv:1711.05101) and of SGD with momentum; torch's defaults."""
+
+    learning_rate: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    epsilon: float = 1e-8
+    weight_decay: float = 1e-2
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class _Slice:
+    """A run of a parameter's elements that is stepped at once; every tensor is one-dimensional.
+
+    `weight` is what the kernel updates: the parameter itself, or its master copy.
+    """
+
+    owner: int
+    start: int
+    stop: int
+    parameter: Tensor
+    weight: Tensor
+    moments: tuple[Tensor, ...]
+    step: Tensor
+
+    @property
+    def size(self) -> int:
+        return self.stop - self.start
+
+
+class TrainingOptimizer:
+    """Steps parameters with fused AdamW or fused SGD with momentum.
+
+    The arithmetic happens in the format of the master weights, or of the parameters where there are none. Gradients
+    and moments in another format are converted for at most `bucket_bytes` of working memory at a time, with a cut
+    through large tensors; None converts all of them at once. A gradient format other than the parameters' is kept in a
+    gradient of its own, which takes each new gradient as soon as backward has accumulated it and frees it. Of a
+    parameter that is sharded over devices, all of it is about this device's share.
+    """
+
+    def __init__(
+        self,
+        parameters: Iterable[nn.Parameter],
+        spec: OptimizerSpec,
+        dtype: DType,
+        *,
+        bucket_bytes: int | None = BUCKET_BYTES,
+    ) -> None:
+        self.parameters = list(parameters)
+        self.spec = spec
+        self._dtype = torch.float32 if spec.has_master(dtype) else torch_dtype(dtype)
+        self._moment_dtype = torch_dtype(spec.moment_dtype(dtype))
+        self._gradient_dtype = torch_dtype(spec.gradient_dtype(dtype))
+        self._has_master = spec.has_master(dtype)
+        self._converted_gradients = self._gradient_dtype is not self._dtype
+        self._converted_moments = self._moment_dtype is not self._dtype
+        self._main_gradients: list[Tensor] | None = None
+        if self._gradient_dtype is not torch_dtype(dtype):
+            self._main_gradients = [torch.zeros_like(own(p), dtype=self._gradient_dtype) for p in self.parameters]
+            for parameter, main in zip(self.parameters, self._main_gradients, strict=True):
+                parameter.register_post_accumulate_grad_hook(_Accumulate(main))
+        self._buckets = self._plan(bucket_bytes)
+
+    @property
+    def gradients(self) -> list[Tensor | None]:
+        """What `step` reads, one for each parameter; None before the first backward."""
+        if self._main_gradients is not None:
+            return list(self._main_gradients)
+        return [None if parameter.grad is None else own(parameter.grad) for parameter in self.parameters]
+
+    @torch.no_grad()
+    def step(self) -> None:
+        """Update every parameter that has a gradient."""
+        gradients = [None if gradient is None else gradient.view(-1) for gradient in self.gradients]
+        for bucket in self._buckets:
+            slices = [part for part in bucket if gradients[part.owner] is not None]
+            if slices:
+                self._step(slices, gradients)
+
+    @torch.no_grad()
+    def zero_grad(self) -> None:
+        """Set the gradients to zero where they lie: their memory stays as it is from step to step."""
+        present = [gradient for gradient in self.gradients if gradient is not None]
+        if present:
+            torch._foreach_zero_(present)
+
+    def _plan(self, bucket_bytes: int | None) -> list[list[_Slice]]:
+        working_tensors = self._converted_gradients + self.spec.num_states * self._converted_moments
+        longest = None
+        if working_tensors and bucket_bytes is not None:
+            longest = max(1, bucket_bytes // (self._dtype.itemsize * working_tensors))
+        buckets: list[list[_Slice]] = []
+        room = 0
+        for owner, parameter in enumerate(self.parameters):
+            flat = own(parameter.detach()).view(-1)
+            weight = flat.to(self._dtype, copy=True) if self._has_master else flat
+            moments = tuple(torch.zeros_like(flat, dtype=self._moment_dtype) for _ in range(self.spec.num_states))
+            size = flat.numel()
+            for start in range(0, size, longest or max(1, size)):
+                stop = min(size, start + (longest or size))
+                if not buckets or (longest is not None and stop - start > room):
+                    buckets.append([])
+                    room = longest or 0
+                room -= stop - start
+                buckets[-1].append(
+                    _Slice(
+                        owner,
+                        start,
+                        stop,
+                        flat[start:stop],
+                        weight[start:stop],
+                        tuple(moment[start:stop] for moment in moments),
+                        torch.zeros((), dtype=torch.float32, device=flat.device),
+                    )
+                )
+        return buckets
+
+    def _step(self, slices: list[_Slice], gradients: list[Tensor | None]) -> None:
+        grads = [gradient[part.start : part.stop] for part in slices if (gradient := gradients[part.owner]) is not None]
+        moments = [[part.moments[i] for part in slices] for i in range(self.spec.num_states)]
+        if self._converted_gradients:
+            grads = self._convert(grads)
+        working = [self._convert(moment) for moment in moments] if self._converted_moments else moments
+        self._update(slices, grads, working)
+        if self._converted_moments:
+            for moment, changed in zip(moments, working, strict=True):
+                torch._foreach_copy_(moment, changed)
+        if self._has_master:
+            torch._foreach_copy_([part.parameter for part in slices], [part.weight for part in slices])
+
+    def _convert(self, tensors: list[Tensor]) -> list[Tensor]:
+        sizes = [tensor.numel() for tensor in tensors]
+        buffer = torch.empty(sum(sizes), dtype=self._dtype, device=tensors[0].device)
+        views = list(buffer.split(sizes))
+        torch._foreach_copy_(views, tensors)
+        return views
+
+    def _update(self, slices: list[_Slice], grads: list[Tensor], moments: list[list[Tensor]]) -> None:
+        weights = [part.weight for part in slices]
+        h = OptimizerSettings()
+        if self.spec.name == "adamw":
+            steps = [part.step for part in slices]
+            torch._foreach_add_(steps, 1)
+            torch._fused_adamw_(
+                weights,
+                grads,
+                moments[0],
+                moments[1],
+                [],
+                steps,
+                lr=h.learning_rate,
+                beta1=h.beta1,
+                beta2=h.beta2,
+                weight_decay=h.weight_decay,
+                eps=h.epsilon,
+                amsgrad=False,
+                maximize=False,
+            )
+            return
+        torch._fused_sgd_(
+            weights,
+            grads,
+            moments[0],
+            weight_decay=0.0,
+            momentum=h.momentum,
+            lr=h.learning_rate,
+            dampening=0.0,
+            nesterov=False,
+            maximize=False,
+            is_first_step=False,
+        )
+
+
+class _Accumulate:
+    """Adds a parameter's new gradient to its main gradient and frees it."""
+
+    is_replayable = True
+    """A graph that has captured it does all of it again."""
+
+    def __init__(self, main: Tensor) -> None:
+        self.main = main
+
+    def __call__(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.main.add_(own(parameter.grad))
+            parameter.grad = None
+
+
+def own(tensor: Tensor) -> Tensor:
+    """This device's share of a tensor that may be sharded over several, in the memory where it lies."""
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, whose import takes long
+    return local
+
+
+def build_optimizer(parameters: Iterable[nn.Parameter], spec: OptimizerSpec, dtype: DType) -> TrainingOptimizer:
+    """The optimizer of `spec` for parameters in `dtype`, its states and master weights allocated."""
+    return TrainingOptimizer(parameters, spec, dtype)
