@@ -36,7 +36,8 @@ A perfectly calibrated search would have an error of 0.05 to 0.06 on so few devi
 def summarize(runs: Sequence[UnseenRun]) -> dict[str, Any]:
     """Return regret, calibration with every decile, and the share of recommendations that do not run.
 
-    `first_confident` and `final_confident` are the first line of each search that is confident, and the answers that
+    A search without an answer has a regret of 1; `regret_of_answers` leaves it out. `first_confident` and
+    `final_confident` are the first line of each search that is confident, and the answers that
     are: one observation a device.
 
     The bootstrap of the calibration's intervals draws devices, because the lines of one search are nearly one
@@ -45,6 +46,8 @@ def summarize(runs: Sequence[UnseenRun]) -> dict[str, Any]:
     return {
         "num_runs": len(runs),
         "regret": _spread([run.regret for run in runs]),
+        "regret_of_answers": _spread([run.regret for run in runs if not run.is_without_answer]),
+        "num_without_answer": sum(run.is_without_answer for run in runs),
         "regret_of_admitted": _spread([run.regret_of_admitted for run in runs]),
         "share_within_tolerance": statistics.fmean(run.within_tolerance for run in runs),
         "mean_final_confidence": statistics.fmean(run.confidence + 0.5 for run in runs) / 100,
@@ -100,7 +103,7 @@ def print_figures(figures: Mapping[str, Any]) -> None:
     parts = ", ".join(f"{name} {regret[name]:.2%}" for name in ("median", "p95", "max", "mean"))
     print(
         f"{figures['num_runs']} searches on unseen devices in {figures['wall_seconds']:.0f} s; regret {parts}, "
-        f"above {LARGE_REGRET:.0%} in {regret['share_large']:.2%}"
+        f"above {LARGE_REGRET:.0%} in {regret['share_large']:.2%}, {figures['num_without_answer']} without an answer"
     )
     for name, sure in (("first lines", figures["first_confident"]), ("answers", figures["final_confident"])):
         if sure["number"]:

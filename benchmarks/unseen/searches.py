@@ -41,6 +41,11 @@ class UnseenRun:
     lines: tuple[Line, ...]
 
     @property
+    def is_without_answer(self) -> bool:
+        """Whether nothing was recommended, although a candidate fits."""
+        return self.regret >= 1.0 and not self.fails_whole
+
+    @property
     def first_confident(self) -> Line | None:
         """The first line that is confident; None if none is."""
         return next((line for line in self.lines if line.confidence >= CONFIDENT), None)

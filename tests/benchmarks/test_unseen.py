@@ -105,6 +105,19 @@ def test_first_lines_and_answers_count_once_a_device() -> None:
     assert found["first_confident"] == {"number": 3, "mean_forecast": pytest.approx(0.945), "share_true": 2 / 3}
     assert found["final_confident"] == {"number": 2, "mean_forecast": pytest.approx(0.955), "share_true": 0.5}
     assert found["regret"]["share_large"] == pytest.approx(1 / 3)
+    assert found["num_without_answer"] == 0
+
+
+def test_a_search_without_an_answer_is_counted_and_has_the_largest_regret() -> None:
+    none = replace(run(1, 1.0, 0, true=False), confidence=0, fails_whole=False)
+    found = summarize([run(0, 0.0, 20, true=True), none, run(2, 1.0, 1, true=False)])
+    assert found["num_without_answer"] == 1
+    assert found["regret"]["mean"] == pytest.approx(2 / 3)
+    assert found["regret_of_answers"]["mean"] == 0.5
+
+
+def test_a_search_without_a_confident_line_has_no_share_of_them() -> None:
+    sure = run(0, 0.0, 20, true=True)
     assert summarize([replace(sure, confidence=60, lines=())])["first_confident"]["share_true"] is None
 
 
