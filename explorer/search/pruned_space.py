@@ -14,6 +14,7 @@ from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.options import BTASpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -39,7 +40,8 @@ class PrunedSpace:
 
     `legal` holds those that may be recommended, `num_predicted_out` counts the ones that were left out. `bases` are in
     order of preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the
-    `bases` that may fit; it is None if nothing may.
+    `bases` that may fit; it is None if nothing may. If the request excludes untiled attention, those candidates that
+    may fit have rows as well: the answer says what tiling gained over them or cost.
     """
 
     legal: LegalSpace
@@ -62,7 +64,8 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
     exchanges = is_exchange_timed(request, report.hardware)
-    others = [c for c in bases if c not in members]
+    compared = (*bases, *_untiled(request, report, model))
+    others = [c for c in dict.fromkeys(compared) if c not in members]
     everything = Composition((*space.candidates, *others), model, request, exchanges=exchanges)
     required = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS)
     fits = required <= memory_limit(request, report.hardware)
@@ -71,3 +74,11 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     kept = compress(everything.decompositions, fits)
     table = Composition(fitting, model, request, decompositions=kept) if legal.candidates else None
     return PrunedSpace(legal, len(space.candidates) - len(legal.candidates), bases, table)
+
+
+def _untiled(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
+    """Return what a request without tiles would explore, if this one has nothing else; they are never recommended."""
+    if not request.bta.enable:
+        return ()
+    without = request.model_copy(update={"bta": BTASpec(enable=False)})
+    return enumerate_candidates(without, report, model).candidates

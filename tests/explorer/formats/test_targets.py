@@ -45,6 +45,7 @@ def test_a_nested_config_and_an_overridden_target() -> None:
 
 def test_a_model_of_shapes_without_a_name_is_called_by_them() -> None:
     shapes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4, "vocab_size": 9, "seq_length": 8}
+    shapes["ffn_hidden_size"] = 128
     experts = {"moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 64}}
     assert parse_request({"model": shapes}).explored.name == "dense-2x64"
     assert parse_request({"model": {**shapes, **experts}}).explored.name == "moe-2x64"
