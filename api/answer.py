@@ -117,6 +117,8 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         lines.append(row("largest that fits" if plain is None else "  if recomputed", _alternative(best, largest)))
     if best.stock is not None:
         lines.append(row("stock best", _alternative(best, best.stock)))
+    if best.untiled is not None:
+        lines.append(row("without tiling", _without_tiling(best, best.untiled)))
     if best.runner_up is not None:
         lines.append(row("runner-up", _runner_up(best, best.runner_up)))
     if best.plan is not None:
@@ -309,6 +311,12 @@ def _alternative(best: Recommendation, other: Alternative) -> str:
     predicted = ", predicted in part" if other.predicted else ""
     rate = rate_text(best.expected_tokens_per_second / other.gain)
     return f"{best.ratio_text(other.gain)} over {other.candidate.describe()} ({rate}{predicted})"
+
+
+def _without_tiling(best: Recommendation, untiled: Alternative) -> str:
+    """Return what tiling gained over the best untiled candidate, or cost."""
+    change = f"{'gains' if untiled.gain >= 1.0 else 'costs'} {abs(untiled.gain - 1.0):.1%}"
+    return f"BTA {change}: {_alternative(best, untiled)}"
 
 
 def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:

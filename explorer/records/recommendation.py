@@ -151,6 +151,12 @@ class Recommendation(Frozen):
         "settings.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
+    untiled: Alternative | None = Field(
+        None,
+        description="The best without batch tiling, for a request that allows nothing but tiles (bta.enable true); "
+        "null if none fits, and until the answer is final.",
+        exclude_if=is_null,
+    )
     whole_model: WholeModelCheck | None = None
     runner_up: RunnerUpCheck | None = None
     notes: tuple[str, ...] = ()

@@ -44,6 +44,7 @@ class References:
     largest: int | None = None
     largest_without_recompute: int | None = None
     stock: int | None = None
+    untiled: int | None = None
 
 
 def build_recommendation(
@@ -92,6 +93,7 @@ def build_recommendation(
         largest_micro_batch=_alternative(posterior, best.row, references.largest),
         largest_without_recompute=_alternative(posterior, best.row, references.largest_without_recompute),
         stock=_alternative(posterior, best.row, references.stock),
+        untiled=_alternative(posterior, best.row, references.untiled),
         whole_model=check_whole_model(posterior, best.row, whole_model),
         runner_up=runner_up,
         notes=(
@@ -102,6 +104,7 @@ def build_recommendation(
             *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
             *([] if posterior.knowledge.reused is None else [describe_reused(posterior.knowledge.reused)]),
             *_slow_head(posterior, best.row),
+            *(_nothing_untiled(request, references) if final else ()),
             *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
         ),
         dividing=dividing,
@@ -153,6 +156,22 @@ def best_stock(posterior: Posterior, report: DeviceReport, among: Collection[int
     return _fastest(posterior, rows)
 
 
+def best_untiled(posterior: Posterior) -> int | None:
+    """Return the row of the fastest untiled candidate that fits, of a request that excludes them; None if none does.
+
+    It may have to be measured, unless a measured one is expected to be within the tolerance of it.
+    """
+    if not posterior.request.bta.enable:
+        return None
+    untiled = [i for i, c in enumerate(posterior.table.candidates) if c.bta_tile is None]
+    rows = [i for i in untiled if posterior.is_open(i) and posterior.fits(i)]
+    fastest, known = _fastest(posterior, rows), _fastest(posterior, [i for i in rows if posterior.is_known(i)])
+    mean, tolerance = posterior.mean_tokens_per_second(), posterior.request.tolerance
+    if fastest is None or known is None:
+        return fastest
+    return known if mean[known] >= (1.0 - tolerance) * mean[fastest] else fastest
+
+
 def _fastest(posterior: Posterior, rows: list[int]) -> int | None:
     if not rows:
         return None
@@ -176,6 +195,12 @@ def _predictions(posterior: Posterior, references: References) -> tuple[str, ...
     if references.largest is None or posterior.is_known(references.largest):
         return ()
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
+
+
+def _nothing_untiled(request: ExplorationRequest, references: References) -> tuple[str, ...]:
+    if not request.bta.enable or references.untiled is not None:
+        return ()
+    return ("no candidate without tiling fits, so nothing shows what tiling gains or costs",)
 
 
 def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.candidate_report import best_stock, largest_untiled
+from bexp.explorer.search.candidate_report import best_stock, best_untiled, largest_untiled
 from bexp.explorer.search.choices import promising_row
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
@@ -200,8 +200,9 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
     """The next measurement for the answer; None when it has all it needs, or the rest costs too much.
 
     The recommended candidate is completed first, because the search leaves out what is predicted well enough. If memory
-    is preferred, the candidate follows that would be recommended for it. The largest untiled micro-batch and the best
-    candidate with stock back ends come last. `spent_seconds` are the device seconds so far.
+    is preferred, the candidate follows that would be recommended for it, and if untiled attention is excluded, the best
+    candidate with it, whatever it costs. The largest untiled micro-batch and the best candidate with stock back ends
+    come last. `spent_seconds` are the device seconds so far.
     """
     best = posterior.recommend()
     if best is None:
@@ -211,6 +212,9 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
     promising = promising_row(posterior)
     if promising is not None and (wanted := posterior.wanted(promising)):
         return Suggestion(promising, wanted)
+    untiled = best_untiled(posterior)
+    if untiled is not None and spent_seconds and (wanted := posterior.wanted(untiled)):
+        return Suggestion(untiled, wanted)
     rows = posterior.open_rows()
     for row in (largest_untiled(posterior, among=rows), best_stock(posterior, report, among=rows)):
         wanted = posterior.wanted(row) if row is not None else ()

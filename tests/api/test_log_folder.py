@@ -33,8 +33,8 @@ def test_every_log_is_kept_and_goes_on_after_a_restart(
     folder = LogFolder(queue.database, tmp_path)
     folder.write()
     paths = {
-        job.id: log_path(tmp_path, mode, job.model_name, job.id)
-        for job, mode in ((train, "train"), (evaluated, "eval"))
+        train.id: log_path(tmp_path, "train", train.model_name, train.id),
+        evaluated.id: log_path(tmp_path, "eval", evaluated.model_name, evaluated.id),
     }
     assert {job_id: path.read_text() for job_id, path in paths.items()} == {i: text_of(queue, i) for i in paths}
     queue.request_cancel(train.id)

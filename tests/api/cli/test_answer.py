@@ -103,6 +103,17 @@ def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() ->
     assert "composed of measured blocks; no whole model has confirmed it" in text
 
 
+@pytest.mark.parametrize(
+    ("gain", "change"), [(1.25, "BTA gains 25.0%: 1.25x over"), (0.8, "BTA costs 20.0%: 0.80x over")]
+)
+def test_what_tiling_gained_or_cost_has_a_line(gain: float, change: str) -> None:
+    other = Alternative(candidate=BEST.model_copy(update={"bta_tile": None}), tokens_per_second=1.0, gain=gain)
+    tiled = RECOMMENDATION.model_copy(update={"untiled": other})
+    text = " ".join(render_answer(answer_of(tiled), REQUEST).split())
+    assert f"without tiling {change} micro_batch_size=4 bta_tile=off" in text
+    assert "without tiling" not in render_answer(ANSWER, REQUEST)
+
+
 def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
     alone = RECOMMENDATION.model_copy(
         update={"stock": Alternative(candidate=BEST, tokens_per_second=12_345.6, gain=1.0), "confidence": 59}

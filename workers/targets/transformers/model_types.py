@@ -51,8 +51,8 @@ def render() -> str:
 
 def find_kinds() -> Mapping[str, ModelKind]:
     """Return the kind of each type by the library's own tables of classes."""
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - transformers is optional
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES  # noqa: PLC0415 - the same
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - the same
 
     def served(tasks: Iterable[str]) -> set[str]:
         return {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
@@ -76,7 +76,7 @@ def find_kinds() -> Mapping[str, ModelKind]:
             return ModelKind.VISION
         return ModelKind.OTHER
 
-    return {name: kind_of(name) for name in sorted(CONFIG_MAPPING_NAMES)}
+    return {name: kind_of(name) for name in sorted(CONFIG_MAPPING.keys())}
 
 
 def find_bounded(names: Iterable[str]) -> list[str]:
