@@ -221,8 +221,8 @@ def _notes(
     notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
     notes += _named_and_left_out(request, report)
     if request.trainer is not None and request.target_name not in request.runner.targets:
-        measured = "bexp's reference layers" if report.parts is None else report.parts.measured
-        notes.append(f"{request.runner.title} runs layers of its own; {measured} was measured in their place")
+        measured = "bexp's reference layers" if report.parts is None else f"those of {report.parts.measured}"
+        notes.append(f"{request.runner.title} runs layers of its own; in their place, {measured} were measured")
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
     if sharding is not Sharding.NONE and request.mode == "train":
