@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats, Ints
-from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.cost_model.step import FRAGMENTATION
 from bexp.explorer.exports.exploration import ExportError, ExportSource
+from bexp.explorer.exports.trainer_memory import full_logits_bytes, unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
@@ -19,10 +20,10 @@ from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_posterior
-from bexp.explorer.search.trainer_terms import compute_dtype, find_missing
+from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import Trainer
 
@@ -74,19 +75,26 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
     rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
-    missing = find_missing(trainer, best.candidate, request, exploration.report)
     report = exploration.report
-    if not missing or report is None:
-        return Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
-    restored = _restore(request, report, exploration)
+    missing = find_missing(trainer, best.candidate, request, report)
+    own = Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
+    if report is None:
+        return own
+    models = explored_models(request, report)
+    extra = _unmeasured_bytes(trainer, request, report, models[0], best.candidate, missing)
+    fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
+    if fits and not missing:
+        return own
+    restored = _restore(request, report, exploration, models)
     choice = None if restored is None else _best_expressible(trainer, report, restored, known, rate)
     if choice is not None:
         return choice
-    if restored is None and missing.keys() <= REPLACEABLE:
-        return Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
+    if restored is None and fits and missing.keys() <= REPLACEABLE:
+        return own
+    lost = f"cannot be told {' or '.join(missing.values())}" if missing else "needs more memory for what is recommended"
     raise ExportError(
-        f"{trainer.title} cannot be told {' or '.join(missing.values())}, and nothing that it can be told was explored "
-        "and fits. An exploration for this trainer finds what does: see `--trainer`."
+        f"{trainer.title} {lost}, and nothing that it can be told was explored and fits. An exploration for this "
+        "trainer finds what does: see `--trainer`."
     )
 
 
@@ -116,11 +124,12 @@ def _choose_mesh(
     return Choice(candidate, steps, rate, missing, is_own=is_own, confidence=known.confidence, loss=loss, plan=plan)
 
 
-def _restore(request: ExplorationRequest, report: DeviceReport, exploration: ExportSource) -> Posterior | None:
+def _restore(
+    request: ExplorationRequest, report: DeviceReport, exploration: ExportSource, models: Sequence[ExploredModel]
+) -> Posterior | None:
     """Return what the stored trials say of the main variant's candidates; None if nothing was measured."""
     if not exploration.trials:
         return None
-    models = explored_models(request, report)
     try:
         space = prune_space(models[0], request, report)
     except EmptySpaceError:  # an earlier version admitted something
@@ -145,8 +154,9 @@ def _best_expressible(
     missing = {int(row): find_missing(trainer, table.candidates[row], request, report) for row in rows}
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
-    needed = posterior.memory.required_C[rows] + _unmeasured_bytes(trainer, report, posterior, rows, missing)
-    best = best_among(posterior, rows[needed <= posterior.limit_bytes])
+    extra_A = [_unmeasured_bytes(trainer, request, report, table.model, table.candidates[i], missing[i]) for i in rows]
+    needed_A = posterior.memory.required_C[rows] + np.array(extra_A)
+    best = best_among(posterior, rows[needed_A <= posterior.limit_bytes])
     if best is None:
         return None
     candidate, recommended = table.candidates[best.row], table.row.get(known.candidate, best.row)
@@ -165,36 +175,14 @@ def _best_expressible(
 
 
 def _unmeasured_bytes(
-    trainer: Trainer, report: DeviceReport, posterior: Posterior, rows: Ints, missing: dict[int, dict[str, str]]
-) -> Floats:
-    """Return what `rows` need beyond what was measured, shape (A,): full logits, and this trainer's number formats.
-
-    Logits exist in the format of the products, as a float32 copy, and as the gradient of that copy.
-    """
-    request, table = posterior.request, posterior.table
-    extra_A = np.zeros(len(rows))
-    size = request.explored.vocab_size
-    if size is not None:
-        bytes_each = size * (compute_dtype(request, report).itemsize + 2 * DType.FLOAT32.itemsize)
-        tokens_A = table.micro_batch_C[rows] * request.seq_length / table.sharing_C[rows]
-        extra_A += np.where(["loss" in missing[int(row)] for row in rows], tokens_A * bytes_each, 0.0)
-    told = precision_of(trainer, request, report)
-    if request.hf_config is not None and told != request.training.precision:
-        training = request.training.model_copy(update={"precision": told})
-        other = request.model_copy(update={"training": training})
-        extra_A += max(0, static_parts(table.model, other).total - static_parts(table.model, request).total)
-    return extra_A
-
-
-def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
-    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that is as exact.
-
-    The reference layers have master weights unless the request says that there are none.
-    """
-    measured: str = request.training.precision
-    if request.hf_config is None:
-        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
-        measured = "master" if has_master else "pure"
-    if measured in trainer.precisions or request.training.lora is not None:
-        return measured
-    return "autocast" if measured == "master" else trainer.precisions[0]
+    trainer: Trainer,
+    request: ExplorationRequest,
+    report: DeviceReport,
+    model: ExploredModel,
+    candidate: Candidate,
+    missing: Collection[str],
+) -> int:
+    """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
+    logits = full_logits_bytes(request, report, candidate) if "loss" in missing else 0
+    allocated = logits + unmeasured_bytes(trainer, request, report, model, candidate)
+    return round((1 + FRAGMENTATION[request.allocator]) * allocated)

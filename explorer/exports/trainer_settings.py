@@ -8,8 +8,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from bexp.explorer.exports.choice import Choice, choose, precision_of
+from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource
+from bexp.explorer.exports.trainer_memory import precision_of
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
