@@ -16,13 +16,13 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, LayerPart, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model.described import part, parts
 from tests.explorer.explorations import answer_of, run, trials_of
 from tests.explorer.exports.samples import CONFIG
-from tests.explorer.simulator import GIB, SimulatedDevice, report
+from tests.explorer.simulator import SimulatedDevice, report
 
 SEQ_LENGTH = 2048
 LAYERS = 8
@@ -50,12 +50,17 @@ def described() -> ModelParts:
 
 @dataclass(frozen=True)
 class Simulated:
-    """A finished exploration. `tokens` and `required` are the truth of each candidate, whether it may fit or not."""
+    """A finished exploration. `tokens` and `peaks` are the truth of each candidate, whether it fits or not."""
 
     source: ExportSource
     tokens: dict[Candidate, float]
-    required: dict[Candidate, int]
-    limit_bytes: int
+    peaks: dict[Candidate, int]
+    hardware: HardwareSpec
+
+    def fits(self, candidate: Candidate, extra_bytes: int = 0) -> bool:
+        """Whether a candidate fits the device if its peak is higher by `extra_bytes`."""
+        peak = self.peaks[candidate] + extra_bytes
+        return required_bytes(peak, self.hardware, self.request.allocator) <= self.hardware.memory_limit_bytes
 
     @property
     def request(self) -> ExplorationRequest:
@@ -99,12 +104,11 @@ def _simulated(memory_gib: float, document: str) -> Simulated:
     table = Composition(enumerate_candidates(request, found, model).candidates, model, request)
     sizes = np.array([device.weigh(c, model) for c in table.components], dtype=np.float64).T
     peaks = table.static_bytes_C + np.add(*table.activation_bytes(*sizes))
-    required = [required_bytes(round(peak), found.hardware, request.allocator) for peak in peaks]
     return Simulated(
         source=ExportSource("job1", request, found, recommendation, trials_of(steps)),
         tokens=dict(zip(table.candidates, device.true_tokens_per_second(table), strict=True)),
-        required=dict(zip(table.candidates, required, strict=True)),
-        limit_bytes=found.hardware.memory_limit_bytes,
+        peaks=dict(zip(table.candidates, (round(peak) for peak in peaks), strict=True)),
+        hardware=found.hardware,
     )
 
 

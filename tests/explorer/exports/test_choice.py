@@ -31,7 +31,6 @@ LIBRARY = {TrainerName.TRANSFORMERS, TrainerName.ACCELERATE, TrainerName.AXOLOTL
 """Trainers with the library's attention and full logits, which keep the weights as they were measured."""
 MASTER_BYTES = NUM_PARAMETERS * (4 + 2 * (4 - 2))
 """Float32 master weights, and moments in float32 where they were in bfloat16."""
-FRAGMENTATION = 1.02
 
 
 def plan(answer: ExportSource, name: str = "transformers") -> TrainerSettings:
@@ -67,11 +66,7 @@ def extra_bytes(trainer: TrainerName) -> int:
 
 def best_of(found: Simulated, fits: Callable[[Candidate], bool], extra: Callable[[Candidate], int]) -> float:
     """The most tokens/s of all candidates of the space that fit with `extra` bytes."""
-    return max(
-        tokens
-        for c, tokens in found.tokens.items()
-        if fits(c) and found.required[c] + FRAGMENTATION * extra(c) <= found.limit_bytes
-    )
+    return max(tokens for c, tokens in found.tokens.items() if fits(c) and found.fits(c, extra(c)))
 
 
 @pytest.mark.parametrize("trainer", [name for name in TrainerName if name is not TrainerName.BEXP])
@@ -83,13 +78,14 @@ def test_another_trainer_gets_the_best_that_it_can_be_told(trainer: TrainerName,
     choice = chosen(found, trainer)
     assert told(choice.candidate)
     assert not choice.missing
-    assert not choice.is_own
-    assert found.required[choice.candidate] + FRAGMENTATION * extra <= found.limit_bytes
+    assert found.fits(choice.candidate, extra)
     assert choice.grad_accum_steps == 96 // choice.candidate.micro_batch_size
     best = best_of(found, told, lambda _: extra)
     assert found.tokens[choice.candidate] >= 0.99 * best
     assert choice.tokens_per_second == pytest.approx(found.tokens[choice.candidate], rel=0.02)
-    rate = found.tokens[(found.known.dividing or found.known).candidate]
+    own = (found.known.dividing or found.known).candidate
+    assert choice.is_own is (choice.candidate == own)
+    rate = found.tokens[own]
     assert choice.loss == pytest.approx(1 - found.tokens[choice.candidate] / rate, abs=0.02)
 
 
@@ -125,7 +121,7 @@ def test_full_logits_are_counted_where_only_chunks_were_explored(trainer: Traine
 
     choice = chosen(found, trainer)
     assert choice.missing.keys() == {"loss"}
-    assert found.required[choice.candidate] + FRAGMENTATION * logits(choice.candidate) <= found.limit_bytes
+    assert found.fits(choice.candidate, logits(choice.candidate))
     assert found.tokens[choice.candidate] >= 0.99 * best_of(found, fits, logits)
     assert found.tokens[choice.candidate] < 0.99 * best_of(found, fits, lambda _: 0), "the logits decide here"
     header = "\n".join(plan(found.source, trainer.value).header)
@@ -138,10 +134,11 @@ def test_master_weights_are_counted_for_a_trainer_that_keeps_them(trainer: Train
     """The recommended candidate can be told, but does not fit beside master weights."""
     found = simulated(19, losses=["library"], attention_backends=["sdpa"])
     own = chosen(found, TrainerName.TRANSFORMERS).candidate
-    assert found.required[own] <= found.limit_bytes < found.required[own] + FRAGMENTATION * MASTER_BYTES
+    assert found.fits(own)
+    assert not found.fits(own, MASTER_BYTES)
     choice = chosen(found, trainer)
     assert not choice.is_own
-    assert found.required[choice.candidate] + FRAGMENTATION * MASTER_BYTES <= found.limit_bytes
+    assert found.fits(choice.candidate, MASTER_BYTES)
     best = best_of(found, can_be_told(trainer), lambda _: MASTER_BYTES)
     assert found.tokens[choice.candidate] >= 0.99 * best
     with pytest.raises(ExportError, match="needs more memory for what is recommended"):
@@ -152,15 +149,14 @@ def test_master_weights_are_counted_for_a_trainer_that_keeps_them(trainer: Train
 
 def test_sharded_master_weights_take_a_share_of_each_device() -> None:
     sharded: dict[str, Any] = {"num_devices": 8, "batch_size": 768, "training": {"sharding": "zero2"}}
-    found = simulated(19, losses=["library"], attention_backends=["sdpa"], **sharded)
+    found = simulated(17.5, losses=["library"], attention_backends=["sdpa"], **sharded)
     own, choice = chosen(found, TrainerName.TRANSFORMERS), chosen(found, TrainerName.DEEPSPEED)
-    least = found.limit_bytes - FRAGMENTATION * MASTER_BYTES
-    assert found.required[own.candidate] > least, "whole master weights would not fit"
+    assert found.fits(own.candidate, MASTER_BYTES // 8)
+    assert not found.fits(own.candidate, MASTER_BYTES), "whole master weights would not fit"
     assert choice.is_own
 
 
-def test_float32_weights_are_counted_for_a_trainer_without_master_weights() -> None:
-    """Of autocast, weights, gradients and moments in float32 take twice what was measured in bfloat16."""
+def test_a_trainer_without_master_weights_has_weights_in_float32_in_their_place() -> None:
     asked: dict[str, Any] = {"losses": ["library"], "attention_backends": ["sdpa"], "training": {"precision": "master"}}
     found = simulated(132, **asked)
     settings = plan(found.source, "transformers")
@@ -174,7 +170,7 @@ def test_without_a_stated_batch_nothing_need_divide_it_and_accumulation_is_left_
     choice = chosen(found, TrainerName.TRANSFORMERS)
     told = can_be_told(TrainerName.TRANSFORMERS)
     best = best_of(found, lambda c: told(c.model_copy(update={"micro_batch_size": 1})), lambda _: 0)
-    assert choice.candidate.micro_batch_size == 7
+    assert 96 % choice.candidate.micro_batch_size
     assert choice.grad_accum_steps is None
     assert found.tokens[choice.candidate] >= 0.99 * best
     settings = plan(found.source, "transformers")
@@ -244,8 +240,9 @@ def test_a_candidate_that_ran_slower_as_a_whole_model_counts_with_what_it_reache
     source = replace(found.source, trials=(*found.source.trials, ran))
     second = choose(TRAINERS[TrainerName.TRANSFORMERS], source, found.request, found.known)
     assert second.candidate != first
-    others = {c: tokens for c, tokens in found.tokens.items() if can_be_told(TrainerName.TRANSFORMERS)(c) and c != first}
-    assert found.tokens[second.candidate] >= 0.99 * max(others.values())
+    told = can_be_told(TrainerName.TRANSFORMERS)
+    others = [tokens for c, tokens in found.tokens.items() if told(c) and c != first]
+    assert found.tokens[second.candidate] >= 0.99 * max(others)
 
 
 @pytest.mark.parametrize("name", ["transformers", "deepspeed", "megatron", "axolotl", "llamafactory"])
@@ -287,7 +284,7 @@ def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
 def test_full_logits_have_to_fit_without_trials_too() -> None:
     size = 24 * 4096 * LOGIT_BYTES
     best = candidate(24, loss="chunked")
-    fits: dict[str, Any] = {"required_bytes": 139 * GIB - round(1.03 * size)}
+    fits: dict[str, Any] = {"required_bytes": 139 * GIB - round(1.1 * size)}
     assert plan(exploration(best, batch_size=48, known=fits)).micro_batch_size == 24
     tight: dict[str, Any] = {"required_bytes": 139 * GIB - round(0.97 * size)}
     with pytest.raises(ExportError, match="cannot be told the chunked loss"):
