@@ -15,7 +15,7 @@ from bexp.explorer.spec.training import Precision
 
 
 def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> Precision:
-    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that is as exact.
+    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
 
     The reference layers have master weights unless the request says that there are none.
     """
@@ -25,7 +25,7 @@ def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceRe
         measured = "master" if has_master else "pure"
     if measured in trainer.precisions or request.training.lora is not None:
         return measured
-    return "autocast" if measured == "master" else trainer.precisions[0]
+    return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
 def unmeasured_bytes(

@@ -117,7 +117,7 @@ FORMATS_OF_NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
         "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "master": {"bf16": {"enabled": True}},
     },
-    "axolotl": {"pure": {"bf16": False, "bfloat16": True}, "autocast": {"bf16": True}},
+    "axolotl": {name: {"bf16": False, "bfloat16": True} for name in ("pure", "autocast", "master")},
     "llamafactory": {"pure": {"pure_bf16": True}, "autocast": {"bf16": True}},
 }
 PRECISION_FIELDS = {"bf16", "fp16", "mixed_precision", "torch_autocast", "bfloat16", "float16", "pure_bf16"}
@@ -130,8 +130,20 @@ def test_the_number_formats_are_those_that_were_measured(name: str) -> None:
         made = export(name, exploration(training={"precision": precision}))
         values = yaml.safe_load(made.text)
         assert {key: value for key, value in values.items() if key in PRECISION_FIELDS} == expected, precision
-        dtype = "float32" if expected == FORMATS_OF_NUMBERS[name]["autocast"] else "bfloat16"
+        is_float32 = name != "axolotl" and expected == FORMATS_OF_NUMBERS[name]["autocast"]
+        dtype = "float32" if is_float32 else "bfloat16"
         assert any(f"make the model with dtype={dtype}" in line for line in made.header), precision
+
+
+def test_axolotl_says_what_it_casts_by_itself() -> None:
+    """It casts norms and embeddings to float32, and back for adapters, shards and attention that needs it."""
+    cast = "Axolotl keeps norms and embeddings in float32"
+    flash = candidate(attention_backend="flash_attention_2")
+    assert cast in "\n".join(export("axolotl", exploration()).header)
+    for answer in (exploration(flash), exploration(**SHARDED), exploration(training={"lora": LORA})):
+        assert cast not in "\n".join(export("axolotl", answer).header)
+    under = [export("axolotl", answer) for answer in (exploration(), exploration(training={"lora": LORA}))]
+    assert ["computes under autocast" in "\n".join(made.header) for made in under] == [True, False]
 
 
 def test_number_formats_of_lightning_and_megatron() -> None:

@@ -98,6 +98,7 @@ SHARED: dict[str, Any] = {"num_devices": 2, "batch_size": 64}
         (SHAPES, "axolotl", {"training": {"loss": {"kind": "chunked"}}}, "training.loss", "a loss in chunks", "bexp"),
         (LIBRARY, "megatron", {"execution": "compile"}, "execution", "execution 'compile'", "accelerate"),
         (LIBRARY, "accelerate", {"execution": "graph"}, "execution", "execution 'graph'", "bexp"),
+        (LIBRARY, "axolotl", {"training": {"precision": "autocast"}}, "training.precision", "'autocast'", "lightning"),
         (LIBRARY, "deepspeed", {"training": {"precision": "pure"}}, "training.precision", "precision 'pure'", "bexp"),
         (
             LIBRARY,
