@@ -76,10 +76,10 @@ def exploration(
     )
 
 
-def own_exploration(seq_length: int) -> ExportSource:
+def own_exploration(seq_length: int, **changes: Any) -> ExportSource:
     """An exploration of a target that a person has written; `seq_length` is 1 if it states none."""
     best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
-    found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16)
+    found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16, **changes)
     parts = PARTS.model_copy(update={"target": "mine", "target_version": "1.0", "seq_length": seq_length})
     assert found.report is not None
     return replace(found, report=found.report.model_copy(update={"parts": parts}))

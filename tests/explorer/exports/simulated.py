@@ -28,7 +28,7 @@ SEQ_LENGTH = 2048
 LAYERS = 8
 LAYER_PARAMETERS, SHELL_PARAMETERS = 20_000_000, 100_000_000
 NUM_PARAMETERS = LAYERS * LAYER_PARAMETERS + SHELL_PARAMETERS
-LOGIT_BYTES = CONFIG["vocab_size"] * (2 + 4 + 4)
+LOGIT_BYTES: int = CONFIG["vocab_size"] * (2 + 4 + 4)
 """For each token: logits in bfloat16, their float32 copy and its gradient."""
 
 

@@ -12,6 +12,7 @@ from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
+from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
@@ -114,7 +115,7 @@ def test_full_logits_are_counted_where_only_chunks_were_explored(trainer: Traine
     told = can_be_told(trainer)
 
     def logits(c: Candidate) -> int:
-        return c.micro_batch_size * SEQ_LENGTH * LOGIT_BYTES + extra_bytes(trainer)
+        return SEQ_LENGTH * c.micro_batch_size * LOGIT_BYTES + extra_bytes(trainer)
 
     def fits(c: Candidate) -> bool:
         return told(c.model_copy(update={"loss": "library"}))
@@ -243,6 +244,16 @@ def test_a_candidate_that_ran_slower_as_a_whole_model_counts_with_what_it_reache
     told = can_be_told(TrainerName.TRANSFORMERS)
     others = [tokens for c, tokens in found.tokens.items() if told(c) and c != first]
     assert found.tokens[second.candidate] >= 0.99 * max(others)
+
+
+def test_a_candidate_whose_trial_ran_out_of_memory_is_not_exported() -> None:
+    found = simulated(132, losses=["library", "chunked"])
+    first = chosen(found, TrainerName.TRANSFORMERS).candidate
+    failed = Measurement(candidate=first, outcome=Outcome.OUT_OF_MEMORY, reason="simulated")
+    ran = Trial(number=len(found.source.trials), kind=TrialKind.COMPONENTS, measurement=failed)
+    source = replace(found.source, trials=(*found.source.trials, ran))
+    second = choose(TRAINERS[TrainerName.TRANSFORMERS], source, found.request, found.known)
+    assert second.candidate != first
 
 
 @pytest.mark.parametrize("name", ["transformers", "deepspeed", "megatron", "axolotl", "llamafactory"])

@@ -226,11 +226,12 @@ def test_a_script_is_told_whether_to_recompute(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_targets_own_code_decides_is_left_to_it(name: str) -> None:
-    made = export(name, own_exploration(seq_length=64))
+@pytest.mark.parametrize("master", ["float32", None])
+def test_what_a_targets_own_code_decides_is_left_to_it(name: str, master: str | None) -> None:
+    made = export(name, own_exploration(seq_length=64, training={"optimizer": {"master_dtype": master}}))
     assert any("those of your own code" in line for line in made.header)
     if made.media_type in ("application/json", "application/yaml"):
-        assert not yaml.safe_load(made.text).keys() & OF_THE_CODE
+        assert not yaml.safe_load(made.text).keys() & (OF_THE_CODE | PRECISION_FIELDS)
 
 
 def test_torchtitans_main_line_counts_the_tokens_of_a_targets_own_sequences() -> None:
