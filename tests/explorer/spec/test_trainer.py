@@ -149,6 +149,13 @@ def test_meshes_and_shared_sequences_are_for_trainers_that_have_them() -> None:
     assert build(mesh, "megatron").trainer is TrainerName.MEGATRON
 
 
+def test_what_a_device_may_do_by_itself_need_not_be_told() -> None:
+    """A device without grouped kernels loops over the experts, and torch's kernels are chosen for it."""
+    asked = build(LIBRARY, "llamafactory", expert_backends=["loop"], attention_backends=["cudnn"])
+    assert asked.expert_backends == ("loop",)
+    assert refusal(LIBRARY, "llamafactory", expert_backends=["bmm"]).fields[0] == ("expert_backends",)
+
+
 def test_an_unknown_trainer_is_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="trainer"):
         build(LIBRARY, "nemo")
