@@ -15,6 +15,8 @@ def second_figure(best: Recommendation, request: ExplorationRequest | None) -> I
     if other is None:
         if best.dividing_batch_sizes:
             yield no_dividing_text(best, request)
+        elif best.grad_accum_steps is not None:  # an earlier version stated no more
+            yield f"For {asked}: {size} too, in {_steps(best.grad_accum_steps, request)}"
         return
     steps = _steps(other.grad_accum_steps, request)
     if request is not None and request.keeps_batch:

@@ -55,6 +55,7 @@ class RecommendedSetup:
     a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are None. `own_code`
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
+    `master_weights` says that the optimizer kept a float32 copy of the weights, as DeepSpeed's `bf16` does.
     `library_code` says that the library's own classes were measured.
     """
 
@@ -65,6 +66,7 @@ class RecommendedSetup:
     seq_length: int | None = None
     dtype: str | None = None
     autocast: str | None = None
+    master_weights: bool = False
     confidence: int | None = None
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
@@ -236,6 +238,14 @@ def _number_formats(recommendation: Mapping[str, Any], request: Mapping[str, Any
     return dtype, dtype
 
 
+def _has_master_weights(dtype: str | None, request: Mapping[str, Any]) -> bool:
+    """Return whether float32 master weights were measured: precision `master`, or those of the reference layers."""
+    training = request.get("training") or {}
+    if request.get("model") is None:
+        return bool(training.get("precision") == "master")
+    return dtype != "float32" and (training.get("optimizer") or {}).get("master_dtype", "float32") is not None
+
+
 def _context(
     document: Mapping[str, Any], recommendation: Mapping[str, Any], request: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -253,6 +263,7 @@ def _context(
         "seq_length": recommendation.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
         "dtype": dtype,
         "autocast": autocast,
+        "master_weights": _has_master_weights(dtype, request),
         "confidence": recommendation.get("confidence"),
         "tokens_per_second": whole.get("tokens_per_second") or recommendation.get("tokens_per_second"),
         "peak_bytes": measured.get("peak_bytes")

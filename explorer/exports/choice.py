@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
@@ -19,11 +19,10 @@ from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.search.restored import restore_posterior
+from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import Trainer
 
@@ -69,33 +68,39 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         raise ExportError(f"{trainer.title} cannot be told LoRA, which the memory depends on.")
     if known.plan is not None:
         return _choose_mesh(trainer, request, exploration.report, known, known.plan)
-    best = known.dividing or known
-    if request.batch_size is not None and best.grad_accum_steps is None:
+    best, report = known.dividing or known, exploration.report
+    steps = _accumulation(request, best.candidate)
+    if request.batch_size is not None and not steps:
         nearest = " or ".join(map(str, known.dividing_batch_sizes or known.nearest_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
     rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
-    report = exploration.report
     missing = find_missing(trainer, best.candidate, request, report)
-    own = Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
-    if report is None:
-        return own
-    models = explored_models(request, report)
-    extra = _unmeasured_bytes(trainer, request, report, models[0], best.candidate, missing)
+    own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=best.confidence)
+    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing)
     fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
     if fits and not missing:
         return own
-    restored = _restore(request, report, exploration, models)
-    choice = None if restored is None else _best_expressible(trainer, report, restored, known, rate)
-    if choice is not None:
+    restored = None if report is None else _restore(request, report, exploration)
+    if restored is None or report is None:
+        if fits and missing.keys() <= REPLACEABLE:
+            return own
+    elif (choice := _best_expressible(trainer, report, restored, own)) is not None:
         return choice
-    if restored is None and fits and missing.keys() <= REPLACEABLE:
-        return own
     lost = f"cannot be told {' or '.join(missing.values())}" if missing else "needs more memory for what is recommended"
     raise ExportError(
         f"{trainer.title} {lost}, and nothing that it can be told was explored and fits. An exploration for this "
         "trainer finds what does: see `--trainer`."
     )
+
+
+def _accumulation(request: ExplorationRequest, candidate: Candidate) -> int | None:
+    """Return the accumulation steps of the stated batch: 0 if the candidate does not divide it, None without one."""
+    if request.batch_size is None:
+        return None
+    groups = request.devices.data_parallel_size(candidate.context_parallel_size)
+    steps, rest = divmod(request.batch_size, candidate.micro_batch_size * groups)
+    return 0 if rest else steps
 
 
 def _choose_mesh(
@@ -124,12 +129,11 @@ def _choose_mesh(
     return Choice(candidate, steps, rate, missing, is_own=is_own, confidence=known.confidence, loss=loss, plan=plan)
 
 
-def _restore(
-    request: ExplorationRequest, report: DeviceReport, exploration: ExportSource, models: Sequence[ExploredModel]
-) -> Posterior | None:
+def _restore(request: ExplorationRequest, report: DeviceReport, exploration: ExportSource) -> Posterior | None:
     """Return what the stored trials say of the main variant's candidates; None if nothing was measured."""
     if not exploration.trials:
         return None
+    models = explored_models(request, report)
     try:
         space = prune_space(models[0], request, report)
     except EmptySpaceError:  # an earlier version admitted something
@@ -137,15 +141,14 @@ def _restore(
     if space.table is None:
         return None
     history = TrialHistory(exploration.trials, request.budget, len(models))
-    return restore_posterior(space, request, report, history)[0]
+    return restore_knowledge(space, request, report, history).posterior
 
 
-def _best_expressible(
-    trainer: Trainer, report: DeviceReport, posterior: Posterior, known: Recommendation, rate: float
-) -> Choice | None:
+def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posterior, own: Choice) -> Choice | None:
     """Return the best by posterior mean of what divides the batch, fits, and can be told; None if nothing does.
 
-    What can be told of no candidate is no choice: the trainer replaces it, if that is possible.
+    What can be told of no candidate is no choice: the trainer replaces it, if that is possible. Where the answer's
+    `own` candidate is left, it stays the best.
     """
     request, table = posterior.request, posterior.table
     rows = posterior.open_rows()
@@ -154,35 +157,35 @@ def _best_expressible(
     missing = {int(row): find_missing(trainer, table.candidates[row], request, report) for row in rows}
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
-    extra_A = [_unmeasured_bytes(trainer, request, report, table.model, table.candidates[i], missing[i]) for i in rows]
+    extra_A = [_unmeasured_bytes(trainer, request, report, table.candidates[row], missing[row]) for row in rows]
     needed_A = posterior.memory.required_C[rows] + np.array(extra_A)
-    best = best_among(posterior, rows[needed_A <= posterior.limit_bytes])
+    rows, own_row = rows[needed_A <= posterior.limit_bytes], table.row.get(own.candidate)
+    if own_row is not None and own_row in rows:
+        return own
+    best = best_among(posterior, rows)
     if best is None:
         return None
-    candidate, recommended = table.candidates[best.row], table.row.get(known.candidate, best.row)
-    reached = expected_tokens_per_second(posterior, best.row, recommended)
-    groups = request.devices.data_parallel_size(candidate.context_parallel_size)
-    steps = None if request.batch_size is None else request.batch_size // (candidate.micro_batch_size * groups)
+    candidate = table.candidates[best.row]
+    reached = expected_tokens_per_second(posterior, best.row, best.row if own_row is None else own_row)
     return Choice(
         candidate=candidate,
-        grad_accum_steps=steps,
+        grad_accum_steps=_accumulation(request, candidate),
         tokens_per_second=reached,
         missing=missing[best.row],
-        is_own=candidate == (known.dividing or known).candidate,
+        is_own=False,
         confidence=confidence_score(best.confidence),
-        loss=1.0 - reached / rate,
+        loss=1.0 - reached / own.tokens_per_second,
     )
 
 
 def _unmeasured_bytes(
     trainer: Trainer,
     request: ExplorationRequest,
-    report: DeviceReport,
-    model: ExploredModel,
+    report: DeviceReport | None,
     candidate: Candidate,
     missing: Collection[str],
 ) -> int:
     """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
     logits = full_logits_bytes(request, report, candidate) if "loss" in missing else 0
-    allocated = logits + unmeasured_bytes(trainer, request, report, model, candidate)
+    allocated = logits + unmeasured_bytes(trainer, request, report, candidate)
     return round((1 + FRAGMENTATION[request.allocator]) * allocated)

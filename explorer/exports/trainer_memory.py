@@ -4,42 +4,28 @@ from __future__ import annotations
 
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.search.trainer_terms import compute_dtype
+from bexp.explorer.search.trainer_terms import compute_dtype, precision_of
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ExploredModel, ModelParts
+from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
 from bexp.explorer.spec.trainer import Trainer
 from bexp.explorer.spec.training import Precision
 
 
-def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> Precision:
-    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
-
-    The reference layers have master weights unless the request says that there are none.
-    """
-    measured = request.training.precision
-    if request.target_name == BEXP:
-        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
-        measured = "master" if has_master else "pure"
-    if measured in trainer.precisions or request.training.lora is not None:
-        return measured
-    return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
-
-
 def unmeasured_bytes(
-    trainer: Trainer, request: ExplorationRequest, report: DeviceReport, model: ExploredModel, candidate: Candidate
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> int:
     """Return the bytes of one device that `trainer` needs for the number formats that it keeps; 0 if it needs fewer."""
     told, measured = precision_of(trainer, request, report), request.training.precision
-    if told == measured or not isinstance(model, ModelParts):
+    model = None if report is None else report.parts
+    if told == measured or model is None:
         return 0
     at_level = request.sharded(candidate.sharding)
     return max(0, _state_bytes(model, at_level, told) - _state_bytes(model, at_level, measured))
 
 
-def full_logits_bytes(request: ExplorationRequest, report: DeviceReport, candidate: Candidate) -> int:
+def full_logits_bytes(request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate) -> int:
     """Return the bytes of the logits of a micro-batch, which a loss in chunks never holds.
 
     They exist in the format of the products, as a float32 copy, and as the gradient of that copy.

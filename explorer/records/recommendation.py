@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -14,6 +16,9 @@ from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.mesh import Mesh
+
+CONFIDENT = 90
+"""Below this confidence a third digit of a ratio says nothing."""
 
 
 class Alternative(Frozen):
@@ -146,6 +151,12 @@ class Recommendation(Frozen):
         "settings.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
+    untiled: Alternative | None = Field(
+        None,
+        description="The best without batch tiling, for a request that allows nothing but tiles (bta.enable true); "
+        "null if none fits, and until the answer is final.",
+        exclude_if=is_null,
+    )
     whole_model: WholeModelCheck | None = None
     runner_up: RunnerUpCheck | None = None
     notes: tuple[str, ...] = ()
@@ -168,6 +179,18 @@ class Recommendation(Frozen):
         "stated routing; null if experts have none.",
         exclude_if=is_null,
     )
+    run_noise: float | None = Field(
+        None,
+        description="Relative standard deviation between two runs of a micro-step, as its components show it; null for "
+        "a mesh, and in an answer of an earlier version.",
+        exclude_if=is_null,
+    )
+    confidences: dict[str, int] = Field(
+        default_factory=dict,
+        description="The confidence for other tolerances: a share of the best's tokens/s, with two decimals; empty "
+        "where `run_noise` is null.",
+        exclude_if=operator.not_,
+    )
 
     plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
@@ -175,6 +198,15 @@ class Recommendation(Frozen):
     def expected_tokens_per_second(self) -> float:
         """The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones."""
         return self.tokens_per_second if self.whole_model is None else self.whole_model.tokens_per_second
+
+    def ratio_text(self, ratio: float, decimals: int = 2) -> str:
+        """Return a ratio of throughputs, such as `1.25x`.
+
+        It has no more digits than the noise between runs supports: two if the confidence is below CONFIDENT.
+        """
+        if self.run_noise is not None and self.confidence < CONFIDENT and ratio > 0:
+            decimals = min(decimals, max(0, 1 - math.floor(math.log10(ratio))))
+        return f"{ratio:.{decimals}f}x"
 
 
 class RelaxationKind(StrEnum):

@@ -163,22 +163,36 @@ def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("training", "weights", "trainer"),
+    ("training", "weights", "master", "trainer"),
     [
-        ({"precision": "pure"}, "bfloat16", None),
-        ({"precision": "autocast"}, "float32", True),
-        ({"precision": "pure", "lora": {"r": 8, "target_modules": "all-linear"}}, "bfloat16", True),
+        ({"precision": "pure"}, "bfloat16", False, None),
+        ({"precision": "autocast"}, "float32", False, True),
+        ({"precision": "master"}, "bfloat16", True, None),
+        ({"precision": "pure", "lora": {"r": 8, "target_modules": "all-linear"}}, "bfloat16", False, True),
     ],
 )
 def test_the_trainer_gets_the_number_formats_that_were_measured(
-    training: dict[str, Any], weights: str, trainer: bool | None
+    training: dict[str, Any], weights: str, master: bool, trainer: bool | None
 ) -> None:
     told = bexp.RecommendedSetup.read(told_of_a_config(training))
-    assert told.dtype == weights
+    assert (told.dtype, told.master_weights) == (weights, master)
     assert bexp.training_arguments(told).get("bf16") is trainer
     for dtype in (torch.bfloat16, torch.float32):
         found = bexp.apply(models.tiny("olmoe").to(dtype), told).warnings
         assert any("measured with weights in" in warning for warning in found) == (str(dtype) != f"torch.{weights}")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "master"),
+    [("bfloat16", {}, True), ("bfloat16", {"master_dtype": None}, False), ("float32", {}, False)],
+)
+def test_the_reference_layers_say_whether_they_have_master_weights(
+    dtype: str, optimizer: dict[str, Any], master: bool
+) -> None:
+    told = document()
+    told["job"]["request"] |= {"training": {"optimizer": optimizer}}
+    told["job"]["request"]["model"]["dtype"] = dtype
+    assert bexp.RecommendedSetup.read(told).master_weights is master
 
 
 def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:
