@@ -140,7 +140,7 @@ class Exploration(ExplorationSummary):
         names = ("request", "attempt", "last_seq", "report", "space", "recommendation", "answer")
         shown = _summary_fields(job) | {name: getattr(job, name) for name in names}
         shown["error"] = job.error or job.unreadable
-        formats = formats_for(job.recommendation) if job.recommendation and with_results else []
+        formats = formats_for(job.recommendation, job.request) if job.recommendation and with_results else []
         shown |= {"export_formats": formats} | ({} if with_results else dict.fromkeys(_RESULTS))
         return cls.model_construct(**shown)
 

@@ -72,11 +72,12 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
         if (answer.serves_up_to or 0) >= budget.confidence_target:  # a larger budget would get this answer again
             advice = "explore again with --fresh; the search had ended before its budget was spent"
         surer = [row("to be surer", advice)]
+    names = formats_for(best, request)
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)
     return [
         *surer,
-        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(formats_for(best))}"),
+        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(names)}"),
         *([] if has_mesh or is_own_code else [row("for bexp.apply", f"bexp best {job_id} --json > best.json")]),
         row("as a page", f"bexp report {job_id} --out report.html"),
     ]

@@ -10,11 +10,15 @@ from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import model_fields, optimizer_fields
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.trainer import TORCH_CHOICE
 from bexp.explorer.spec.training import LoRASpec, Sharding
+
+WITHOUT_CAST = (None, TORCH_CHOICE, "eager")
+"""Attention beside which Axolotl leaves what it has cast to float32."""
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
-    """Return the YAML. Of Axolotl's two names, `bf16` is autocast and `bfloat16` is without it."""
+    """Return the YAML. With `bf16` and with `bfloat16`, Axolotl makes the weights in bfloat16."""
     values: dict[str, Any] = {
         "micro_batch_size": settings.micro_batch_size,
         **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
@@ -40,7 +44,19 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if reduces_each_batch(settings):
         values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     notes = ["add base_model, datasets and what decides the learning", *gathering_notes(settings)]
-    return yaml_export(settings, values, notes)
+    return yaml_export(settings, values, [*notes, *_precision_notes(settings)])
+
+
+def _precision_notes(settings: TrainerSettings) -> list[str]:
+    """Return what Axolotl does to full weights in half precision that was not measured."""
+    if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
+        return []
+    lines = [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
+    if settings.sharding is Sharding.NONE and settings.attention in WITHOUT_CAST:
+        lines.append(
+            "memory: Axolotl keeps norms and embeddings in float32 with this attention, which was not measured"
+        )
+    return lines
 
 
 def _formats(settings: TrainerSettings) -> dict[str, Any]:

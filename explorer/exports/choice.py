@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Floats, Ints
-from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.cost_model.step import FRAGMENTATION
 from bexp.explorer.exports.exploration import ExportError, ExportSource
+from bexp.explorer.exports.trainer_memory import full_logits_bytes, unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.records.recommendation import Recommendation
@@ -19,10 +20,9 @@ from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
-from bexp.explorer.search.trainer_terms import compute_dtype, find_missing, precision_of
+from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import Trainer
 
@@ -77,15 +77,20 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
     rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
     missing = find_missing(trainer, best.candidate, request, report)
     own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=best.confidence)
-    restored = None if not missing or report is None else _restore(request, report, exploration)
+    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing)
+    fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
+    if fits and not missing:
+        return own
+    restored = None if report is None else _restore(request, report, exploration)
     if restored is None or report is None:
-        if missing.keys() <= REPLACEABLE:
+        if fits and missing.keys() <= REPLACEABLE:
             return own
     elif (choice := _best_expressible(trainer, report, restored, own)) is not None:
         return choice
+    lost = f"cannot be told {' or '.join(missing.values())}" if missing else "needs more memory for what is recommended"
     raise ExportError(
-        f"{trainer.title} cannot be told {' or '.join(missing.values())}, and nothing that it can be told was explored "
-        "and fits. An exploration for this trainer finds what does: see `--trainer`."
+        f"{trainer.title} {lost}, and nothing that it can be told was explored and fits. An exploration for this "
+        "trainer finds what does: see `--trainer`."
     )
 
 
@@ -152,8 +157,9 @@ def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posteri
     missing = {int(row): find_missing(trainer, table.candidates[row], request, report) for row in rows}
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
-    needed = posterior.memory.required_C[rows] + _unmeasured_bytes(trainer, report, posterior, rows, missing)
-    rows, own_row = rows[needed <= posterior.limit_bytes], table.row.get(own.candidate)
+    extra_A = [_unmeasured_bytes(trainer, request, report, table.candidates[row], missing[row]) for row in rows]
+    needed_A = posterior.memory.required_C[rows] + np.array(extra_A)
+    rows, own_row = rows[needed_A <= posterior.limit_bytes], table.row.get(own.candidate)
     if own_row is not None and own_row in rows:
         return own
     best = best_among(posterior, rows)
@@ -173,22 +179,13 @@ def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posteri
 
 
 def _unmeasured_bytes(
-    trainer: Trainer, report: DeviceReport, posterior: Posterior, rows: Ints, missing: dict[int, dict[str, str]]
-) -> Floats:
-    """Return what `rows` need beyond what was measured, shape (A,): full logits, and this trainer's number formats.
-
-    Logits exist in the format of the products, as a float32 copy, and as the gradient of that copy.
-    """
-    request, table = posterior.request, posterior.table
-    extra_A = np.zeros(len(rows))
-    size = request.explored.vocab_size
-    if size is not None:
-        bytes_each = size * (compute_dtype(request, report).itemsize + 2 * DType.FLOAT32.itemsize)
-        tokens_A = table.micro_batch_C[rows] * request.seq_length / table.sharing_C[rows]
-        extra_A += np.where(["loss" in missing[int(row)] for row in rows], tokens_A * bytes_each, 0.0)
-    told = precision_of(trainer, request, report)
-    if request.hf_config is not None and told != request.training.precision:
-        training = request.training.model_copy(update={"precision": told})
-        other = request.model_copy(update={"training": training})
-        extra_A += max(0, static_parts(table.model, other).total - static_parts(table.model, request).total)
-    return extra_A
+    trainer: Trainer,
+    request: ExplorationRequest,
+    report: DeviceReport | None,
+    candidate: Candidate,
+    missing: Collection[str],
+) -> int:
+    """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
+    logits = full_logits_bytes(request, report, candidate) if "loss" in missing else 0
+    allocated = logits + unmeasured_bytes(trainer, request, report, candidate)
+    return round((1 + FRAGMENTATION[request.allocator]) * allocated)

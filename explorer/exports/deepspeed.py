@@ -43,8 +43,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 
 def _precision(settings: TrainerSettings) -> dict[str, Any]:
-    """Return the section of the number formats: half precision with master weights, or autocast of float32 weights."""
-    if settings.precision == "autocast" and settings.dtype in PRECISION:
+    """Return the section of the number formats: half precision with master weights, or autocast of any weights."""
+    if settings.has_autocast:
         return {"torch_autocast": {"enabled": True, "dtype": settings.dtype.value}}
     return {PRECISION[settings.dtype]: {"enabled": True}} if settings.dtype in PRECISION else {}
 

@@ -14,7 +14,7 @@ from bexp.explorer.exports.trainer_settings import ALLOCATOR_VARIABLE, TrainerSe
 
 OF_THE_CODE = frozenset(
     {
-        *("bf16", "fp16", "mixed_precision", "torch_compile"),
+        *("bf16", "fp16", "bfloat16", "float16", "pure_bf16", "torch_autocast", "mixed_precision", "torch_compile"),
         *("activation_checkpointing", "gradient_checkpointing", "disable_gradient_checkpointing"),
     }
 )

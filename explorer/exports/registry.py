@@ -21,6 +21,7 @@ from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 
 
@@ -54,17 +55,20 @@ def find_format(name: str) -> Format:
     return FORMATS[name]
 
 
-def formats_for(recommendation: Recommendation) -> list[str]:
-    """Return the names of the formats that can hold an answer.
+def formats_for(recommendation: Recommendation, request: ExplorationRequest | None = None) -> list[str]:
+    """Return the names of the formats that can hold an answer to `request`, if it is known.
 
-    Few frameworks can be told the mesh of a plan, or the capacity of experts.
+    Few trainers can be told the mesh of a plan, or the capacity of experts, and some cannot be told LoRA.
     """
+    adapts = request is not None and request.training.lora is not None
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
     drops = recommendation.candidate.capacity_factor is not None
     return [
         name
         for name, known in FORMATS.items()
-        if (not has_mesh or TRAINERS[known.trainer].schedules) and (not drops or TRAINERS[known.trainer].capacity)
+        if (not has_mesh or TRAINERS[known.trainer].schedules)
+        and (not drops or TRAINERS[known.trainer].capacity)
+        and (not adapts or TRAINERS[known.trainer].lora)
     ]
 
 

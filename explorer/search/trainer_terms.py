@@ -8,8 +8,9 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP
 from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
-from bexp.explorer.spec.training import Sharding
+from bexp.explorer.spec.training import Precision, Sharding
 
 
 def attention_name(candidate: Candidate, report: DeviceReport | None) -> str | None:
@@ -60,18 +61,18 @@ def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> D
     return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
 
 
-def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
-    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that is as exact.
+def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> Precision:
+    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
 
     The reference layers have master weights unless the request says that there are none.
     """
-    measured: str = request.training.precision
-    if request.hf_config is None:
+    measured = request.training.precision
+    if request.target_name == BEXP:
         has_master = request.training.optimizer.has_master(compute_dtype(request, report))
         measured = "master" if has_master else "pure"
     if measured in trainer.precisions or request.training.lora is not None:
         return measured
-    return "autocast" if measured == "master" else trainer.precisions[0]
+    return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
 def find_missing(

@@ -183,6 +183,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         targets=_LIBRARY_RUNS_IT,
+        precisions=("pure",),  # it makes the weights in half precision, also under autocast
         allocator="expandable_segments",  # its launcher sets it
     ),
     TrainerName.LLAMAFACTORY: Trainer(

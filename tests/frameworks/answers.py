@@ -5,14 +5,21 @@ from __future__ import annotations
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.training import Sharding
-from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration
+from tests.explorer.exports.samples import SHARDED, candidate, exploration
+from tests.explorer.exports.simulated import simulated
 from tests.explorer.exports.test_meshes import planned
 
 FLAT = {"pipeline": 1, "virtual_stages": 1, "schedule": None}
 
 ANSWERS = {
     "plain": exploration(),
-    "replaced": exploration(OURS, stock=candidate(4)),
+    "replaced": simulated(22, losses=["library", "chunked"]).source,
+    "autocast": exploration(training={"precision": "autocast"}),
+    "master": exploration(training={"precision": "master"}),
+    "lora": exploration(training={"lora": {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}}),
+    "lora_all": exploration(training={"lora": {"r": 8, "target_modules": "all-linear"}}),
+    "sgd": exploration(training={"optimizer": {"name": "sgd"}}),
+    "no_batch": exploration(batch_size=None),
     "recomputed": exploration(candidate(recompute=Recompute.FULL)),
     "partial": exploration(candidate(recompute=Recompute.PARTIAL_25)),
     "selective": exploration(candidate(recompute=Recompute.SELECTIVE)),

@@ -13,4 +13,16 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
         base_model="model", datasets=[{"path": "data", "type": "alpaca"}], learning_rate=1e-4, **values
     )
     assert found.micro_batch_size == values["micro_batch_size"]
-    assert found.bf16 is True
+    assert found.sequence_len == values["sequence_len"]
+    assert (found.bf16, found.bfloat16) == ((True, None) if "lora" in path.suffix else (False, True)), path.name
+    assert found.optimizer == ("sgd" if path.suffix == ".sgd" else "adamw_torch_fused")
+    assert found.gradient_checkpointing is (path.suffix in {".recomputed", ".partial", ".selective", ".zero3"}), (
+        path.name
+    )
+    if "lora" in path.suffix:
+        assert (found.adapter, found.lora_r) == ("lora", 8)
+        assert found.lora_alpha == (16 if path.suffix == ".lora" else 8)
+        assert found.lora_target_linear is (True if path.suffix == ".lora_all" else None)
+        assert found.lora_target_modules == (["q_proj", "v_proj"] if path.suffix == ".lora" else None)
+    else:
+        assert found.adapter is None

@@ -7,6 +7,7 @@ from unittest.mock import patch
 
 os.environ["DS_ACCELERATOR"] = "cpu"
 
+import torch
 from deepspeed.runtime import config
 
 for path in sorted(Path(sys.argv[1]).iterdir()):
@@ -16,8 +17,13 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
         patch.object(config.dist, "get_world_size", return_value=world),
     ):
         found = config.DeepSpeedConfig(str(path))
-    assert found.train_batch_size == 512, path.name
+    size = found.train_micro_batch_size_per_gpu * found.gradient_accumulation_steps * world
+    expected = {".no_batch": 8, ".replaced": 96}.get(path.suffix, 512)
+    assert found.train_batch_size == size == expected, path.name
     if path.suffix in {".zero1", ".zero2", ".zero3"}:
         assert found.zero_config.stage == int(path.suffix[-1])
         assert found.zero_config.overlap_comm is True
-    assert found.bfloat16_config.enabled
+    autocast = path.suffix in {".autocast", ".lora", ".lora_all"}
+    assert found.bfloat16_config.enabled is not autocast, path.name
+    assert found.torch_autocast_enabled is autocast, path.name
+    assert not autocast or found.torch_autocast_dtype is torch.bfloat16

@@ -23,8 +23,8 @@ NUM_DEVICES = {".zero1": 8, ".zero2": 8, ".zero3": 8, ".shared": 8, ".alone": 8}
 """By answer; meshes have 32, and other answers one."""
 MESHES = {".interleaved", ".piped", ".mesh_zero1", ".mesh_zero2", ".mesh_zero3"}
 MODEL = [
-    *("--num-layers", "10", "--hidden-size", "64", "--num-attention-heads", "8", "--seq-length", "128"),
-    *("--max-position-embeddings", "128", "--num-experts", "8", "--disable-bias-linear", "--train-iters", "1"),
+    *("--num-layers", "10", "--hidden-size", "64", "--num-attention-heads", "8"),
+    *("--max-position-embeddings", "4096", "--num-experts", "8", "--disable-bias-linear", "--train-iters", "1"),
     *("--tokenizer-type", "NullTokenizer", "--vocab-size", "64", "--lr", "1e-4"),
 ]
 
@@ -34,7 +34,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     parser = argparse.ArgumentParser(allow_abbrev=False)
     add_megatron_arguments(parser)
     found = parser.parse_args(flags)
-    assert found.global_batch_size == 512
+    assert found.global_batch_size == {".no_batch": None, ".replaced": 96}.get(path.suffix, 512), path.name
     assert found.bf16
     config = TransformerConfig(
         num_layers=16,
@@ -64,6 +64,9 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
         redirect_stdout(StringIO()),  # it prints all arguments
     ):
         validate_args(validated)
+    seq_length = 128 if path.suffix in MESHES | {".alone"} else 2048 if path.suffix == ".replaced" else 4096
+    assert validated.seq_length == seq_length, path.name
+    assert validated.params_dtype is torch.bfloat16
     exchanges = found.context_parallel_size * validated.data_parallel_size > 1
     assert validated.overlap_grad_reduce is exchanges, path.name
     sharded = "zero" in path.suffix or path.suffix == ".interleaved"

@@ -15,10 +15,12 @@ import subprocess
 import sys
 import tarfile
 import zipfile
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from bexp.explorer.exports.registry import export, formats_for
+from bexp.explorer.exports.exploration import ExportError
+from bexp.explorer.exports.registry import export
 from tests.frameworks.answers import ANSWERS
 from tests.frameworks.promise import TRAINED, write_promise
 
@@ -119,8 +121,7 @@ def check(name: str, package: Package, folder: Path) -> bool:
         path.unlink()
     for export_format in package.formats:
         for answer, exploration in ANSWERS.items():
-            assert exploration.recommendation is not None, answer
-            if export_format in formats_for(exploration.recommendation):
+            with suppress(ExportError):  # a trainer that cannot be told an answer gets no file
                 (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
     sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library")])}

@@ -8,9 +8,8 @@ from typing import Any
 
 from bexp.explorer.exports.exploration import ExportSource
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.recommendation import Alternative, Recommendation
-from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
@@ -56,7 +55,6 @@ def candidate(micro_batch_size: int = 8, **changes: Any) -> Candidate:
 def exploration(
     best: Candidate | None = None,
     *,
-    stock: Candidate | None = None,
     trials: Sequence[Trial] = (),
     final: bool = True,
     known: dict[str, Any] | None = None,
@@ -66,20 +64,22 @@ def exploration(
     request = ExplorationRequest.model_validate(
         {"hf_config": CONFIG, "hf_seq_length": 4096, "batch_size": 512, "num_devices": 1, **changes}
     )
+    found = best or candidate()
+    steps = {"grad_accum_steps": accumulation_steps(request, found)}
     return ExportSource(
         id="job1",
         request=request,
         report=device_report(),
-        recommendation=recommendation(best or candidate(), stock=stock, **(known or {})),
+        recommendation=recommendation(found, **(steps | (known or {}))),
         trials=trials,
         final=final,
     )
 
 
-def own_exploration(seq_length: int) -> ExportSource:
+def own_exploration(seq_length: int, **changes: Any) -> ExportSource:
     """An exploration of a target that a person has written; `seq_length` is 1 if it states none."""
     best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
-    found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16)
+    found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16, **changes)
     parts = PARTS.model_copy(update={"target": "mine", "target_version": "1.0", "seq_length": seq_length})
     assert found.report is not None
     return replace(found, report=found.report.model_copy(update={"parts": parts}))
@@ -92,24 +92,18 @@ def device_report() -> DeviceReport:
     return report.model_copy(update={"hardware": hardware, "parts": PARTS, "default_attention": "sdpa"})
 
 
-def recommendation(best: Candidate, *, stock: Candidate | None = None, **changes: Any) -> Recommendation:
-    """An answer with 1000 tokens/s, and 800 tokens/s with stock back ends."""
-    other = None if stock is None else Alternative(candidate=stock, tokens_per_second=800.0, gain=1.25)
-    update = {"candidate": best, "stock": other, "memory_limit_bytes": 139 * GIB, "required_bytes": 60 * GIB, **changes}
+def accumulation_steps(request: ExplorationRequest, best: Candidate) -> int | None:
+    """The micro-steps of a device in the stated batch; None if there is none, or if it is not divided."""
+    if request.batch_size is None:
+        return None
+    together = best.micro_batch_size * request.num_devices // best.context_parallel_size
+    return None if request.batch_size % together else request.batch_size // together
+
+
+def recommendation(best: Candidate, **changes: Any) -> Recommendation:
+    """An answer with 1000 tokens/s on 60 of 139 GiB."""
+    update = {"candidate": best, "memory_limit_bytes": 139 * GIB, "required_bytes": 60 * GIB, **changes}
     return make_recommendation().model_copy(update=update)
-
-
-def trial(
-    tried: Candidate, tokens_per_second: float, peak_bytes: int = GIB, outcome: Outcome = Outcome.OK, number: int = 0
-) -> Trial:
-    """A trial of components that composes to `tokens_per_second`."""
-    return Trial(
-        number=number,
-        kind=TrialKind.COMPONENTS,
-        measurement=Measurement(candidate=tried, outcome=outcome),
-        measured_peak_bytes=peak_bytes,
-        tokens_per_second=tokens_per_second,
-    )
 
 
 OURS = candidate(

@@ -1,126 +1,315 @@
-"""Which candidate a framework is told."""
+"""Which candidate a trainer is told."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
+from bexp.explorer.exports.choice import Choice, choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource, UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
-from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.recommendation import RunnerUpCheck, WholeModelCheck
-from bexp.explorer.records.trial import TrialKind
-from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
-from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, trial
-from tests.explorer.search.small import whole
+from tests.explorer.exports.samples import GIB, OURS, candidate, exploration
+from tests.explorer.exports.simulated import (
+    LOGIT_BYTES,
+    NUM_PARAMETERS,
+    SEQ_LENGTH,
+    FasterIfPinned,
+    Simulated,
+    described,
+    simulated,
+)
+
+LIBRARY = {TrainerName.TRANSFORMERS, TrainerName.ACCELERATE, TrainerName.AXOLOTL, TrainerName.LLAMAFACTORY}
+"""Trainers with the library's attention and full logits, which keep the weights as they were measured."""
+MASTER_BYTES = NUM_PARAMETERS * (4 + 2 * (4 - 2))
+"""Float32 master weights, and moments in float32 where they were in bfloat16."""
 
 
 def plan(answer: ExportSource, name: str = "transformers") -> TrainerSettings:
-    return build_settings(FORMATS[name].framework, name, answer)
+    return build_settings(FORMATS[name].trainer, name, answer)
 
 
-def test_a_trial_that_fits_and_is_faster_goes_before_the_stock_candidate() -> None:
-    trials = [
-        trial(candidate(16), 900.0),
-        trial(candidate(32), 950.0, peak_bytes=139 * GIB),
-        trial(candidate(64), 990.0, outcome=Outcome.OUT_OF_MEMORY),
-        trial(candidate(24), 999.0),  # it does not divide the batch
-        trial(candidate(2, expert_backend="bexp_fused"), 999.0),
-    ]
-    chosen = plan(exploration(OURS, stock=candidate(4), trials=trials))
-    assert (chosen.micro_batch_size, chosen.grad_accum_steps) == (16, 32)
-    assert plan(exploration(OURS, stock=candidate(4))).micro_batch_size == 4
+def chosen(found: Simulated, trainer: TrainerName) -> Choice:
+    return choose(TRAINERS[trainer], found.source, found.request, found.known)
 
 
-def test_a_runner_up_counts_with_what_its_whole_model_reached() -> None:
-    """Its blocks compose 950 tokens/s, its whole model reaches 700, and another's blocks compose 800."""
-    check = WholeModelCheck(
-        measurement=whole(), tokens_per_second=700.0, step_seconds=1.0, step_error=0.0, peak_error=0.0
+def can_be_told(trainer: TrainerName) -> Callable[[Candidate], bool]:
+    """What the trainer has a name for, without the tables of the code."""
+    policies = {Recompute.NONE, Recompute.FULL}
+    if trainer is TrainerName.TRANSFORMERS:
+        policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50}
+    elif trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}:
+        policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75}
+    pins = trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}
+    chunks = trainer in {TrainerName.TORCHTITAN, TrainerName.CEREBRAS}
+    if trainer is TrainerName.CEREBRAS:
+        policies = {Recompute.NONE}
+    return lambda c: (
+        c.recompute in policies
+        and (pins or c.attention_backend == "sdpa")
+        and (chunks or c.loss == "library")
+        and 96 % c.micro_batch_size == 0
     )
-    rival = RunnerUpCheck(
-        candidate=candidate(16), composed_tokens_per_second=950.0, outcome=Outcome.OK, whole_model=check
-    )
-    trials = [trial(candidate(16), 950.0), trial(candidate(8), 800.0)]
-    assert plan(exploration(OURS, trials=trials)).micro_batch_size == 16
-    assert plan(exploration(OURS, trials=trials, known={"runner_up": rival})).micro_batch_size == 8
 
 
-@pytest.mark.parametrize(("reached", "size"), [((700.0, 700.0), 8), ((700.0, 1000.0), 16)])
-def test_any_candidate_that_was_run_whole_counts_with_what_its_runs_reached(
-    reached: tuple[float, ...], size: int
-) -> None:
-    """Its blocks compose 950 tokens/s, and another's compose 800."""
-    ran = [trial(candidate(16), speed).model_copy(update={"kind": TrialKind.WHOLE_MODEL}) for speed in reached]
-    trials = [trial(candidate(16), 950.0), *ran, trial(candidate(8), 800.0)]
-    assert plan(exploration(OURS, trials=trials)).micro_batch_size == size
+def extra_bytes(trainer: TrainerName) -> int:
+    return MASTER_BYTES if trainer in {TrainerName.DEEPSPEED, TrainerName.MEGATRON} else 0
 
 
-def test_a_runner_up_whose_whole_model_left_too_little_memory_is_not_exported() -> None:
-    check = WholeModelCheck(
-        measurement=whole(peak_bytes=139 * GIB),
-        tokens_per_second=999.0,
-        step_seconds=1.0,
-        step_error=0.0,
-        peak_error=0.0,
-    )
-    rival = RunnerUpCheck(
-        candidate=candidate(16), composed_tokens_per_second=999.0, outcome=Outcome.OK, whole_model=check
-    )
-    found = exploration(OURS, trials=[trial(candidate(8), 800.0)], known={"runner_up": rival})
-    assert plan(found).micro_batch_size == 8
+def best_of(found: Simulated, fits: Callable[[Candidate], bool], extra: Callable[[Candidate], int]) -> float:
+    """The most tokens/s of all candidates of the space that fit with `extra` bytes."""
+    return max(tokens for c, tokens in found.tokens.items() if fits(c) and found.fits(c, extra(c)))
 
 
-def test_the_recommended_candidate_is_kept_where_it_can_be_told_whole() -> None:
-    faster = [trial(candidate(16), 5000.0)]
-    assert plan(exploration(candidate(8), trials=faster)).micro_batch_size == 8
-    assert plan(exploration(OURS, trials=faster), "python").micro_batch_size == 8
+@pytest.mark.parametrize("trainer", [name for name in TrainerName if name is not TrainerName.BEXP])
+@pytest.mark.parametrize("sizes", [[1, 2, 3, 4, 6, 8, 12, 16], [3, 4, 5, 6, 7, 9, 10]])
+def test_another_trainer_gets_the_best_that_it_can_be_told(trainer: TrainerName, sizes: list[int]) -> None:
+    """Against the true speed and memory of all candidates; the search aimed at those with pinned kernels in chunks."""
+    found = simulated(22, losses=["library", "chunked"], micro_batch_size=sizes)
+    told, extra = can_be_told(trainer), extra_bytes(trainer)
+    choice = chosen(found, trainer)
+    assert told(choice.candidate)
+    assert not choice.missing
+    assert found.fits(choice.candidate, extra)
+    assert choice.grad_accum_steps == 96 // choice.candidate.micro_batch_size
+    best = best_of(found, told, lambda _: extra)
+    assert found.tokens[choice.candidate] >= 0.99 * best
+    assert choice.tokens_per_second == pytest.approx(found.tokens[choice.candidate], rel=0.02)
+    own = (found.known.dividing or found.known).candidate
+    assert choice.is_own is (choice.candidate == own)
+    rate = found.tokens[own]
+    assert choice.loss == pytest.approx(1 - found.tokens[choice.candidate] / rate, abs=0.02)
 
 
-def test_the_candidate_that_divides_the_batch_is_exported() -> None:
+@pytest.mark.parametrize("losses", [["library", "chunked"], ["chunked"]])
+def test_the_trainer_that_was_explored_for_gets_the_answers_own_candidate(losses: list[str]) -> None:
+    found = simulated(22, losses=losses)
+    own = found.known.dividing
+    assert own is not None
+    choice = chosen(found, TrainerName.BEXP)
+    assert (choice.candidate, choice.grad_accum_steps) == (own.candidate, own.grad_accum_steps)
+    assert (choice.is_own, choice.confidence, choice.loss) == (True, own.confidence, 0.0)
+    for name in (TrainerName.TRANSFORMERS, TrainerName.LIGHTNING, TrainerName.MEGATRON):
+        asked: dict[str, Any] = {"losses": ["library"], "trainer": name.value}
+        explored = simulated(22, **asked)
+        answer = explored.known.dividing
+        assert answer is not None
+        choice = chosen(explored, name)
+        assert (choice.candidate, choice.is_own, choice.missing) == (answer.candidate, True, {})
+        header = "\n".join(plan(explored.source, name.value).header)
+        assert "in place of" not in header and "lost" not in header
+
+
+@pytest.mark.parametrize("trainer", [*sorted(LIBRARY), TrainerName.DEEPSPEED, TrainerName.LIGHTNING])
+def test_full_logits_are_counted_where_only_chunks_were_explored(trainer: TrainerName) -> None:
+    found = simulated(22, losses=["chunked"])
+    told = can_be_told(trainer)
+
+    def logits(c: Candidate) -> int:
+        return SEQ_LENGTH * c.micro_batch_size * LOGIT_BYTES + extra_bytes(trainer)
+
+    def fits(c: Candidate) -> bool:
+        return told(c.model_copy(update={"loss": "library"}))
+
+    choice = chosen(found, trainer)
+    assert choice.missing.keys() == {"loss"}
+    assert found.fits(choice.candidate, logits(choice.candidate))
+    assert found.tokens[choice.candidate] >= 0.99 * best_of(found, fits, logits)
+    assert found.tokens[choice.candidate] < 0.99 * best_of(found, fits, lambda _: 0), "the logits decide here"
+    header = "\n".join(plan(found.source, trainer.value).header)
+    assert "full logits are counted by formulas" in header
+    assert "promises no tokens/s" in header
+
+
+@pytest.mark.parametrize("trainer", [TrainerName.DEEPSPEED, TrainerName.MEGATRON])
+def test_master_weights_are_counted_for_a_trainer_that_keeps_them(trainer: TrainerName) -> None:
+    """The recommended candidate can be told, but does not fit beside master weights."""
+    found = simulated(19, losses=["library"], attention_backends=["sdpa"])
+    own = chosen(found, TrainerName.TRANSFORMERS).candidate
+    assert found.fits(own)
+    assert not found.fits(own, MASTER_BYTES)
+    choice = chosen(found, trainer)
+    assert not choice.is_own
+    assert found.fits(choice.candidate, MASTER_BYTES)
+    best = best_of(found, can_be_told(trainer), lambda _: MASTER_BYTES)
+    assert found.tokens[choice.candidate] >= 0.99 * best
+    with pytest.raises(ExportError, match="needs more memory for what is recommended"):
+        choose(TRAINERS[trainer], replace(found.source, trials=()), found.request, found.known)
+    roomy = simulated(132, losses=["library"], attention_backends=["sdpa"])
+    assert chosen(roomy, trainer).is_own
+
+
+def test_sharded_master_weights_take_a_share_of_each_device() -> None:
+    sharded: dict[str, Any] = {"num_devices": 8, "batch_size": 768, "training": {"sharding": "zero2"}}
+    found = simulated(17.5, losses=["library"], attention_backends=["sdpa"], **sharded)
+    own, choice = chosen(found, TrainerName.TRANSFORMERS), chosen(found, TrainerName.DEEPSPEED)
+    assert found.fits(own.candidate, MASTER_BYTES // 8)
+    assert not found.fits(own.candidate, MASTER_BYTES), "whole master weights would not fit"
+    assert choice.is_own
+
+
+def test_a_trainer_without_master_weights_has_weights_in_float32_in_their_place() -> None:
+    asked: dict[str, Any] = {"losses": ["library"], "attention_backends": ["sdpa"], "training": {"precision": "master"}}
+    found = simulated(132, **asked)
+    settings = plan(found.source, "transformers")
+    assert settings.precision == "autocast"
+    assert settings.has_autocast
+    assert any("dtype=float32" in line and "precision 'master' was measured" in line for line in settings.header)
+
+
+def test_without_a_stated_batch_nothing_need_divide_it_and_accumulation_is_left_out() -> None:
+    found = simulated(22, losses=["library", "chunked"], batch_size=None, micro_batch_size=[4, 5, 7, 9])
+    choice = chosen(found, TrainerName.TRANSFORMERS)
+    told = can_be_told(TrainerName.TRANSFORMERS)
+    best = best_of(found, lambda c: told(c.model_copy(update={"micro_batch_size": 1})), lambda _: 0)
+    assert 96 % choice.candidate.micro_batch_size
+    assert choice.grad_accum_steps is None
+    assert found.tokens[choice.candidate] >= 0.99 * best
+    settings = plan(found.source, "transformers")
+    assert (settings.batch_size, settings.grad_accum_steps) == (None, None)
+    assert any("no batch_size was stated, so set the accumulation yourself" in line for line in settings.header)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_size_that_divides_the_batch_is_exported(name: str) -> None:
+    """Seven sequences are the fastest, and divide no batch of 96."""
+    found = simulated(132, losses=["library"], attention_backends=["sdpa"], micro_batch_size=[3, 4, 7])
+    assert (found.known.candidate.micro_batch_size, found.known.grad_accum_steps) == (7, None)
+    settings = plan(found.source, name)
+    assert (settings.micro_batch_size, settings.grad_accum_steps) == (4, 24)
+    assert not any("in place of" in line for line in settings.header), "it is the answer's own"
+
+
+def test_a_batch_that_nothing_divides_is_refused_with_the_nearest() -> None:
+    nearest = exploration(candidate(24), known={"nearest_batch_sizes": (504, 528)})
     with pytest.raises(ExportError, match=r"batch_size 512 is divided by no candidate that fits; .* is 504 or 528"):
-        plan(exploration(candidate(24), known={"nearest_batch_sizes": (504, 528)}))
-    assert plan(exploration(candidate(24), stock=candidate(4))).micro_batch_size == 4
+        plan(nearest)
+    with pytest.raises(ExportError, match="is divided by no candidate that fits"):
+        plan(nearest, "python")
 
 
-def test_least_is_missing_where_nothing_can_be_told_whole() -> None:
-    compiled = candidate(16, execution="compile", recompute=Recompute.QKV, bta_tile=None)
-    answer = exploration(compiled, stock=candidate(4, execution="compile"), execution=["compile"])
-    chosen = plan(answer)
-    assert (chosen.micro_batch_size, chosen.compiled_layers) == (4, False)
-    assert any("cannot be told compiled layers" in line for line in chosen.header)
-    alone = plan(exploration(compiled, execution=["compile"]))
-    assert alone.recompute is Recompute.FULL  # what was recomputed to fit stays recomputed
+def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
+    """One candidate alone can be told, so that it is certainly the best of those; the answer was cut off early."""
+    small: dict[str, Any] = {"micro_batch_size": [4, 6], "recompute": ["none"], "losses": ["library"], "batch_size": 16}
+    found = simulated(132, **small, budget={"max_trials": 2}, verify=False)
+    sure = chosen(found, TrainerName.TRANSFORMERS)
+    assert (sure.candidate.micro_batch_size, sure.confidence) == (4, 99)
+    own = found.known.dividing
+    assert own is not None
+    header = "\n".join(plan(found.source).header)
+    assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can be told" in header
+    assert f"tokens/s of each device; confidence {sure.confidence} out of 100" in header
 
 
-def test_graphs_are_for_bexp_apply_alone() -> None:
-    answer = exploration(candidate(16, execution="graph"), execution=["graph"])
-    assert any("cannot be told micro-steps as CUDA graphs" in line for line in plan(answer).header)
-    kept = plan(answer, "python")
-    assert kept.candidate.execution == "graph"
-    assert not kept.compiled_layers
+def test_the_cost_is_signed() -> None:
+    """Whole models can show that what another trainer can be told is faster than what was recommended."""
+    found = simulated(22, losses=["library", "chunked"])
+    slower = chosen(found, TrainerName.TRANSFORMERS)
+    assert slower.loss > 0.01
+    header = "\n".join(plan(found.source).header)
+    assert f"explored for bexp.apply: {slower.loss:.1%} slower, confidence {slower.confidence} out of 100" in header
+    assert "`--trainer transformers` measures it" in header
+    own = found.known.dividing
+    assert own is not None
+    slow = own.model_copy(update={"tokens_per_second": 0.8 * own.tokens_per_second})
+    changed = replace(found.source, recommendation=found.known.model_copy(update={"dividing": slow}))
+    faster = choose(TRAINERS[TrainerName.TRANSFORMERS], changed, found.request, changed.recommendation)  # type: ignore[arg-type]  # it has one
+    assert faster.loss == pytest.approx(1 - (1 - slower.loss) / 0.8)
+    assert faster.loss < 0
+    assert f"explored for bexp.apply: {-faster.loss:.1%} faster" in "\n".join(plan(changed).header)
 
 
-def test_kernels_and_loss_of_liger_are_for_bexp_apply_alone() -> None:
-    answer = exploration(candidate(16, kernels="liger", loss="liger"), stock=candidate(4))
-    assert plan(answer).micro_batch_size == 4
-    kept = plan(answer, "python").candidate
-    assert (kept.micro_batch_size, kept.kernels, kept.loss) == (16, "liger", "liger")
+def test_a_candidate_that_ran_slower_as_a_whole_model_counts_with_what_it_reached() -> None:
+    found = simulated(132, losses=["library", "chunked"])
+    first = chosen(found, TrainerName.TRANSFORMERS).candidate
+    device = FasterIfPinned(found.request)
+    device.own_factors = {first: 1.3}
+    number = len(found.source.trials)
+    task = TrialTask(
+        number=number, kind=TrialKind.WHOLE_MODEL, model=described(), candidate=first, timeout_seconds=60.0
+    )
+    ran = Trial(number=number, kind=TrialKind.WHOLE_MODEL, measurement=device(task))
+    source = replace(found.source, trials=(*found.source.trials, ran))
+    second = choose(TRAINERS[TrainerName.TRANSFORMERS], source, found.request, found.known)
+    assert second.candidate != first
+    told = can_be_told(TrainerName.TRANSFORMERS)
+    others = [tokens for c, tokens in found.tokens.items() if told(c) and c != first]
+    assert found.tokens[second.candidate] >= 0.99 * max(others)
 
 
-def test_full_logits_have_to_fit_where_the_loss_was_chunked() -> None:
-    roomy = trial(candidate(2, loss="chunked"), 700.0, peak_bytes=20 * GIB)
-    best = candidate(32, loss="chunked")
-    answer = exploration(best, trials=[roomy], known={"required_bytes": 130 * GIB})
-    chosen = plan(answer)
-    assert chosen.micro_batch_size == 2
-    assert any("full logits need more" in line for line in chosen.header)
-    tight = plan(exploration(best, known={"required_bytes": 130 * GIB}))
-    assert any("full logits are not expected to fit" in line for line in tight.header)
-    assert plan(answer, "axolotl").micro_batch_size == 32
+def test_a_candidate_whose_trial_ran_out_of_memory_is_not_exported() -> None:
+    found = simulated(132, losses=["library", "chunked"])
+    first = chosen(found, TrainerName.TRANSFORMERS).candidate
+    failed = Measurement(candidate=first, outcome=Outcome.OUT_OF_MEMORY, reason="simulated")
+    ran = Trial(number=len(found.source.trials), kind=TrialKind.COMPONENTS, measurement=failed)
+    source = replace(found.source, trials=(*found.source.trials, ran))
+    second = choose(TRAINERS[TrainerName.TRANSFORMERS], source, found.request, found.known)
+    assert second.candidate != first
 
 
-def test_sharding_that_a_framework_lacks_becomes_the_next_level() -> None:
+@pytest.mark.parametrize("name", ["transformers", "deepspeed", "megatron", "axolotl", "llamafactory"])
+def test_nothing_is_exported_if_nothing_that_was_explored_can_be_told(name: str) -> None:
+    found = simulated(22, execution="compile")
+    with pytest.raises(ExportError, match=r"compiled layers, and nothing that it can be told was .* see `--trainer`"):
+        plan(found.source, name)
+    assert plan(found.source, "python").compiled_layers
+    assert plan(found.source, "accelerate").compiled_layers
+
+
+@pytest.mark.parametrize(
+    ("best", "asked", "words"),
+    [
+        (candidate(execution="graph"), {"execution": ["graph"]}, "micro-steps as CUDA graphs"),
+        (candidate(kernels="liger"), {"kernels": ["liger"]}, "the kernels of liger"),
+        (candidate(bta_tile=2), {}, "attention tiles of 2 sequences"),
+        (candidate(expert_backend="bexp_fused"), {}, "the expert kernels 'bexp_fused'"),
+    ],
+)
+def test_what_nothing_replaces_is_refused_without_trials(best: Candidate, asked: dict[str, Any], words: str) -> None:
+    answer = exploration(best, **asked)
+    with pytest.raises(ExportError, match=f"transformers' Trainer cannot be told {words}"):
+        plan(answer)
+    assert plan(answer, "python").candidate == best
+
+
+@pytest.mark.parametrize("name", ["megatron", "torchtitan", "torchtitan-main", "cerebras"])
+def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
+    answer = exploration(training={"lora": {"r": 8, "target_modules": ["q_proj"]}})
+    with pytest.raises(ExportError, match="cannot be told LoRA, which the memory depends on"):
+        plan(answer, name)
+    assert plan(answer, "deepspeed").lora is not None
+    assert answer.recommendation is not None
+    assert name not in formats_for(answer.recommendation, answer.request)
+    assert {"transformers", "axolotl"} <= set(formats_for(answer.recommendation, answer.request))
+
+
+def test_full_logits_have_to_fit_without_trials_too() -> None:
+    size = 24 * 4096 * LOGIT_BYTES
+    best = candidate(24, loss="chunked")
+    fits: dict[str, Any] = {"required_bytes": 139 * GIB - round(1.1 * size)}
+    assert plan(exploration(best, batch_size=48, known=fits)).micro_batch_size == 24
+    tight: dict[str, Any] = {"required_bytes": 139 * GIB - round(0.97 * size)}
+    with pytest.raises(ExportError, match="cannot be told the chunked loss"):
+        plan(exploration(best, batch_size=48, known=tight))
+
+
+def test_a_policy_that_is_missing_becomes_one_that_recomputes_as_much() -> None:
+    found = simulated(22, losses=["library"], recompute=["layers_3"])
+    settings = plan(found.source)
+    assert (settings.recompute, settings.candidate.recompute) == (Recompute.PARTIAL_50, Recompute("layers_3"))
+    assert any("'partial_50' is used in place of 'layers_3'" in line for line in settings.header)
+
+
+def test_sharding_that_a_trainer_lacks_becomes_the_next_level() -> None:
     answer = exploration(num_devices=8, training={"sharding": "zero1"})
     assert plan(answer).sharding is Sharding.ZERO2
     assert plan(answer, "deepspeed").sharding is Sharding.ZERO1
@@ -132,9 +321,8 @@ def test_sequences_that_devices_share_are_told_where_the_layout_is_the_same() ->
     answer = exploration(shared, num_devices=8, context_parallel={"sizes": [2]})
     assert plan(answer, "megatron").context_parallel_size == 2
     assert plan(answer, "megatron").grad_accum_steps == 512 // 8 // 4
-    alone = plan(answer, "axolotl")
-    assert (alone.context_parallel_size, alone.grad_accum_steps) == (1, 512 // 8 // 8)  # the batch is kept
-    assert any("may not fit" in line for line in alone.header)
+    with pytest.raises(ExportError, match="2 devices that share each sequence in layout 'zigzag'"):
+        plan(answer, "axolotl")
 
 
 def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
@@ -155,12 +343,16 @@ def test_a_provisional_answer_says_so() -> None:
     assert not any(line.startswith("provisional:") for line in plan(exploration()).header)
 
 
-def test_only_a_framework_that_knows_the_capacity_of_experts_is_told_such_a_model() -> None:
+def test_only_a_trainer_that_knows_the_capacity_of_experts_is_told_such_a_model() -> None:
     answer = exploration(candidate(capacity_factor=1.2345678))
     assert answer.recommendation is not None
-    assert formats_for(answer.recommendation) == ["megatron"]
+    assert formats_for(answer.recommendation, answer.request) == ["megatron"]
     text = export("megatron", answer).text
     for flag in ("capacity-factor 1.2345678", "token-drop-policy probs", "token-dispatcher-type alltoall"):
         assert flag in text
     with pytest.raises(ExportError, match=r"DeepSpeed cannot be told the capacity factor of the experts \(1.23457\)"):
         export("deepspeed", answer)
+
+
+def test_ours_is_told_to_bexp_alone() -> None:
+    assert plan(exploration(OURS, losses=["library", "chunked"]), "python").candidate == OURS

@@ -19,8 +19,9 @@ from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration, own_exploration
+from tests.explorer.exports.simulated import simulated
 
-LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam", "clip")
+LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam_", "betas", "clip")
 """Parts of names that decide what is learnt."""
 
 FULL = candidate(recompute=Recompute.FULL)
@@ -41,7 +42,8 @@ def test_an_export_names_what_was_measured_and_the_allocator(name: str, changes:
     header = "\n".join(made.header)
     assert "measured: target transformers 5.23.0, OlmoeForCausalLM on NVIDIA H200" in header
     assert "batch_size 512 = micro_batch_size 8 x" in header
-    assert ("promises no tokens/s" in header) is (name not in {"transformers", "python"})
+    assert ("promises no tokens/s" in header) is (name in {"torchtitan", "torchtitan-main", "megatron", "cerebras"})
+    assert ("expect about 1,000 tokens/s of each device; confidence 45" in header) is ("promises no" not in header)
     assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in header) is ("allocator" in changes)
     assert not any(part in made.text for part in LEARNING)
     if made.has_header:
@@ -49,32 +51,40 @@ def test_an_export_names_what_was_measured_and_the_allocator(name: str, changes:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_framework_cannot_be_told_is_replaced_and_named(name: str) -> None:
-    made = export(name, exploration(OURS, stock=candidate(4)))
+def test_what_a_trainer_cannot_be_told_is_replaced_and_named(name: str) -> None:
+    """The best has a pinned kernel and a loss in chunks, on a device that explored others as well."""
+    found = simulated(22, losses=["library", "chunked"])
+    made = export(name, found.source)
     header = "\n".join(made.header)
     if name == "python":
         assert "lost" not in header
-        assert '"micro_batch_size": 8' in made.text
+        assert "in place of" not in header
         return
-    assert "in place of the recommended micro_batch_size=8" in header
-    assert "that costs 20% of the tokens/s" in header
-    assert "micro_batch_size 4 x 128 accumulation steps" in header
-    assert "cannot be told the recomputation policy 'activations'" in header
-    assert "cannot be told the expert kernels 'bexp_fused'" in header
+    assert "in place of the recommended micro_batch_size=" in header
+    assert f"`--trainer {name.removesuffix('-main')}` measures it" in header
+    can_pin, can_chunk = name in {"megatron", "lightning"}, name in {"torchtitan", "torchtitan-main", "cerebras"}
+    assert ("cannot be told the attention kernel 'cudnn'" in header) is not can_pin
+    assert ("cannot be told the chunked loss" in header) is not can_chunk
 
 
 def test_transformers_fields() -> None:
-    assert json.loads(export("transformers", exploration(FULL)).text) == {
+    """The model's kernels stand in the header, because they are no arguments of the training."""
+    made = export("transformers", exploration(FULL))
+    assert json.loads(made.text) == {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 64,
         "auto_find_batch_size": False,
         "torch_compile": False,
-        "bf16": True,
+        "optim": "adamw_torch_fused",
         "activation_checkpointing": True,
         "activation_checkpointing_kwargs": {"use_reentrant": False},
-        "attn_implementation": "sdpa",
-        "experts_implementation": "grouped_mm",
     }
+    header = "\n".join(made.header)
+    assert 'from_pretrained(..., attn_implementation="sdpa", experts_implementation="grouped_mm")' in header
+    assert "weights: make the model with dtype=bfloat16, as measured" in header
+    assert "sequences of 4096 tokens, as measured" in header
+    plain = json.loads(export("transformers", exploration()).text)
+    assert plain["activation_checkpointing"] is False
     half = json.loads(export("transformers", exploration(candidate(recompute=Recompute.PARTIAL_50))).text)
     assert half["activation_checkpointing_kwargs"] == {"use_reentrant": False, "every_n_layers": 2}
     sharded = json.loads(export("transformers", exploration(FULL, **SHARDED)).text)
@@ -87,16 +97,146 @@ def test_transformers_fields() -> None:
 
 
 @pytest.mark.parametrize("name", FORMATS)
-def test_what_a_targets_own_code_decides_is_left_to_it(name: str) -> None:
-    made = export(name, own_exploration(seq_length=64))
+def test_without_a_stated_batch_no_file_accumulates(name: str) -> None:
+    made = export(name, exploration(batch_size=None))
+    for word in ("gradient_accumulation", "accumulate_grad", "global-batch-size", "global_batch_size", "train_step"):
+        assert word not in made.text.split("no batch_size was stated")[-1], word
+    assert any("no batch_size was stated, so set the accumulation yourself" in line for line in made.header)
+    assert "in the script: Accelerator(" not in "\n".join(made.header)
+    if name == "cerebras":
+        assert "fit" not in yaml.safe_load(made.text)["trainer"]
+    if name == "python":
+        assert '"batch_size": null' in made.text
+
+
+FORMATS_OF_NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
+    "transformers": {"pure": {}, "autocast": {"bf16": True}},
+    "accelerate": {"pure": {"mixed_precision": "no"}, "autocast": {"mixed_precision": "bf16"}},
+    "deepspeed": {
+        "pure": {"bf16": {"enabled": True}},  # it always has master weights
+        "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
+        "master": {"bf16": {"enabled": True}},
+    },
+    "axolotl": {name: {"bf16": False, "bfloat16": True} for name in ("pure", "autocast", "master")},
+    "llamafactory": {"pure": {"pure_bf16": True}, "autocast": {"bf16": True}},
+}
+PRECISION_FIELDS = {"bf16", "fp16", "mixed_precision", "torch_autocast", "bfloat16", "float16", "pure_bf16"}
+
+
+@pytest.mark.parametrize("name", FORMATS_OF_NUMBERS)
+def test_the_number_formats_are_those_that_were_measured(name: str) -> None:
+    for precision in ("pure", "autocast", "master"):
+        expected = FORMATS_OF_NUMBERS[name].get(precision, FORMATS_OF_NUMBERS[name]["autocast"])
+        made = export(name, exploration(training={"precision": precision}))
+        values = yaml.safe_load(made.text)
+        assert {key: value for key, value in values.items() if key in PRECISION_FIELDS} == expected, precision
+        is_float32 = name != "axolotl" and expected == FORMATS_OF_NUMBERS[name]["autocast"]
+        dtype = "float32" if is_float32 else "bfloat16"
+        assert any(f"make the model with dtype={dtype}" in line for line in made.header), precision
+
+
+def test_axolotl_says_what_it_casts_by_itself() -> None:
+    """It casts norms and embeddings to float32, and back for adapters, shards and attention that needs it."""
+    cast = "Axolotl keeps norms and embeddings in float32"
+    flash = candidate(attention_backend="flash_attention_2")
+    assert cast in "\n".join(export("axolotl", exploration()).header)
+    for answer in (exploration(flash), exploration(**SHARDED), exploration(training={"lora": LORA})):
+        assert cast not in "\n".join(export("axolotl", answer).header)
+    under = [export("axolotl", answer) for answer in (exploration(), exploration(training={"lora": LORA}))]
+    assert ["computes under autocast" in "\n".join(made.header) for made in under] == [True, False]
+
+
+def test_number_formats_of_lightning_and_megatron() -> None:
+    for precision, expected in (("pure", "bf16-true"), ("autocast", "bf16-mixed"), ("master", "bf16-mixed")):
+        code = export("lightning", exploration(training={"precision": precision})).text
+        assert f'precision="{expected}"' in code
+        made = export("megatron", exploration(training={"precision": precision}))
+        assert "--bf16" in flags(made, "MEGATRON_FLAGS")
+        line = next(line for line in made.header if line.startswith("weights:"))
+        assert "beside float32 master weights" in line
+        assert ("its memory is counted by formulas" in line) is (precision != "master")
+
+
+LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"], "alpha": 32}
+
+
+def test_adapters_are_exported_with_autocast_over_the_weights_as_they_are() -> None:
+    answer = exploration(training={"lora": LORA})
+    axolotl = yaml.safe_load(export("axolotl", answer).text)
+    adapter = {"adapter": "lora", "lora_r": 8, "lora_alpha": 32.0, "lora_target_modules": ["q_proj", "v_proj"]}
+    assert adapter.items() <= axolotl.items()
+    assert axolotl["bf16"] is True
+    factory = yaml.safe_load(export("llamafactory", answer).text)
+    told = {"finetuning_type": "lora", "lora_rank": 8, "lora_alpha": 32, "lora_target": "q_proj,v_proj"}
+    assert told.items() <= factory.items()
+    assert factory["bf16"] is True
+    assert "pure_bf16" not in factory
+    assert "torch_autocast" in json.loads(export("deepspeed", answer).text)
+    config = "peft.LoraConfig(r=8, lora_alpha=32, target_modules=['q_proj', 'v_proj'])"
+    for name in ("transformers", "accelerate", "deepspeed", "lightning", "python"):
+        header = "\n".join(export(name, answer).header)
+        assert config in header, name
+        assert "measured in bfloat16 with adapters in float32" in header
+    every = exploration(training={"lora": {"r": 4, "target_modules": "all-linear"}})
+    assert yaml.safe_load(export("axolotl", every).text)["lora_target_linear"] is True
+    found = yaml.safe_load(export("llamafactory", every).text)
+    assert (found["lora_target"], found["lora_alpha"]) == ("all", 4)  # it would take twice the rank by itself
+
+
+def test_length_and_optimizer_are_exported_or_stand_in_the_header() -> None:
+    """A header that a format has no field for says what the script sets."""
+    answer = exploration(training={"optimizer": {"name": "sgd"}})
+    for name, optimizer, length in (
+        ("transformers", "optim", None),
+        ("axolotl", "optimizer", "sequence_len"),
+        ("llamafactory", "optim", "cutoff_len"),
+    ):
+        values = yaml.safe_load(export(name, answer).text)
+        assert values[optimizer] == "sgd"
+        assert length is None or values[length] == 4096
+    for name in ("accelerate", "deepspeed", "lightning"):
+        header = "\n".join(export(name, answer).header)
+        assert "torch.optim.SGD(..., momentum=0.9, fused=True), as measured" in header
+        assert "sequences of 4096 tokens, as measured" in header
+    assert flags(export("megatron", answer), "MEGATRON_FLAGS")[4:6] == ["--seq-length", "4096"]
+    assert "--training.seq_len" in flags(export("torchtitan", answer), "TORCHTITAN_FLAGS")
+    assert "texts: every sequence was measured full" in "\n".join(export("transformers", answer).header)
+    padded = export("transformers", exploration(padding="right"))
+    assert any("texts: measured padded on the right" in line for line in padded.header)
+
+
+@pytest.mark.parametrize(
+    ("name", "key", "off"),
+    [
+        ("transformers", "activation_checkpointing", False),
+        ("axolotl", "gradient_checkpointing", False),
+        ("llamafactory", "disable_gradient_checkpointing", True),
+    ],
+)
+def test_recomputation_is_switched_off_where_none_was_measured(name: str, key: str, *, off: bool) -> None:
+    """Some trainers recompute unless they are told not to."""
+    assert yaml.safe_load(export(name, exploration()).text)[key] is off
+    assert yaml.safe_load(export(name, exploration(FULL)).text)[key] is not off
+
+
+@pytest.mark.parametrize("name", ["accelerate", "deepspeed"])
+def test_a_script_is_told_whether_to_recompute(name: str) -> None:
+    assert any("no gradient checkpointing, as measured" in line for line in export(name, exploration()).header)
+    assert any("model.gradient_checkpointing_enable()" in line for line in export(name, exploration(FULL)).header)
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("master", ["float32", None])
+def test_what_a_targets_own_code_decides_is_left_to_it(name: str, master: str | None) -> None:
+    made = export(name, own_exploration(seq_length=64, training={"optimizer": {"master_dtype": master}}))
     assert any("those of your own code" in line for line in made.header)
     if made.media_type in ("application/json", "application/yaml"):
-        assert not yaml.safe_load(made.text).keys() & OF_THE_CODE
+        assert not yaml.safe_load(made.text).keys() & (OF_THE_CODE | PRECISION_FIELDS)
 
 
 def test_torchtitans_main_line_counts_the_tokens_of_a_targets_own_sequences() -> None:
     main = flags(export("torchtitan-main", own_exploration(seq_length=64)), "TORCHTITAN_FLAGS")
-    assert main[1:4:2] == [str(4 * 64), str(16 * 64)]
+    assert main[1:6:2] == [str(4 * 64), "64", str(16 * 64)]
     with pytest.raises(ExportError, match="no seq_length"):
         export("torchtitan-main", own_exploration(seq_length=1))
 
@@ -114,7 +254,7 @@ def test_accelerate_and_deepspeed() -> None:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": "FSDP",
         "num_processes": 8,
-        "mixed_precision": "bf16",
+        "mixed_precision": "no",
         "use_cpu": False,
         "fsdp_config": {
             "fsdp_version": 2,
@@ -182,7 +322,7 @@ def test_what_is_exchanged_more_often_than_measured_is_said(name: str) -> None:
 def test_megatron_says_that_it_keeps_gradients_in_float32() -> None:
     asked: dict[str, Any] = {"num_devices": 8, "training": {"optimizer": {"grad_dtype": "float32"}}}
     lines = [
-        [line for line in export("megatron", exploration(**each)).header if "float32" in line]
+        [line for line in export("megatron", exploration(**each)).header if line.startswith("memory:")]
         for each in (dict[str, Any](), asked)
     ]
     assert len(lines[0]) == 1 and "measured in bfloat16" in lines[0][0]
@@ -193,14 +333,17 @@ def test_torchtitan_counts_sequences_in_a_release_and_tokens_on_the_main_line() 
     answer = exploration(FULL, **SHARDED)
     release = flags(export("torchtitan", answer), "TORCHTITAN_FLAGS")
     main = flags(export("torchtitan-main", answer), "TORCHTITAN_FLAGS")
-    assert release[:4] == ["--training.local_batch_size", "8", "--training.global_batch_size", "512"]
-    assert main[:4] == [
+    batch = ["--training.local_batch_size", "8", "--training.global_batch_size", "512", "--training.seq_len", "4096"]
+    assert release[:6] == batch
+    assert main[:6] == [
         "--training.num_tokens_per_microbatch_per_dp_rank",
         str(8 * 4096),
+        "--training.max_context_length",
+        "4096",
         "--training.num_tokens_per_train_step",
         str(512 * 4096),
     ]
-    assert release[4:] == main[4:]
+    assert release[6:] == main[6:]
     assert release[-1] == "activation_checkpoint:full"
     assert shlex.join(["--parallelism.fsdp_reshard_after_forward", "always"]) in shlex.join(release)
     assert "--compile.no-enable" in release
@@ -262,24 +405,28 @@ def test_lightning_has_functions_for_what_was_chosen_only() -> None:
 
 
 def test_axolotl_and_llamafactory() -> None:
-    chunked = candidate(recompute=Recompute.FULL, loss="chunked")
-    assert yaml.safe_load(export("axolotl", exploration(chunked, losses=["library", "chunked"])).text) == {
+    assert yaml.safe_load(export("axolotl", exploration(FULL)).text) == {
         "micro_batch_size": 8,
         "gradient_accumulation_steps": 64,
-        "bf16": True,
+        "bf16": False,
+        "bfloat16": True,
+        "optimizer": "adamw_torch_fused",
+        "sequence_len": 4096,
         "torch_compile": False,
         "gradient_checkpointing": True,
         "attn_implementation": "sdpa",
         "experts_implementation": "grouped_mm",
         "gradient_checkpointing_kwargs": {"use_reentrant": False},
-        "chunked_cross_entropy": True,
     }
     assert yaml.safe_load(export("llamafactory", exploration()).text) == {
         "per_device_train_batch_size": 8,
         "gradient_accumulation_steps": 64,
         "disable_gradient_checkpointing": True,
         "use_reentrant_gc": False,
-        "bf16": True,
+        "optim": "adamw_torch_fused",
+        "finetuning_type": "full",
+        "pure_bf16": True,
+        "cutoff_len": 4096,
         "flash_attn": "sdpa",
     }
 
@@ -319,5 +466,6 @@ def test_the_python_module_hands_the_candidate_to_apply(tmp_path: Path) -> None:
     )
     assert (read.micro_batch_size, read.grad_accum_steps(1), read.seq_length) == (8, 64, 4096)
     assert read.architecture["num_experts"] == 64
-    arguments = scope["training_arguments"](output_dir=str(tmp_path), bf16=False, use_cpu=True)
+    assert "bf16" not in bexp.training_arguments(scope["RECOMMENDATION"]), "no autocast was measured"
+    arguments = scope["training_arguments"](output_dir=str(tmp_path), use_cpu=True)
     assert arguments.gradient_accumulation_steps == 64

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
 from bexp.explorer.exports.registry import export
 from bexp.explorer.spec.candidate import Recompute
@@ -14,45 +16,57 @@ from tests.explorer.exports.samples import SHARDED, candidate, exploration
 pytest.importorskip("accelerate")
 
 
-@dataclass
-class ModelArguments:
-    attn_implementation: str | None = None
-    experts_implementation: str | None = None
+@pytest.mark.parametrize("precision", ["pure", "autocast"])
+@pytest.mark.parametrize("batch_size", [512, None])
+def test_transformers_takes_every_field_as_an_argument(precision: str, batch_size: int | None, tmp_path: Path) -> None:
+    """The whole file is `TrainingArguments(**fields)`, and says no more than was measured."""
+    from transformers import TrainingArguments
+
+    for recompute in (Recompute.NONE, Recompute.FULL, Recompute.PARTIAL_25):
+        for changes in ({}, SHARDED):
+            training = {**changes.get("training", {}), "precision": precision}
+            asked = {**changes, "training": training, "batch_size": batch_size}
+            fields = json.loads(export("transformers", exploration(candidate(recompute=recompute), **asked)).text)
+            found = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, **fields)
+            assert found.per_device_train_batch_size == 8
+            steps = 1 if batch_size is None else batch_size // 8 // (8 if changes else 1)
+            assert found.gradient_accumulation_steps == steps
+            assert (found.bf16, found.fp16) == (precision == "autocast", False)
+            assert bool(found.fsdp) is bool(changes)
+            by_fsdp = "activation_checkpointing" in (found.fsdp_config or {})
+            assert (found.gradient_checkpointing or by_fsdp) is (recompute is not Recompute.NONE)
+            assert found.optim == "adamw_torch_fused"
 
 
-@pytest.mark.parametrize("name", ["transformers", "llamafactory"])
-def test_transformers_reads_its_fields(name: str, tmp_path: Path) -> None:
-    import yaml
+def test_transformers_own_fields_in_a_file_of_llamafactory(tmp_path: Path) -> None:
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = HfArgumentParser((ModelArguments, TrainingArguments))  # type: ignore[arg-type]  # it takes several classes
-    for recompute in (Recompute.FULL, Recompute.PARTIAL_25):
-        for changes in ({}, SHARDED):
-            answer = exploration(candidate(recompute=recompute), **changes)
-            values = yaml.safe_load(export(name, answer).text) | {"output_dir": str(tmp_path), "use_cpu": True}
-            for own in ("flash_attn", "disable_gradient_checkpointing", "use_reentrant_gc"):  # LLaMA-Factory's
-                values.pop(own, None)
-            model, training = parser.parse_dict(values)
-            assert training.per_device_train_batch_size == 8
-            assert training.gradient_accumulation_steps == 512 // 8 // (8 if changes else 1)
-            assert training.bf16
-            assert bool(training.fsdp) is bool(changes)
-            if name == "transformers":
-                assert (model.attn_implementation, model.experts_implementation) == ("sdpa", "grouped_mm")
+    parser = HfArgumentParser((TrainingArguments,))  # type: ignore[arg-type]  # it takes several classes
+    own = {"flash_attn", "disable_gradient_checkpointing", "use_reentrant_gc", "pure_bf16", "cutoff_len"}
+    adapters: dict[str, Any] = {"training": {"lora": {"r": 4, "target_modules": "all-linear"}}}
+    for changes in ({}, SHARDED, adapters):
+        values = yaml.safe_load(export("llamafactory", exploration(**changes)).text)
+        kept = {key: value for key, value in values.items() if key not in own and not key.startswith(("lora", "fine"))}
+        (found,) = parser.parse_dict(kept | {"output_dir": str(tmp_path), "use_cpu": True})
+        assert found.per_device_train_batch_size == 8
+        assert found.bf16 is (changes is adapters)
 
 
 def test_accelerate_reads_its_file(tmp_path: Path) -> None:
     from accelerate.commands.config.config_args import ClusterConfig
 
     path = tmp_path / "accelerate.yaml"
-    for changes, kind in (
-        ({}, "NO"),
-        ({"num_devices": 8}, "MULTI_GPU"),
-        (SHARDED | {"execution": "compile"}, "FSDP"),
-    ):
+    autocast = {"training": {"precision": "autocast"}}
+    cases: tuple[tuple[dict[str, Any], str, str], ...] = (
+        ({}, "NO", "no"),
+        (autocast, "NO", "bf16"),
+        ({"num_devices": 8}, "MULTI_GPU", "no"),
+        (SHARDED | {"execution": "compile"}, "FSDP", "no"),
+    )
+    for changes, kind, precision in cases:
         path.write_text(export("accelerate", exploration(**changes)).text)
         found = ClusterConfig.from_yaml_file(str(path))
         assert found.distributed_type.value == kind
-        assert (found.num_processes, found.mixed_precision) == (changes.get("num_devices", 1), "bf16")
+        assert (found.num_processes, found.mixed_precision) == (changes.get("num_devices", 1), precision)
     assert found.fsdp_config["fsdp_reshard_after_forward"] is True
     assert found.dynamo_config["dynamo_use_regional_compilation"] is True
