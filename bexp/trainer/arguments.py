@@ -17,6 +17,7 @@ from bexp.trainer.run_differences import (
     OPTIMIZERS,
     argument_differences,
     recomputes_layers,
+    size_difference,
 )
 
 _LOGGER = logging.getLogger(__name__)
@@ -79,6 +80,7 @@ def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
 
 
 def _contradictions(setup: RecommendedSetup, fields: dict[str, Any], devices: int) -> Iterator[str]:
+    yield from size_difference(setup, fields[_SIZE])
     yield from argument_differences(setup, SimpleNamespace(**fields))
     if not setup.own_code and recomputes_layers(SimpleNamespace(**fields)) != (setup.settings.recompute == "full"):
         yield f"gradient checkpointing, where recomputation '{setup.settings.recompute}' was measured"

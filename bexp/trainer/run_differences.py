@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import torch
-from torch import nn
-
 from bexp.trainer.recommended_setup import RecommendedSetup
 
 OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
@@ -18,14 +15,17 @@ CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 """The field that recomputes every layer: its present name and the older one, which transformers 6 drops."""
 
 
+def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[str]:
+    """Yield that a run has micro-batches of another size than was measured."""
+    if micro_batch_size != setup.micro_batch_size:
+        yield f"micro_batch_size {micro_batch_size}, not the recommended {setup.micro_batch_size}"
+
+
 def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     """Yield how `TrainingArguments`, or TRL's, differ from what was measured; what they do not hold is not compared.
 
-    Whether layers are recomputed is left out, because that depends on the model, too.
+    The size is left out, because the Trainer may find another, and so is recomputation, which depends on the model.
     """
-    size = getattr(args, "per_device_train_batch_size", None)
-    if size is not None and size != setup.micro_batch_size:
-        yield f"micro-batches of {size} sequences, not {setup.micro_batch_size}"
     length = getattr(args, "max_length", None)  # of TRL
     if length and setup.seq_length and length != setup.seq_length:
         yield f"sequences of up to {length} tokens, not {setup.seq_length}"
@@ -54,41 +54,16 @@ def checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterat
         yield f"recomputation '{run_policy}', not '{measured}'"
 
 
-def weight_difference(setup: RecommendedSetup, model: nn.Module) -> str | None:
-    """Return that a model's weights are in another format than was measured; None if they are not.
-
-    With measured master weights either format is as measured: an optimizer or autocast keeps the same bytes.
-    """
-    found, measured = weights_dtype(model), setup.load_dtype
-    same = {measured, setup.dtype} if setup.master_weights else {measured}
-    if measured is None or found is None or found in same or getattr(model, "is_quantized", False):
-        return None
-    return f"it was measured with weights in {measured}, and those of this model are in {found}"
-
-
-def needs_more_bytes(setup: RecommendedSetup, model: nn.Module) -> bool:
-    """Return whether a model's weights are in a wider format than was measured."""
-    found, measured = weights_dtype(model), setup.load_dtype
-    if found is None or measured is None:
-        return False
-    return bool(getattr(torch, found).itemsize > getattr(torch, measured).itemsize)
-
-
-def weights_dtype(model: nn.Module) -> str | None:
-    """Return the format of a model's largest parameter, as torch names it; None without parameters."""
-    largest = max(model.parameters(), key=lambda parameter: parameter.numel(), default=None)
-    return None if largest is None else str(largest.dtype).removeprefix("torch.")
-
-
 def recomputes_layers(args: Any) -> bool:
     """Return whether the Trainer enables the library's checkpointing."""
     return any(getattr(args, name, False) for name in CHECKPOINTING_FIELDS)
 
 
 def _autocast_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
-    """A trainer that keeps master weights, such as DeepSpeed, has no autocast of its own for `bf16`."""
+    if setup.master_weights and setup.autocast is None:
+        return  # an engine such as DeepSpeed's computes in the format of the weights, whatever `bf16` says
     values = {dtype: getattr(args, field, None) for dtype, field in AUTOCAST_FIELDS.items()}
-    if getattr(args, "deepspeed", None) or all(value is None for value in values.values()):
+    if all(value is None for value in values.values()):
         return
     found = next((dtype for dtype, value in values.items() if value), None)
     if found != setup.autocast:
