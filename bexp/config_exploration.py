@@ -34,7 +34,8 @@ class ExplorationError(Exception):
 class ExplorationResult:
     """An exploration that has ended. In a notebook it shows its table and its bars.
 
-    `recommendation` is what `bexp.apply` takes; it is None if nothing fits. `trials` are the service's documents of
+    `recommendation` is what `bexp.apply` takes: the candidate that divides a stated batch, as exports take it; it is
+    None if nothing fits. `trials` are the service's documents of
     every measurement. `document` is the whole answer.
     """
 

@@ -10,8 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from bexp.trainer.recommended_setup import RecommendedSetup, Source
-from bexp.trainer.run_differences import (
+from bexp.trainer.argument_differences import (
     AUTOCAST_FIELDS,
     CHECKPOINTING_FIELDS,
     OPTIMIZERS,
@@ -19,6 +18,7 @@ from bexp.trainer.run_differences import (
     recomputes_layers,
     size_difference,
 )
+from bexp.trainer.recommended_setup import RecommendedSetup, Source
 
 _LOGGER = logging.getLogger(__name__)
 _SIZE, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"

@@ -7,7 +7,6 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -16,18 +15,12 @@ import torch
 from transformers import TrainerCallback as _Callback
 
 from bexp.explorer.records.run_report import RunReport
-from bexp.trainer.model_setup import Report, applied_to, device_name, inner_model, versions
+from bexp.trainer.argument_differences import size_difference
+from bexp.trainer.model_setup import applied_to, device_name, inner_model, versions
 from bexp.trainer.recommended_setup import RecommendedSetup, Source
-from bexp.trainer.run_differences import (
-    argument_differences,
-    checkpointing_difference,
-    recomputes_layers,
-    size_difference,
-)
+from bexp.trainer.run_differences import run_differences
 from bexp.trainer.seen_batches import SeenBatches
-from bexp.trainer.trained_weights import adapter_difference, rank_difference, weight_difference
 from bexp.transformers.graph import GraphedForward, graphed
-from bexp.transformers.recompute import is_checkpointing
 
 _LOGGER = logging.getLogger(__name__)
 _WARM_UP_STEPS = 3
@@ -80,7 +73,7 @@ class TrainerCallback(_Callback):
         self._seen = SeenBatches()
         if model is not None and not getattr(args, "torch_compile", False):  # a hook would be compiled, too
             self._seen.watch(model)
-        self._known = tuple(_known_differences(self.recommendation, args, model, done))
+        self._known = tuple(run_differences(self.recommendation, args, model, done))
         if getattr(state, "is_world_process_zero", True):
             for difference in (*size_difference(self.recommendation, _micro_batch_size(args, state)), *self._known):
                 _LOGGER.warning("not as measured: %s", difference)
@@ -272,21 +265,6 @@ class _RunCounts:
 def _is_followed(control: Any) -> bool:
     """Whether an evaluation or a checkpoint comes next."""
     return control is not None and bool(control.should_evaluate or control.should_save)
-
-
-def _known_differences(setup: RecommendedSetup, args: Any, model: Any, done: Report | None) -> Iterator[str]:
-    """Yield what differs from what was measured, as far as it is known when training begins."""
-    yield from argument_differences(setup, args)
-    if recomputes_layers(args):
-        yield from checkpointing_difference(setup, "full")
-    elif done is not None:
-        yield from checkpointing_difference(setup, done.recommendation.settings.recompute)
-    elif model is not None:
-        yield from checkpointing_difference(setup, "full" if is_checkpointing(model) else "none")
-    if model is not None:
-        inner = inner_model(model)
-        found = (compare(inner, setup) for compare in (adapter_difference, rank_difference, weight_difference))
-        yield from filter(None, found)
 
 
 def _micro_batch_size(args: Any, state: Any) -> int:

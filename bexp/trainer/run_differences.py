@@ -1,46 +1,38 @@
-"""How a training run differs from what was measured, one line for each difference."""
+"""How a training run differs from what was measured, as far as it is known when it begins."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from typing import Any
 
+from torch import nn
+
+from bexp.trainer.argument_differences import argument_differences, recomputes_layers
+from bexp.trainer.model_setup import Report, inner_model
 from bexp.trainer.recommended_setup import RecommendedSetup
-
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
-"""transformers' names of the optimizers that are measured."""
-AUTOCAST_FIELDS = {"bfloat16": "bf16", "float16": "fp16"}
-"""The fields of `TrainingArguments` that compute in these formats under autocast."""
-CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
-"""The field that recomputes every layer: its present name and the older one, which transformers 6 drops."""
+from bexp.trainer.trained_weights import adapter_difference, rank_difference, weight_difference
+from bexp.transformers.recompute import is_checkpointing
 
 
-def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[str]:
-    """Yield that a run has micro-batches of another size than was measured."""
-    if micro_batch_size != setup.micro_batch_size:
-        yield f"micro_batch_size {micro_batch_size}, not the recommended {setup.micro_batch_size}"
+def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None, done: Report | None) -> Iterator[str]:
+    """Yield what differs, one line each; the size of a micro-batch is left out, because the Trainer may find another.
 
-
-def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
-    """Yield how `TrainingArguments`, or TRL's, differ from what was measured; what they do not hold is not compared.
-
-    The size is left out, because the Trainer may find another, and so is recomputation, which depends on the model.
+    `done` is what `bexp.apply` did to `model`. Without a model, its weights and its own checkpointing are not compared.
     """
-    length = getattr(args, "max_length", None)  # of TRL
-    if length and setup.seq_length and length != setup.seq_length:
-        yield f"sequences of up to {length} tokens, not {setup.seq_length}"
-    if setup.optimizer is None:
-        return
-    yield from _autocast_differences(setup, args)
-    optimizer, measured = getattr(args, "optim", None), OPTIMIZERS[setup.optimizer]
-    optimizer = getattr(optimizer, "value", optimizer)
-    if optimizer is not None and optimizer != measured:
-        yield f"optimizer {optimizer}, not {measured}"
-    if _packs_documents(args):
-        yield f"packed documents that attend to themselves alone, not {_texts(setup.padding)}"
+    yield from argument_differences(setup, args)
+    if recomputes_layers(args):
+        yield from _checkpointing_difference(setup, "full")
+    elif done is not None:
+        yield from _checkpointing_difference(setup, done.recommendation.settings.recompute)
+    elif model is not None:
+        yield from _checkpointing_difference(setup, "full" if is_checkpointing(model) else "none")
+    if model is not None:
+        inner = inner_model(model)
+        found = (compare(inner, setup) for compare in (adapter_difference, rank_difference, weight_difference))
+        yield from filter(None, found)
 
 
-def checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterator[str]:
+def _checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterator[str]:
     """Yield that a run recomputes its layers by another policy than was measured."""
     measured = setup.settings.recompute
     if setup.own_code or run_policy == measured:
@@ -52,33 +44,3 @@ def checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterat
         )
     else:
         yield f"recomputation '{run_policy}', not '{measured}'"
-
-
-def recomputes_layers(args: Any) -> bool:
-    """Return whether the Trainer enables the library's checkpointing."""
-    return any(getattr(args, name, False) for name in CHECKPOINTING_FIELDS)
-
-
-def _autocast_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
-    if setup.master_weights and setup.autocast is None:
-        return  # an engine such as DeepSpeed's computes in the format of the weights, whatever `bf16` says
-    values = {dtype: getattr(args, field, None) for dtype, field in AUTOCAST_FIELDS.items()}
-    if all(value is None for value in values.values()):
-        return
-    found = next((dtype for dtype, value in values.items() if value), None)
-    if found != setup.autocast:
-        yield f"{_autocast(found)}, not {_autocast(setup.autocast)}"
-
-
-def _autocast(dtype: str | None) -> str:
-    return "no autocast" if dtype is None else f"autocast of {dtype}"
-
-
-def _packs_documents(args: Any) -> bool:
-    """Whether TRL flattens a batch, so that each document has an attention of its own."""
-    packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped"
-    return bool(packs or getattr(args, "padding_free", False))
-
-
-def _texts(padding: str | None) -> str:
-    return "whole sequences" if padding in (None, "none") else f"texts that are padded {padding}"

@@ -53,5 +53,5 @@ class SeenBatches:
             return
         if not self.longest:
             mask = given.get("attention_mask")
-            self.padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())  # noqa: PLR2004
+            self.padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
         self.longest = max(self.longest, tokens.shape[-1])

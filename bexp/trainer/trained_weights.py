@@ -21,9 +21,10 @@ def refuse_another_training(model: nn.Module, setup: RecommendedSetup) -> None:
         raise RecommendationError(f"{adapters}: {way}")
     difference = weight_difference(model, setup)
     if difference is not None and _itemsize(weights_dtype(model)) > _itemsize(setup.load_dtype):
+        wider = "training.precision=autocast" if setup.library_code else "training.optimizer.master_dtype=float32"
         raise RecommendationError(
-            f"{difference}, which need more memory: load the model with dtype=torch.{setup.load_dtype}, or explore with "
-            + ("training.precision=autocast" if setup.library_code else "training.optimizer.master_dtype=float32")
+            f"{difference}, which need more memory: load the model with dtype=torch.{setup.load_dtype}, or explore "
+            f"with {wider}"
         )
 
 

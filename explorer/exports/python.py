@@ -31,8 +31,11 @@ def training_arguments(**others):
     """Return `TrainingArguments`{batch} on the devices that there are."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(**(bexp.training_arguments(RECOMMENDATION) | others))
+    return TrainingArguments(**bexp.training_arguments(RECOMMENDATION, **others))
 '''
+
+_COMPARED = {"target", "batch_size", "num_devices", "allocator", "execution", "padding"}
+"""Fields of the request that `bexp.apply` and the callback compare with a training run."""
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -54,8 +57,9 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
-    request = settings.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
-    request["training"] = settings.request.training.model_dump(mode="json", include={"loss", "precision", "lora"})
+    request = settings.request.model_dump(mode="json", include=_COMPARED)
+    kept = {"loss", "precision", "lora", "optimizer"}
+    request["training"] = settings.request.training.model_dump(mode="json", include=kept)
     request |= settings.request.explored.as_fields(settings.seq_length)
     candidate = settings.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": settings.recompute.value}
     for key, kept in (("attention_backend", settings.attention), ("expert_backend", settings.experts)):
