@@ -50,6 +50,11 @@ class ExplorationView:
         elif event.code is EventCode.INFEASIBLE and isinstance(candidate, Mapping):
             self._failures.setdefault(candidate["micro_batch_size"], str(event.data.get("outcome", "infeasible")))
 
+    def conclude(self, recommendation: Mapping[str, Any]) -> None:
+        """Take the answer's recommendation, which says more than its event: what divides the batch."""
+        if self.best is not None and describe(self.best["candidate"]) == describe(recommendation["candidate"]):
+            self.best = recommendation
+
     @property
     def rates(self) -> dict[int, float]:
         """The composed tokens per second of one device by micro-batch size: the best that was measured for each."""
