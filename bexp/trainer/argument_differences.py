@@ -21,14 +21,18 @@ def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[
         yield f"micro_batch_size {micro_batch_size}, not the recommended {setup.micro_batch_size}"
 
 
+def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[str]:
+    """Yield that the longest sequences have another length than was measured; None if it is not known."""
+    if length and setup.seq_length and length != setup.seq_length:
+        yield f"sequences of up to {length} tokens, not {setup.seq_length}"
+
+
 def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     """Yield how `TrainingArguments`, or TRL's, differ from what was measured; what they do not hold is not compared.
 
-    The size is left out, because the Trainer may find another, and so is recomputation, which depends on the model.
+    The size of a micro-batch is left out, because the Trainer may find another; so are its length, which is that of the
+    data at most, and recomputation, which depends on the model.
     """
-    length = getattr(args, "max_length", None)  # of TRL
-    if length and setup.seq_length and length != setup.seq_length:
-        yield f"sequences of up to {length} tokens, not {setup.seq_length}"
     if setup.optimizer is None:
         return
     yield from _autocast_differences(setup, args)

@@ -15,6 +15,7 @@ from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
     OPTIMIZERS,
     argument_differences,
+    length_difference,
     recomputes_layers,
     size_difference,
 )
@@ -81,6 +82,7 @@ def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
 
 def _contradictions(setup: RecommendedSetup, fields: dict[str, Any], devices: int) -> Iterator[str]:
     yield from size_difference(setup, fields[_SIZE])
+    yield from length_difference(setup, fields.get("max_length"))
     yield from argument_differences(setup, SimpleNamespace(**fields))
     if not setup.own_code and recomputes_layers(SimpleNamespace(**fields)) != (setup.settings.recompute == "full"):
         yield f"gradient checkpointing, where recomputation '{setup.settings.recompute}' was measured"

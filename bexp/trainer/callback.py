@@ -15,7 +15,7 @@ import torch
 from transformers import TrainerCallback as _Callback
 
 from bexp.explorer.records.run_report import RunReport
-from bexp.trainer.argument_differences import size_difference
+from bexp.trainer.argument_differences import length_difference, size_difference
 from bexp.trainer.model_setup import applied_to, device_name, inner_model, versions
 from bexp.trainer.recommended_setup import RecommendedSetup, Source
 from bexp.trainer.run_differences import run_differences
@@ -65,6 +65,7 @@ class TrainerCallback(_Callback):
         self._run = _RunCounts()
         self._seen = SeenBatches()
         self._known: tuple[str, ...] = ()
+        self._max_length: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start counting from zero."""
@@ -74,8 +75,9 @@ class TrainerCallback(_Callback):
         if model is not None and not getattr(args, "torch_compile", False):  # a hook would be compiled, too
             self._seen.watch(model)
         self._known = tuple(run_differences(self.recommendation, args, model, done))
+        self._max_length = getattr(args, "max_length", None)  # TRL cuts texts to it
         if getattr(state, "is_world_process_zero", True):
-            for difference in (*size_difference(self.recommendation, _micro_batch_size(args, state)), *self._known):
+            for difference in self._differences(_micro_batch_size(args, state)):
                 _LOGGER.warning("not as measured: %s", difference)
         self._run = _RunCounts(
             applied=done is not None and done.recommendation.settings == self.recommendation.settings,
@@ -163,9 +165,14 @@ class TrainerCallback(_Callback):
         return bool(slower or larger)
 
     def _differences(self, micro_batch_size: int) -> list[str]:
-        """Return what differs from what was measured."""
-        promised, seen = self.recommendation, list(self._seen.differences(self.recommendation))
-        return list(dict.fromkeys([*size_difference(promised, micro_batch_size), *self._known, *seen]))
+        """Return what differs from what was measured; a length that was seen takes the place of the longest allowed."""
+        promised, seen = self.recommendation, self._seen
+        return [
+            *size_difference(promised, micro_batch_size),
+            *length_difference(promised, seen.longest or self._max_length),
+            *seen.padding_difference(promised),
+            *self._known,
+        ]
 
     def comparison(self) -> str:
         """Return one line that compares what was reached with what was promised, after what was not as measured."""

@@ -15,7 +15,7 @@ from bexp.transformers.recompute import is_checkpointing
 
 
 def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None, done: Report | None) -> Iterator[str]:
-    """Yield what differs, one line each; the size of a micro-batch is left out, because the Trainer may find another.
+    """Yield what differs, one line each; the size and the length of micro-batches are left out, as data decide them.
 
     `done` is what `bexp.apply` did to `model`. Without a model, its weights and its own checkpointing are not compared.
     """

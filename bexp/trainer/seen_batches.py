@@ -35,10 +35,8 @@ class SeenBatches:
         if self._hook is not None:
             self._hook.remove()
 
-    def differences(self, setup: RecommendedSetup) -> Iterator[str]:
-        """Yield how these micro-batches differ from those that were measured."""
-        if self.longest and setup.seq_length and self.longest != setup.seq_length:
-            yield f"sequences of up to {self.longest} tokens, not {setup.seq_length}"
+    def padding_difference(self, setup: RecommendedSetup) -> Iterator[str]:
+        """Yield that these micro-batches are padded where the measured ones were not, or the reverse."""
         if self.padded is not None and setup.padding is not None and self.padded != (setup.padding != "none"):
             seen, measured = ("padded", "whole") if self.padded else ("whole", "padded")
             yield f"{seen} sequences, not {measured} ones"

@@ -307,7 +307,7 @@ def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest
         (12, True, "right", []),
         (12, True, "none", ["padded sequences, not whole ones"]),
         (12, False, "right", ["whole sequences, not padded ones"]),
-        (10, False, "none", ["sequences of up to 10 tokens, not 12"]),
+        (10, True, "none", ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
     ],
 )
 def test_the_batches_that_a_model_is_given_are_compared(
@@ -317,7 +317,8 @@ def test_the_batches_that_a_model_is_given_are_compared(
     told["recommendation"]["candidate"] |= {"recompute": "none"}
     told["job"]["request"] |= {"padding": measured}
     model = models.tiny("olmoe")
-    callback, _ = beginning(caplog, told, model)
+    callback, [warned] = beginning(caplog, told, model, max_length=1024)
+    assert warned == "sequences of up to 1024 tokens, not 12"
     model(**models.batch(length=length, padded=padded))
     model(input_ids=torch.ones(1, 40, dtype=torch.long), position_ids=torch.arange(40)[None] % 10)
     with torch.no_grad():
