@@ -1,8 +1,8 @@
 from __future__ import annotations
 
-import dataclasses
 import logging
 import sys
+from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -27,20 +27,13 @@ def told_of(training: dict[str, Any], **candidate: Any) -> dict[str, Any]:
 def sft_config(monkeypatch: pytest.MonkeyPatch) -> Any:
     """TRL's configuration, or one with its defaults where it is not installed."""
     if find_spec("trl"):
-        from trl import SFTConfig
-
-        return SFTConfig
+        return import_module("trl").SFTConfig
     from transformers import TrainingArguments
 
-    @dataclasses.dataclass
     class SFTConfig(TrainingArguments):
-        gradient_checkpointing: bool = True
-        bf16: bool | None = None
-        max_length: int | None = 1024
-
-        def __post_init__(self) -> None:
-            self.bf16 = not self.fp16 if self.bf16 is None else self.bf16
-            super().__post_init__()
+        def __init__(self, *, gradient_checkpointing: bool = True, bf16: bool | None = None, **fields: Any) -> None:
+            bf16 = not fields.get("fp16") if bf16 is None else bf16
+            super().__init__(**fields, gradient_checkpointing=gradient_checkpointing, bf16=bf16)
 
     monkeypatch.setitem(sys.modules, "trl", SimpleNamespace(SFTConfig=SFTConfig))
     return SFTConfig
@@ -103,7 +96,13 @@ def test_a_persons_own_fields_win_and_what_they_contradict_is_said(
         assert bexp.training_arguments(told, output_dir="out")["output_dir"] == "out"
     assert caplog.text == ""
     with caplog.at_level(logging.WARNING, "bexp"):
-        own = {"bf16": True, name: True, "optim": "adafactor", "per_device_train_batch_size": 8, "max_length": 6}
+        own: dict[str, Any] = {
+            "bf16": True,
+            name: True,
+            "optim": "adafactor",
+            "per_device_train_batch_size": 8,
+            "max_length": 6,
+        }
         fields = bexp.training_arguments(told, output_dir="out", use_cpu=True, **own)
     assert (fields.pop("max_length"), fields["gradient_accumulation_steps"]) == (6, 2)
     made = TrainingArguments(**fields)
