@@ -18,6 +18,7 @@ def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bo
     the format of the matrix products, where the recommendation has it.
     """
     library = is_library_code(request)
+    weights: str | None
     if own_code or not (library or request.get("model") is not None):
         return {}
     training = request.get("training") or {}
