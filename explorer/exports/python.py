@@ -35,8 +35,8 @@ def training_arguments(**others):
 '''
 
 _COMPARED = {"target", "batch_size", "num_devices", "allocator", "execution", "padding"}
-_TRAINED = {"loss", "precision", "lora", "optimizer"}
-"""Fields of the request, and of its training, that `bexp.apply` and the callback compare with a training run."""
+_TRAINED = {"loss", "precision", "lora"}
+"""Fields of the request, and of its training, that `bexp.apply` and the callback read; an optimizer has defaults."""
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -59,7 +59,9 @@ def render(settings: TrainerSettings) -> ExportDocument:
 def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
     request = settings.request.model_dump(mode="json", include=_COMPARED)
-    request["training"] = settings.request.training.model_dump(mode="json", include=_TRAINED)
+    training = settings.request.training
+    request["training"] = training.model_dump(mode="json", include=_TRAINED)
+    request["training"]["optimizer"] = training.optimizer.model_dump(mode="json", exclude_defaults=True)
     request |= settings.request.explored.as_fields(settings.seq_length)
     candidate = settings.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": settings.recompute.value}
     for key, kept in (("attention_backend", settings.attention), ("expert_backend", settings.experts)):
