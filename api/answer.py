@@ -102,6 +102,7 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         *_throughput_rows(best),
         row("base", best.base.describe() if best.plan is None else base_text(best.plan, best.base)),
         row("confidence", f"{best.confidence} out of 100{_within(request)}"),
+        *_noise_rows(best),
         row("step", _step(best)),
         *batch_rows(best, request),
         row("peak memory", _peak(best)),
@@ -116,8 +117,10 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         lines.append(row("largest that fits" if plain is None else "  if recomputed", _alternative(best, largest)))
     if best.stock is not None:
         lines.append(row("stock best", _alternative(best, best.stock)))
+    if best.untiled is not None:
+        lines.append(row("without tiling", _without_tiling(best, best.untiled)))
     if best.runner_up is not None:
-        lines.append(row("runner-up", _runner_up(best.runner_up)))
+        lines.append(row("runner-up", _runner_up(best, best.runner_up)))
     if best.plan is not None:
         lines += expert_mode_rows(best.plan)
         lines += other_mesh_rows(best.plan)
@@ -177,9 +180,11 @@ def _context(request: ExplorationRequest | None) -> str:
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
-    precision = ", autocast" if request.training.precision == "autocast" else ""
+    precision = {"pure": "", "autocast": ", autocast", "master": ", master weights"}[request.training.precision]
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
-    return f" for {request.explored.name} ({target}{request.mode}, {execution}{length}{padding}{precision}{lora})"
+    trainer = "" if request.trainer is None else f", for {request.runner.title}"
+    what = f"{target}{request.mode}, {execution}{length}{padding}{precision}{lora}{trainer}"
+    return f" for {request.explored.name} ({what})"
 
 
 def _provisional(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
@@ -226,14 +231,23 @@ def _within(request: ExplorationRequest | None) -> str:
     return f" that it is within {100 * request.tolerance:g}% of the best" if request is not None else ""
 
 
+def _noise_rows(best: Recommendation) -> Iterable[str]:
+    """Yield the confidence for other tolerances, and how much runs differ."""
+    if best.run_noise is None:
+        return
+    stated = [f"{score} for {100 * float(within):g}%" for within, score in best.confidences.items()]
+    yield row("  by tolerance", ", ".join(stated))
+    yield row("  noise", f"two runs of a micro-step differ by {best.run_noise:.1%}")
+
+
 def _throughput_rows(best: Recommendation) -> Iterable[str]:
     """Yield the tokens/s to expect: those of the whole model if it was run, whatever its blocks compose."""
     per_device, whole = f"{rate_text(best.expected_tokens_per_second)} per device", best.whole_model
     if whole is None:
-        yield row("throughput", f"expect about {per_device}, {best.performance:.2f}x base")
+        yield row("throughput", f"expect about {per_device}, {best.ratio_text(best.performance)} base")
         yield row("  composed", "of measured blocks; no whole model has confirmed it")
     else:
-        yield row("throughput", f"expect {per_device}, {best.performance:.2f}x base")
+        yield row("throughput", f"expect {per_device}, {best.ratio_text(best.performance)} base")
         yield row("  whole model", "ran at that speed, so this is the figure to expect")
         composed = rate_text(whole.tokens_per_second / (1 + whole.step_error))
         yield row("  composed", f"{composed} of measured blocks: {_composed_off(whole)}")
@@ -293,21 +307,37 @@ def _memory_rows(memory: MemoryParts) -> Iterable[str]:
 
 def _alternative(best: Recommendation, other: Alternative) -> str:
     if other.candidate == best.candidate:
-        return f"{other.gain:.2f}x: it is the recommended one"
+        return f"{best.ratio_text(other.gain)}: it is the recommended one"
     predicted = ", predicted in part" if other.predicted else ""
     rate = rate_text(best.expected_tokens_per_second / other.gain)
-    return f"{other.gain:.2f}x over {other.candidate.describe()} ({rate}{predicted})"
+    return f"{best.ratio_text(other.gain)} over {other.candidate.describe()} ({rate}{predicted})"
 
 
-def _runner_up(rival: RunnerUpCheck) -> str:
+def _without_tiling(best: Recommendation, untiled: Alternative) -> str:
+    """Return what tiling gained over the best untiled candidate, or cost."""
+    change = f"{'gains' if untiled.gain >= 1.0 else 'costs'} {abs(untiled.gain - 1.0):.1%}"
+    return f"BTA {change}: {_alternative(best, untiled)}"
+
+
+def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:
     name, check = rival.candidate.describe(), rival.whole_model
     if rival.mesh is not None:  # which names the sharding
         name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
-    gain = f"; the recommended one is {rival.gain:.3f}x as fast" if rival.gain is not None else ""
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
-    return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{gain}"
+    return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival.gain)}"
+
+
+def _gain(best: Recommendation, gain: float | None) -> str:
+    """Return how fast the recommended candidate is beside the runner-up; as fast, if only noise makes it slower."""
+    if gain is None:
+        return ""
+    if gain >= 1.0:
+        return f"; the recommended one is {best.ratio_text(gain, 3)} as fast"
+    if best.prefer == "memory":
+        return f"; the recommended one is {best.ratio_text(gain, 3)} as fast and needs less memory"
+    return "; the recommended one is as fast, within the noise of such runs"
 
 
 def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:

@@ -10,18 +10,22 @@ from bexp.explorer.spec.request import ExplorationRequest
 
 
 def second_figure(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
-    """Yield the line of the micro-batch that divides the requested batch, or the batch sizes that one divides."""
-    asked = _asked(request)
-    size, other = best.candidate.micro_batch_size, best.dividing
-    if other is not None:
-        same = other.candidate == best.candidate
-        found = f"{other.candidate.micro_batch_size}{' too' if same else ''}"
-        compared = "" if same else f", {slower_text(other.loss)} than {size}"
-        yield f"For {asked}: {found}, in {steps_text(other.grad_accum_steps)}{compared}"
-    elif best.dividing_batch_sizes:
-        yield no_dividing_text(best, request)
-    elif best.grad_accum_steps is not None:
-        yield f"For {asked}: {size} too, in {steps_text(best.grad_accum_steps)}"
+    """Yield the line of the micro-batch that divides the stated batch, or the batch sizes that one divides."""
+    asked, size, other = _asked(request), best.candidate.micro_batch_size, best.dividing
+    if other is None:
+        if best.dividing_batch_sizes:
+            yield no_dividing_text(best, request)
+        elif best.grad_accum_steps is not None:  # an earlier version stated no more
+            yield f"For {asked}: {size} too, in {_steps(best.grad_accum_steps, request)}"
+        return
+    steps = _steps(other.grad_accum_steps, request)
+    if request is not None and request.keeps_batch:
+        yield f"It makes {asked} in {steps}"
+    elif other.candidate == best.candidate:
+        yield f"For {asked}: {size} too, in {steps}"
+    else:
+        compared = f"{slower_text(other.loss)} than {size}"
+        yield f"For {asked}: {other.candidate.micro_batch_size}, in {steps}, {compared}, confidence {other.confidence}"
 
 
 def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -> str:
@@ -37,7 +41,7 @@ def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -
         return (
             f"{best.candidate.micro_batch_size} does not divide {_asked(request)}; the nearest that it does: {nearest}"
         )
-    return "this answer names no micro-batch for the batch: there is none in eval mode or from an earlier version"
+    return "no batch_size was stated, so that nothing need divide it: `--batch-size N` states one"
 
 
 def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:
@@ -57,7 +61,14 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
 
 
 def _asked(request: ExplorationRequest | None) -> str:
-    return f"batch_size {request.batch_size}" if request is not None else "the batch_size"
+    return f"batch_size {request.effective_batch_size}" if request is not None else "the batch_size"
+
+
+def _steps(count: int, request: ExplorationRequest | None) -> str:
+    """Return a number of accumulation steps, or of micro-batches of an evaluation."""
+    if request is not None and request.mode == "eval":
+        return f"{count} micro-batch{'' if count == 1 else 'es'}"
+    return steps_text(count)
 
 
 def saving_rows(best: Recommendation) -> Iterable[str]:

@@ -20,6 +20,7 @@ from fastapi import Depends, Request
 
 from bexp.api.background import Beat, Supervisor
 from bexp.api.housekeeping import Housekeeper
+from bexp.api.log_folder import WRITE_SECONDS, LogFolder
 from bexp.api.metrics import Metrics
 from bexp.api.rate_limits import RateLimiter
 from bexp.api.refusals import ProblemException
@@ -151,6 +152,8 @@ async def run_service(settings: ServiceSettings, metrics: Metrics) -> AsyncItera
     supervisor.start("tokens", tokens.run, interval_seconds=settings.token_check_seconds)
     supervisor.start("memory", keep_trimmed, interval_seconds=TRIM_SECONDS)
     supervisor.start("housekeeping", service.housekeeper.run, interval_seconds=settings.waiting_check_seconds)
+    if settings.log_dir is not None:
+        supervisor.start("logs", LogFolder(database, settings.log_dir).run, interval_seconds=WRITE_SECONDS)
     try:
         yield service
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 from bexp.storage.location import default_database_url
 
@@ -38,7 +39,8 @@ class ServiceSettings:
     deleted after `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
     `token_check_seconds`, so a revoked one works no longer than that. `token_rate` and `address_rate` limit the
     requests a second where tokens are required, `token_streams` the streams of events of a token that are open at once;
-    0 is no limit. All streams together leave a quarter of `max_connections` to other requests.
+    0 is no limit. All streams together leave a quarter of `max_connections` to other requests. The logs of all
+    explorations are kept in files below `log_dir`; None: in the database alone.
     """
 
     database_url: str
@@ -58,6 +60,7 @@ class ServiceSettings:
     address_rate: float = DEFAULT_ADDRESS_RATE
     token_streams: int = DEFAULT_TOKEN_STREAMS
     waiting_check_seconds: float = 2.0
+    log_dir: Path | None = None
 
     @property
     def max_streams(self) -> int:

@@ -64,6 +64,12 @@ def list_jobs(
     return page, (_cursor_after(page[-1]) if len(rows) > limit else None)
 
 
+def latest_events(database: Database) -> dict[str, int]:
+    """Return the seq of the latest event of every job."""
+    with database.read() as connection:
+        return {row.id: row.last_seq for row in connection.execute(sa.select(jobs.c.id, jobs.c.last_seq))}
+
+
 def ids_beginning_with(database: Database, start: str, *, limit: int) -> list[str]:
     """Return at most `limit` ids of jobs that begin with `start`, newest first."""
     query = sa.select(jobs.c.id).where(sa.func.substr(jobs.c.id, 1, len(start)) == start)

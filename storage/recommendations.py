@@ -16,7 +16,7 @@ from bexp.storage.tables import recommendations
 
 _LEFT_OUT = frozenset(
     {
-        *("largest_micro_batch", "largest_without_recompute", "stock", "runner_up"),
+        *("largest_micro_batch", "largest_without_recompute", "stock", "untiled", "runner_up"),
         *("dividing", "dividing_batch_sizes", "memory_choices", "notes"),
         *("alternatives", "expert_modes", "plain", "parts", "picture"),
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,6 +13,10 @@ from bexp.explorer.spec.labels import parse_label
 JobId = Annotated[
     str,
     typer.Argument(metavar="ID", help="The id of the exploration, its first characters (four or more), or `latest`."),
+]
+LogDir = Annotated[
+    Path | None,
+    typer.Option("--log-dir", metavar="DIR", help="Keep the log in DIR, as local_compile_MODE/MODEL/run_ID.log."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 

@@ -111,7 +111,7 @@ def _warnings(job: Exploration, known: Recommendation, chosen: Recommendation | 
     elif known.nearest_batch_sizes and other is None:
         yield no_dividing_text(known, job.request)
     elif known.nearest_batch_sizes and other is not None:
-        batch = "the batch" if job.request is None else f"batch_size {job.request.batch_size}"
+        batch = "the batch" if job.request is None else f"batch_size {job.request.effective_batch_size}"
         yield (
             f"{known.candidate.micro_batch_size} does not divide {batch}; {other.candidate.micro_batch_size} does, "
             f"{slower_text(other.loss)}: `bexp best {job.id} --divides`"

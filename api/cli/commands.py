@@ -20,6 +20,7 @@ COMMANDS = {
     "watch": ("jobs:watch", "Follow an exploration to its end and print its answer."),
     "resume": ("resume:resume", "Go on with an exploration that was interrupted, cancelled or has failed."),
     "best": ("best:best", "Print the best micro_batch_size so far, and what real runs with it have reached."),
+    "log": ("log:log", "Print the log of an exploration so far, a BEXP line for each event."),
     "list": ("jobs:list_", "List explorations, the newest first."),
     "report": (
         "report:report",

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.arguments import AsJson, LogDir
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.local_run import LocalRun
+from bexp.explorer.formats.cerebras import is_cerebras
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target
@@ -34,21 +36,27 @@ def explore(
     *,
     fields: dict[str, Any],
     target: options.LocalTargetOption = None,
+    log_dir: LogDir = None,
     as_json: AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size.
+
+    The log of a Cerebras YAML is also kept below the folder that you stand in, as local_compile_MODE/MODEL/run_ID.log.
 
     Example: bexp explore config.json --seq-length 4096 --batch-size 512
 
     Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
     """
     name, local_target = options.split_target(target)
-    request = options.read_request(config, fields, device_kind=options.device_kind(device), target=name)
+    document = options.read_document(config)
+    request = options.build_request(config, document, fields, device_kind=options.device_kind(device), target=name)
+    if log_dir is None and is_cerebras(document):
+        log_dir = Path.cwd()
     if local_target is None:
         check_target(request, device)
     with LocalRun(request, new_job_id(), device, target) as run, open_stored() as stored:
         job = stored.submit(request, job_id=run.job_id)
-        raise typer.Exit(run.follow(stored, job, as_json=as_json))
+        raise typer.Exit(run.follow(stored, job, as_json=as_json, log_dir=log_dir))
 
 
 def check_target(request: ExplorationRequest, device: str | None) -> None:

@@ -98,12 +98,12 @@ def open_output(job: Exploration, *, to_stderr: bool) -> Iterator[Output]:
 
 
 @contextmanager
-def open_run_log(job: Exploration) -> Iterator[RunLog | None]:
-    """Open the log file of `job` below the working directory; yield None, and say why, if it cannot be written."""
-    if job.request is None:
+def open_run_log(job: Exploration, directory: Path | None) -> Iterator[RunLog | None]:
+    """Open the log file of `job` below `directory`; yield None without one, or if it cannot be written, and say why."""
+    if directory is None or job.request is None:
         yield None
         return
-    path = log_path(Path.cwd(), job.request.mode, job.request.explored.name, job.id)
+    path = log_path(directory, job.request.mode, job.request.explored.name, job.id)
     try:
         log = RunLog(path)
     except OSError as error:
@@ -116,9 +116,14 @@ def open_run_log(job: Exploration) -> Iterator[RunLog | None]:
 
 
 def follow(
-    client: Explorations, job: Exploration, *, to_stderr: bool = False, check: Callable[[], None] = lambda: None
+    client: Explorations,
+    job: Exploration,
+    *,
+    to_stderr: bool = False,
+    log_dir: Path | None = None,
+    check: Callable[[], None] = lambda: None,
 ) -> Event:
-    """Show every event of `job`, and return the last one.
+    """Show every event of `job`, write its log file below `log_dir` if that is given, and return the last event.
 
     `check` is called several times a second and may raise to give up. Raises what `Explorations.events` raises.
     """
@@ -132,7 +137,7 @@ def follow(
         except Exception as error:  # noqa: BLE001 - raised again in the thread that waits
             received.put(error)
 
-    with open_run_log(job) as log, open_output(job, to_stderr=to_stderr) as output:
+    with open_run_log(job, log_dir) as log, open_output(job, to_stderr=to_stderr) as output:
         threading.Thread(target=receive, name="events", daemon=True).start()
         last: Event | None = None
         while True:

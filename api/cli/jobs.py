@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from itertools import islice
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from bexp.api.cli.arguments import AsJson, JobId, parse_labels
+from bexp.api.cli.arguments import AsJson, JobId, LogDir, parse_labels
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import ExitCode, say
 from bexp.api.cli.following import follow
@@ -16,13 +17,13 @@ from bexp.api.cli.results import conclude, print_json, print_table, say_best
 from bexp.client.explorations import Exploration, Explorations, State
 
 
-def watch(job_id: JobId, as_json: AsJson = False) -> None:
+def watch(job_id: JobId, log_dir: LogDir = None, as_json: AsJson = False) -> None:
     """Follow an exploration to its end and print its answer.
 
     Example: bexp watch latest
     """
     with connect() as client:
-        raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json))
+        raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json, log_dir=log_dir))
 
 
 def list_(
@@ -71,10 +72,10 @@ def cancel(job_id: JobId, as_json: AsJson = False) -> None:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 
 
-def follow_job(client: Explorations, job: Exploration, *, as_json: bool) -> ExitCode:
+def follow_job(client: Explorations, job: Exploration, *, as_json: bool, log_dir: Path | None = None) -> ExitCode:
     """Follow an exploration that goes on whatever happens to this command, and print its answer."""
     try:
-        last = follow(client, job, to_stderr=as_json)
+        last = follow(client, job, to_stderr=as_json, log_dir=log_dir)
     except KeyboardInterrupt:
         say_best(client, job.id)
         say(f"the exploration goes on; `bexp watch {job.id}` follows it again, `bexp cancel {job.id}` ends it")

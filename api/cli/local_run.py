@@ -8,6 +8,7 @@ import shlex
 import time
 from collections.abc import Sequence
 from contextlib import suppress
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
@@ -69,9 +70,15 @@ class LocalRun:
         self._worker.stop(keeps_log=isinstance(error, ServiceError))
 
     def follow(
-        self, stored: StoredExplorations, job: Exploration, *, as_json: bool, leaves_others: bool = False
+        self,
+        stored: StoredExplorations,
+        job: Exploration,
+        *,
+        as_json: bool,
+        log_dir: Path | None = None,
+        leaves_others: bool = False,
     ) -> ExitCode:
-        """Follow the exploration to its end and print the answer.
+        """Follow the exploration to its end and print the answer; its log is kept below `log_dir` if that is given.
 
         What stops this cancels the exploration, because nobody waits for it; with `leaves_others` only if no other
         worker runs it.
@@ -81,7 +88,7 @@ class LocalRun:
 
         say(f"exploration {job.id}, kept in {shown_url(environment().database_url)}")
         try:
-            last = follow(stored, job, to_stderr=as_json, check=lambda: self.check(stored))
+            last = follow(stored, job, to_stderr=as_json, log_dir=log_dir, check=lambda: self.check(stored))
         except BaseException as error:  # Ctrl-C too
             with suppress(ProblemError, ServiceError):
                 if leaves_others and is_run_by_another(stored.database, job.id, self._worker.prefix):

@@ -70,10 +70,13 @@ MicroBatchSize = Annotated[
     typer.Option(
         metavar="explore|auto|MIN-MAX|N|N,N",
         help="Micro-batch sizes to consider; MIN-MAX limits the range, 2,4,8 names them.",
-        show_default="auto if a batch size is stated, else explore",
+        show_default="of CONFIG, else auto with a batch size, and explore without",
     ),
 ]
-BatchSize = Annotated[int | None, typer.Option(help="The effective batch size, over all devices.", show_default="none")]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(help="The effective batch size, over all devices.", show_default=_default("batch_size", "none")),
+]
 NumDevices = Annotated[
     int | None, typer.Option(help="The number of devices that share the batch.", show_default=_default("num_devices"))
 ]
@@ -238,9 +241,25 @@ def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> 
 
     Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
     """
+    return build_request(config, read_document(config), fields, **others)
+
+
+def read_document(config: Path) -> Any:
+    """Return what the file holds.
+
+    Raises FormatError if it is neither YAML nor JSON, and CommandError if it cannot be read.
+    """
+    return load_document(_read(config))
+
+
+def build_request(config: Path, document: Any, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
+    """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
+
+    What `fields` name may be null; `others` that are None are left out.
+    """
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
-    return parse_request(load_document(_read(config)), overrides=given)
+    return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)
 
 
 def parse_micro_batch_size(text: str | None) -> Any:

@@ -9,7 +9,7 @@ from typing import Annotated, NoReturn
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.arguments import AsJson, LogDir
 from bexp.api.cli.connection import database_errors, environment
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.local_worker import child_environment
@@ -59,6 +59,7 @@ def serve(
             min=0, help="Keep so many finished explorations: the newest, as many of each owner. Default: all."
         ),
     ] = None,
+    log_dir: LogDir = None,
 ) -> None:
     """Serve the REST API.
 
@@ -80,6 +81,7 @@ def serve(
                     token_streams=token_streams,
                     keep_days=keep_days,
                     keep_jobs=keep_jobs,
+                    log_dir=log_dir,
                 ),
                 host if host is not None else variables.host,
                 port if port is not None else variables.port,

@@ -76,6 +76,7 @@ function rows(best, exploration) {
   };
   over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
   over("stock best", best.stock);
+  over("without tiling", best.untiled);
   if (best.runner_up) {
     const rival = best.runner_up;
     const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);
@@ -121,7 +122,7 @@ function planRows(plan, row) {
 }
 
 function batchRows(best, request, row) {
-  const asked = request ? `batch_size ${request.batch_size}` : "the batch_size";
+  const asked = request?.batch_size ? `batch_size ${request.batch_size}` : "the batch_size";
   const steps = (count) => `${count} accumulation step${count === 1 ? "" : "s"}`;
   const other = best.dividing;
   if (other) {

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
 from multiprocessing import get_context
+from pathlib import Path
 
+from benchmarks.replay.calibration import CONFIDENT
 from benchmarks.replay.runs import Line, search
 from benchmarks.unseen.world import draw_truth
 from bexp.workers.replay.device import VirtualClock
@@ -36,6 +40,16 @@ class UnseenRun:
     check_seconds: float
     lines: tuple[Line, ...]
 
+    @property
+    def is_without_answer(self) -> bool:
+        """Whether nothing was recommended, although a candidate fits."""
+        return self.regret >= 1.0 and not self.fails_whole
+
+    @property
+    def first_confident(self) -> Line | None:
+        """The first line that is confident; None if none is."""
+        return next((line for line in self.lines if line.confidence >= CONFIDENT), None)
+
 
 def run_search(seed: int) -> UnseenRun:
     """Search on the device of one seed."""
@@ -59,9 +73,37 @@ def run_search(seed: int) -> UnseenRun:
     )
 
 
-def run_searches(seeds: Sequence[int], processes: int) -> list[UnseenRun]:
-    """Search on each seed's device, in order of the seeds."""
+def run_searches(seeds: Sequence[int], processes: int, journal: Path | None = None) -> list[UnseenRun]:
+    """Search on each seed's device, in order of the seeds.
+
+    Each run is added to the `journal`, one JSON object a line. Those that it has are not run again.
+    """
+    found = {run.seed: run for run in _read(journal)}
+    left = [seed for seed in seeds if seed not in found]
+    with journal.open("a") if journal is not None else nullcontext() as file:
+        for run in _run(left, processes):
+            found[run.seed] = run
+            if file is not None:
+                file.write(json.dumps(asdict(run)) + "\n")
+                file.flush()
+    return [found[seed] for seed in seeds]
+
+
+def _run(seeds: Sequence[int], processes: int) -> Iterator[UnseenRun]:
     if processes == 1:
-        return [run_search(seed) for seed in seeds]
+        yield from map(run_search, seeds)
+        return
     with ProcessPoolExecutor(processes, mp_context=get_context("spawn")) as pool:
-        return list(pool.map(run_search, seeds, chunksize=CHUNK))
+        yield from pool.map(run_search, seeds, chunksize=CHUNK)
+
+
+def _read(journal: Path | None) -> Iterator[UnseenRun]:
+    """Yield the runs of a journal. A last line that was cut off is removed."""
+    if journal is None or not journal.exists():
+        return
+    text = journal.read_text()
+    whole = text[: text.rfind("\n") + 1]
+    if whole != text:
+        journal.write_text(whole)
+    for run in map(json.loads, whole.splitlines()):
+        yield UnseenRun(**run | {"lines": tuple(Line(**line) for line in run["lines"])})

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,15 +94,20 @@ class UnseenTruth:
 
 
 def draw_truth(
-    seed: int, *, executions: Sequence[Execution] | None = None, num_sizes: int | None = None
+    seed: int,
+    *,
+    executions: Sequence[Execution] | None = None,
+    num_sizes: int | None = None,
+    change: Callable[[ExplorationRequest], ExplorationRequest] | None = None,
 ) -> UnseenTruth:
     """Return the device and the model of a seed.
 
     Models that are too large for their device are drawn again. With `executions` the request chooses among them, and
     everything else about the device stays the same. With `num_sizes` it has only so many micro-batch sizes, a factor
-    of 2 apart where they can be.
+    of 2 apart where they can be. `change` is applied to the request last, and may change its loss.
 
     Raises:
+        EmptySpaceError: the changed request admits no candidate.
         RuntimeError: no draw fits, which would be an error of the generator.
     """
     for attempt in range(MOST_DRAWS):
@@ -119,12 +124,16 @@ def draw_truth(
         if prune.table.static_bytes_C.min() > STATE_SHARE * memory_limit(request, report.hardware):
             continue
         truth = _complete(seed, draws, request, report, prune, prune.table)
-        if np.any(truth.tokens_C > 0) and (executions is not None or num_sizes is not None):
+        if np.any(truth.tokens_C > 0) and (executions is not None or num_sizes is not None or change is not None):
             request = request if num_sizes is None else _narrowed(request, report, prune, num_sizes)
             request = request.model_copy(update={"executions": executions})
+            request = request if change is None else change(request)
             prune = prune_space(request.shapes, request, report)
-            assert prune.table is not None, "each of its candidates may fit"
+            if prune.table is None:
+                raise EmptySpaceError("nothing is predicted to fit")
             truth = _complete(seed, draws, request, report, prune, prune.table)
+            if change is not None:
+                return truth
         if np.any(truth.tokens_C > 0):
             return truth
     raise RuntimeError(f"no model fits its device with seed {seed}")
@@ -178,8 +187,8 @@ def _complete(
         factor_C = factor_C * np.where(peak_C > PRESSURE_SHARE * limit, draws.between(1.02, 1.1, "pressure"), 1.0)
     micro_step_C = table.micro_step_seconds(device_K[None, :], host_K)[0] * factor_C
     optimizer_C = table.optimizer_seconds(device_K[None, :], host_K)[0]
-    step_C = request.batch_size / table.micro_batch_C * micro_step_C + optimizer_C
-    speed_C = request.batch_size * model.seq_length / step_C
+    step_C = request.effective_batch_size / table.micro_batch_C * micro_step_C + optimizer_C
+    speed_C = request.effective_batch_size * model.seq_length / step_C
     members = set(prune.legal.candidates)
     legal_C = np.array([candidate in members for candidate in table.candidates])
     return UnseenTruth(

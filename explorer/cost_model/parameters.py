@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.spec.model import LayerKind, ModelSpec
+from bexp.explorer.spec.model import DType, LayerKind, ModelSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 
 
@@ -80,6 +80,11 @@ def count_parameters(model: ExploredModel) -> int:
         return model.num_parameters
     layers = sum(model.count_layers(kind) * count_layer(model, kind) for kind in LayerKind)
     return count_embedding(model) + layers + count_head(model)
+
+
+def master_bytes(model: ModelParts) -> int:
+    """Return the bytes of the trained parameters in float32. All of them are in the model's dtype beside that copy."""
+    return model.trainable_bytes // model.dtype.itemsize * DType.FLOAT32.itemsize
 
 
 def _mlp(model: ModelSpec, hidden: int) -> int:

@@ -15,6 +15,7 @@ from bexp.explorer.cost_model.decomposition import (
     stepped_level,
 )
 from bexp.explorer.cost_model.layer_groups import EqualLayers
+from bexp.explorer.cost_model.parameters import master_bytes
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels
@@ -114,6 +115,9 @@ def part_of(component: Component, parts: ModelParts) -> Part:
 
 def predict_part_bytes(component: Component, parts: ModelParts, request: ExplorationRequest) -> ComponentBytes:
     """Return the expected activation bytes of one component, as `ComponentMeasurement` defines them."""
+    if component.kind is ComponentKind.OPTIMIZER and request.training.keeps_master_weights:
+        shards = request.sharded(component.sharding).devices.optimizer_shards
+        return ComponentBytes(0, 0, -(-master_bytes(parts) // shards))  # all gradients in float32, while it steps
     if component.kind in {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}:
         return ComponentBytes(0, 0, 0)
     part = part_of(component, parts)

@@ -24,6 +24,7 @@ from bexp.explorer.cost_model.parameters import (
     count_head,
     count_moe_ffn,
     count_parameters,
+    master_bytes,
 )
 from bexp.explorer.cost_model.part_costs import again_work, part_work
 from bexp.explorer.cost_model.work import Work
@@ -134,9 +135,9 @@ def _part_seconds(
 ) -> PredictedSeconds:
     operations = OPERATIONS[component.kind]
     if component.kind is ComponentKind.OPTIMIZER:
-        states = (2 + 2 * request.training.optimizer.num_states + 1) * parts.trainable_bytes
         shards = request.sharded(component.sharding).devices.optimizer_shards
-        return _with_host(seconds(Work(0.0, states / shards)), operations, hardware)
+        moved = Work(0.0, _stepped_bytes(parts, request) / shards)
+        return _with_host(seconds(moved), operations, hardware)
     forward = part_work(component, parts)
     device = seconds(forward)
     if request.mode == "eval":
@@ -147,6 +148,17 @@ def _part_seconds(
         device += seconds(again)
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1
     return _with_host(device, operations * (3.0 + (again is not None)) * tiles, hardware)
+
+
+def _stepped_bytes(parts: ModelParts, request: ExplorationRequest) -> float:
+    """Return the bytes that an optimizer step reads and writes: weights, moments and gradients.
+
+    Gradients beside master weights are converted to float32 first, and the new weights are written in both formats.
+    """
+    stepped, states = parts.trainable_bytes, 2 * request.training.optimizer.num_states
+    if not request.training.keeps_master_weights:
+        return float((2 + states + 1) * stepped)
+    return float(2 * stepped + (1 + 2 + states + 1) * master_bytes(parts))
 
 
 def _forward_work(component: Component, model: ModelSpec, request: ExplorationRequest) -> Work:

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
 from bexp.explorer.cost_model.collectives import CommunicationUnits, Unit, buffered_dtype
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.parameters import count_parameters, master_bytes
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
@@ -132,11 +132,14 @@ def static_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
 
 def _whole_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryParts:
     spec = request.training.optimizer
-    if isinstance(model, ModelParts):  # its own code trains the parameters as they are: there are no master weights
+    if isinstance(model, ModelParts):  # its own code trains the parameters as they are, unless it has master weights
+        master = request.training.keeps_master_weights
+        stepped = master_bytes(model) if master else model.trainable_bytes
         return MemoryParts(
             parameters=model.parameter_bytes,
             gradients=model.trainable_bytes,
-            optimizer_states=spec.num_states * model.trainable_bytes,
+            master_weights=stepped if master else 0,
+            optimizer_states=spec.num_states * stepped,
         )
     number = count_parameters(model)
     return MemoryParts(

@@ -18,8 +18,8 @@ from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.search.restored import restore_posterior
-from bexp.explorer.search.trainer_terms import compute_dtype, find_missing
+from bexp.explorer.search.restored import restore_knowledge
+from bexp.explorer.search.trainer_terms import compute_dtype, find_missing, precision_of
 from bexp.explorer.search.whole_model_check import expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType
@@ -68,26 +68,34 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         raise ExportError(f"{trainer.title} cannot be told LoRA, which the memory depends on.")
     if known.plan is not None:
         return _choose_mesh(trainer, request, exploration.report, known, known.plan)
-    best = known.dividing or known
-    if request.batch_size is not None and best.grad_accum_steps is None:
+    best, report = known.dividing or known, exploration.report
+    steps = _accumulation(request, best.candidate)
+    if request.batch_size is not None and not steps:
         nearest = " or ".join(map(str, known.dividing_batch_sizes or known.nearest_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
     rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
-    missing = find_missing(trainer, best.candidate, request, exploration.report)
-    report = exploration.report
-    if not missing or report is None:
-        return Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
-    restored = _restore(request, report, exploration)
-    choice = None if restored is None else _best_expressible(trainer, report, restored, known, rate)
-    if choice is not None:
+    missing = find_missing(trainer, best.candidate, request, report)
+    own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=best.confidence)
+    restored = None if not missing or report is None else _restore(request, report, exploration)
+    if restored is None or report is None:
+        if missing.keys() <= REPLACEABLE:
+            return own
+    elif (choice := _best_expressible(trainer, report, restored, own)) is not None:
         return choice
-    if restored is None and missing.keys() <= REPLACEABLE:
-        return Choice(best.candidate, best.grad_accum_steps, rate, missing, is_own=True, confidence=best.confidence)
     raise ExportError(
         f"{trainer.title} cannot be told {' or '.join(missing.values())}, and nothing that it can be told was explored "
         "and fits. An exploration for this trainer finds what does: see `--trainer`."
     )
+
+
+def _accumulation(request: ExplorationRequest, candidate: Candidate) -> int | None:
+    """Return the accumulation steps of the stated batch: 0 if the candidate does not divide it, None without one."""
+    if request.batch_size is None:
+        return None
+    groups = request.devices.data_parallel_size(candidate.context_parallel_size)
+    steps, rest = divmod(request.batch_size, candidate.micro_batch_size * groups)
+    return 0 if rest else steps
 
 
 def _choose_mesh(
@@ -128,15 +136,14 @@ def _restore(request: ExplorationRequest, report: DeviceReport, exploration: Exp
     if space.table is None:
         return None
     history = TrialHistory(exploration.trials, request.budget, len(models))
-    return restore_posterior(space, request, report, history)[0]
+    return restore_knowledge(space, request, report, history).posterior
 
 
-def _best_expressible(
-    trainer: Trainer, report: DeviceReport, posterior: Posterior, known: Recommendation, rate: float
-) -> Choice | None:
+def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posterior, own: Choice) -> Choice | None:
     """Return the best by posterior mean of what divides the batch, fits, and can be told; None if nothing does.
 
-    What can be told of no candidate is no choice: the trainer replaces it, if that is possible.
+    What can be told of no candidate is no choice: the trainer replaces it, if that is possible. Where the answer's
+    `own` candidate is left, it stays the best.
     """
     request, table = posterior.request, posterior.table
     rows = posterior.open_rows()
@@ -146,21 +153,22 @@ def _best_expressible(
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
     needed = posterior.memory.required_C[rows] + _unmeasured_bytes(trainer, report, posterior, rows, missing)
-    best = best_among(posterior, rows[needed <= posterior.limit_bytes])
+    rows, own_row = rows[needed <= posterior.limit_bytes], table.row.get(own.candidate)
+    if own_row is not None and own_row in rows:
+        return own
+    best = best_among(posterior, rows)
     if best is None:
         return None
-    candidate, recommended = table.candidates[best.row], table.row.get(known.candidate, best.row)
-    reached = expected_tokens_per_second(posterior, best.row, recommended)
-    groups = request.devices.data_parallel_size(candidate.context_parallel_size)
-    steps = None if request.batch_size is None else request.batch_size // (candidate.micro_batch_size * groups)
+    candidate = table.candidates[best.row]
+    reached = expected_tokens_per_second(posterior, best.row, best.row if own_row is None else own_row)
     return Choice(
         candidate=candidate,
-        grad_accum_steps=steps,
+        grad_accum_steps=_accumulation(request, candidate),
         tokens_per_second=reached,
         missing=missing[best.row],
-        is_own=candidate == (known.dividing or known).candidate,
+        is_own=False,
         confidence=confidence_score(best.confidence),
-        loss=1.0 - reached / rate,
+        loss=1.0 - reached / own.tokens_per_second,
     )
 
 
@@ -184,17 +192,3 @@ def _unmeasured_bytes(
         other = request.model_copy(update={"training": training})
         extra_A += max(0, static_parts(table.model, other).total - static_parts(table.model, request).total)
     return extra_A
-
-
-def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
-    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that is as exact.
-
-    The reference layers have master weights unless the request says that there are none.
-    """
-    measured: str = request.training.precision
-    if request.hf_config is None:
-        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
-        measured = "master" if has_master else "pure"
-    if measured in trainer.precisions or request.training.lora is not None:
-        return measured
-    return "autocast" if measured == "master" else trainer.precisions[0]

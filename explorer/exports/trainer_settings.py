@@ -7,8 +7,8 @@ that the request states; if it states none, accumulation is left to the trainer.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from bexp.explorer.exports.choice import Choice, choose, precision_of
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
@@ -20,6 +20,7 @@ from bexp.explorer.search.trainer_terms import (
     find_missing,
     has_chunked_loss,
     is_compiled,
+    precision_of,
     sharding_of,
 )
 from bexp.explorer.spec.candidate import Candidate, Recompute
@@ -28,6 +29,9 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, describe_target
 from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
 from bexp.explorer.spec.training import LoRASpec, Sharding
+
+if TYPE_CHECKING:
+    from bexp.explorer.exports.choice import Choice
 
 ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"
 
@@ -109,6 +113,8 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         raise ExportError("The exploration was for evaluation (mode: eval), so that no training run follows from it.")
     if known is None:
         raise ExportError(exploration.missing)
+    from bexp.explorer.exports.choice import choose  # noqa: PLC0415 - the search takes long to import, and the list of formats needs none of it
+
     trainer = TRAINERS[name]
     choice = choose(trainer, exploration, request, known)
     candidate, missing = choice.candidate, choice.missing

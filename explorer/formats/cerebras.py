@@ -22,6 +22,13 @@ RUN_KEYS = ("runconfig", "train_input", "eval_input", "trainer", "optimizer", "m
 MARKS = frozenset(RUN_KEYS[:4])
 """A document with any of these keys at the top is a Cerebras configuration."""
 
+
+def is_cerebras(document: Mapping[str, Any]) -> bool:
+    """Return whether a document is a Cerebras configuration; `trainer` as a text names the trainer of a request."""
+    marks = MARKS & document.keys()
+    return bool(marks - {"trainer"}) or ("trainer" in marks and not isinstance(document["trainer"], str | None))
+
+
 BTA_FLAGS = {
     "csx.debug.ini.ws_opt_enable_bta": "enable",
     "csx.debug.ini.ws_opt_bta_max_tile": "max_tile",
@@ -97,12 +104,6 @@ def translate_run(document: Mapping[str, Any], translation: Translation, mode: s
     if not translation.problems:
         translation.refuse(init.at("model") if "trainer" in top else ("model",), "the model is missing")
     return None
-
-
-def is_run(document: Mapping[str, Any]) -> bool:
-    """Return whether a document is a run of Model Zoo; `trainer` as a text names a request's trainer."""
-    marks = MARKS & document.keys()
-    return bool(marks - {"trainer"}) or ("trainer" in marks and not isinstance(document["trainer"], str | None))
 
 
 def _find_model(top: Section) -> Section:

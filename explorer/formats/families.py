@@ -99,8 +99,6 @@ UNSUPPORTED_TYPES = {
     "mpt": "ALiBi positions",
     "mamba": "no attention",
     "jamba": "state-space layers",
-    "bert": "an encoder",
-    "t5": "an encoder and a decoder",
 }
 
 

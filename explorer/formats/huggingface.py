@@ -23,15 +23,19 @@ from bexp.explorer.formats.families import (
     Family,
 )
 from bexp.explorer.formats.layers import find_layer_pattern
+from bexp.explorer.formats.model_types import model_types
 from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.spec.explored import name_of_config
 from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import BEXP
 
 DEFAULT_SEQ_LENGTH = 4096
 """The longest sequence that is assumed where config.json only says how long it can be; `seq_length` overrides it."""
 
-POSITION_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+POSITION_KEYS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length", "max_target_positions"),
+)
 
 OWN_FIELDS = ("name", "seq_length")
 """Fields of ours that may stand beside those of a config.json."""
@@ -58,13 +62,51 @@ def pass_config(config: Mapping[str, Any], location: Location, translation: Tran
 
 def assume_seq_length(config: Mapping[str, Any], translation: Translation, location: Location | None = None) -> None:
     """Set and note `hf_seq_length`: the smaller of the longest sequence that a config.json names and 4096 tokens."""
+    named = _named_lengths(config)
+    assumed = min([*named.values(), DEFAULT_SEQ_LENGTH])
+    translation.put(("hf_seq_length",), assumed, location)
+    _note_assumed_length(translation, assumed, max(named.values(), default=None))
+
+
+def _named_lengths(config: Mapping[str, Any]) -> dict[str, int]:
+    """Return the positions that a config.json names, by key, or the only ones that its class has by default."""
     text = config.get("text_config")
     sections = [config, *([text] if isinstance(text, Mapping) else [])]
-    lengths = [section.get(key) for section in sections for key in POSITION_KEYS]
-    named = [length for length in lengths if isinstance(length, int) and length >= 1 and length is not True]
-    assumed = min([*named, DEFAULT_SEQ_LENGTH])
-    translation.put(("hf_seq_length",), assumed, location)
-    _note_assumed_length(translation, assumed, max(named, default=None))
+    found = {key: section.get(key) for section in sections for key in POSITION_KEYS}
+    named = {key: n for key, n in found.items() if isinstance(n, int) and n >= 1 and n is not True}
+    family = FAMILIES.get(str(config.get("model_type")))
+    if not named and family is not None and config["model_type"] in model_types().bounded:
+        return {family.positions_key: family.defaults[family.positions_key]}
+    return named
+
+
+def check_length(config: Mapping[str, Any], length: Any, translation: Translation) -> None:
+    """Refuse or note a sequence that is longer than the positions of a config.json.
+
+    It is refused if the class of the model has no more positions. Rotary positions go on.
+    """
+    named = _named_lengths(config)
+    longest = max(named.values(), default=None)
+    if longest is None or not isinstance(length, int) or length <= longest:
+        return
+    said = (
+        f"{length:,} tokens are more than the {longest:,} positions of the model ({max(named, key=named.__getitem__)})"
+    )
+    if config.get("model_type") in model_types().bounded:
+        translation.refuse(translation.sources.get(("hf_seq_length",), ("hf_seq_length",)), f"{said}; it has no others")
+    else:
+        _note_long_sequence(config, said, translation)
+
+
+def _note_long_sequence(config: Mapping[str, Any], said: str, translation: Translation) -> None:
+    """Note a sequence beyond the positions that a model was trained with, unless they are scaled."""
+    text = config.get("text_config")
+    for section in (config, text if isinstance(text, Mapping) else {}):
+        for key in ("rope_scaling", "rope_parameters"):
+            rope = section.get(key)
+            if isinstance(rope, Mapping) and rope.get("rope_type", rope.get("type", "default")) != "default":
+                return
+    translation.notes.append(f"{said}; they are measured, and the model has not seen such positions")
 
 
 def _note_assumed_length(translation: Translation, assumed: int, longest: int | None) -> None:
@@ -95,7 +137,7 @@ def translate_config(
     before them. Without either it is the smaller of the longest sequence that the model can take and 4096 tokens.
     """
     model = translation.section(config, location)
-    if refuse_vision(model, "model_type"):
+    if refuse_other_model(model, BEXP):
         return
     model_type = model.get("model_type")
     family = FAMILIES.get(model_type) if isinstance(model_type, str) else None
@@ -236,6 +278,10 @@ def _take_seq_length(model: Section, family: Family, seq_length: Any) -> None:
         assumed = min(reach, DEFAULT_SEQ_LENGTH)
         model.translation.put(("model", "seq_length"), assumed, model.at(key))
         _note_assumed_length(model.translation, assumed, reach)
+    length = model.translation.get("model", "seq_length")
+    if family.fixed.get("position") != "learned" and isinstance(length, int) and reach is not None and length > reach:
+        said = f"{length:,} tokens are more than the {reach:,} positions of the model ({key})"
+        _note_long_sequence(model.values, said, model.translation)
 
 
 def _check_windows(model: Section, family: Family) -> None:

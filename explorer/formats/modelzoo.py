@@ -69,7 +69,8 @@ def translate_model(
         ("use_bias_in_output", "lm_head_bias", False),
     ):
         model.take(key, ("model", name), default)
-    translation.put(("model", "name"), str(network or "model"), model.at("name"))
+    if network is not None:
+        translation.put(("model", "name"), str(network), model.at("name"))
     translation.put(("model", "norm"), model.choice("norm_type", NORMS, "layernorm"), model.at("norm_type"))
     activation, gated = model.choice("nonlinearity", NONLINEARITIES, "gelu")
     translation.put(("model", "activation"), activation, model.at("nonlinearity"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
@@ -14,11 +15,13 @@ from bexp.explorer.formats.errors import explain, relocate
 from bexp.explorer.formats.huggingface import (
     OWN_FIELDS,
     assume_seq_length,
+    check_length,
     drop_remote_code,
     pass_config,
     translate_config,
 )
-from bexp.explorer.formats.translation import Translation
+from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
 from bexp.explorer.spec.explored import HuggingFaceConfig
 from bexp.explorer.spec.request import ExplorationRequest
@@ -34,7 +37,9 @@ MAX_COMPARED = 100
 """Keys of a config.json that are compared with fields, because comparing takes long. Published ones have fewer."""
 
 
-def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None) -> ExplorationRequest:
+def parse_request(
+    document: Mapping[str, Any], *, overrides: Mapping[str, Any] | None = None, name: str | None = None
+) -> ExplorationRequest:
     """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
 
     `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side.
@@ -42,7 +47,8 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
     `overrides` are merged last. Their keys are fields of the native request, nested or dotted:
-    `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`.
+    `{"model.seq_length": 8192, "budget": {"max_trials": 20}}`. A model of shapes that has no name is called `name`, or
+    by its kind and shapes without one.
 
     Raises:
         FormatError: the document cannot be read. It holds the location, in the document, of every field at fault.
@@ -57,6 +63,8 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     merged = _merge(_one_device_field(translation.document, translation), changes)
     if translation.problems:
         raise FormatError(list(translation.problems)[:MAX_ERRORS])
+    if isinstance(merged.get("model"), dict) and "name" not in merged["model"]:
+        merged["model"] = {**merged["model"], "name": _name_of(name, merged["model"])}
     said = merged.get("notices", ())
     if (notices := translation.notices()) and isinstance(said, (list, tuple)):  # else the request refuses what is said
         merged["notices"] = [*said, *(notice for notice in notices if notice not in said)]
@@ -72,6 +80,13 @@ def parse_request(document: Mapping[str, Any], *, overrides: Mapping[str, Any] |
     if booleans:
         raise FormatError(booleans)
     return request
+
+
+def _name_of(name: str | None, model: Mapping[str, Any]) -> str:
+    """Return a name for a model of shapes: `name`, as far as a name may have its characters, or `moe-24x2048`."""
+    plain = re.sub(r"[^A-Za-z0-9._ -]|^[^A-Za-z0-9]+", "-", name or "").lstrip("-._ ")[:128]
+    kind = "moe" if model.get("moe") else "dense"
+    return plain or f"{kind}-{model.get('num_layers')!s:.9}x{model.get('hidden_size')!s:.9}"
 
 
 def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
@@ -99,9 +114,10 @@ def _refuse_second_training(file: str, translation: Translation) -> None:
 
 def _translate_request(document: Mapping[str, Any], translation: Translation, changes: dict[str, Any]) -> None:
     found: tuple[Location, Any] | None
+    stated = _choose(changes, document, "target")
     if "megatron" in document or nemo.is_nemo(document):
         found, beside = None, _translate_arguments(document, changes, translation)
-    elif cerebras.is_run(document):
+    elif cerebras.is_cerebras(document):
         mode = changes.get("mode")
         found = cerebras.translate_run(document, translation, str(mode) if mode is not None else None)
         beside = {key: value for key, value in document.items() if key not in cerebras.RUN_KEYS}
@@ -126,10 +142,21 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
     config = translation.get("hf_config")
     if isinstance(config, Mapping):
         drop_remote_code(config, translation)
-        if _choose(changes, translation.document, "target") in (None, TRANSFORMERS):
+        target = _choose(changes, translation.document, "target")
+        is_transformers = target in (None, TRANSFORMERS)
+        refused = target in (None, BEXP, TRANSFORMERS) and refuse_other_model(_section_of(translation), stated)
+        if is_transformers and not refused:
             translation.notes += unlike_the_config(config)
         if _choose(changes, translation.document, "hf_seq_length") is None:
             assume_seq_length(config, translation)
+        elif is_transformers:
+            check_length(config, _choose(changes, translation.document, "hf_seq_length"), translation)
+
+
+def _section_of(translation: Translation) -> Section:
+    """Return the config.json of a translated request, at its place in the document."""
+    location = translation.sources.get(("hf_config",), ("hf_config",))
+    return translation.section(translation.get("hf_config"), location)
 
 
 def _is_request_field(key: str, value: Any) -> bool:

@@ -137,9 +137,14 @@ def _read_batch(config: Section, devices: int, beside: tuple[int, int] | None) -
 
 
 def _read_formats(config: Section) -> None:
-    """Set the dtype of parameters, with float32 master weights; `auto` leaves it to the Trainer."""
-    brain, half = config.section("bf16"), config.section("fp16")
+    """Set the dtype of parameters, with float32 master weights; with `auto`, the Trainer's `bf16` says whether.
+
+    The reference layers have master weights anyway. Adapters are measured in float32, which takes the same bytes.
+    """
+    translation, brain, half = config.translation, config.section("bf16"), config.section("fp16")
     on = [section.get("enabled", False) for section in (brain, half)]
+    if on[0] == "auto" and translation.get("training", "precision") == "autocast":
+        on[0] = True
     for section in (brain, half):
         section.ignore(section.values)
     if on[0] is not True and on[1] is not True:
@@ -147,8 +152,8 @@ def _read_formats(config: Section) -> None:
     name, section = ("bfloat16", brain) if on[0] is True else ("float16", half)
     if on[0] is True and on[1] is True:
         half.refuse("enabled", "contradicts bf16")
-    translation = config.translation
-    translation.put(("training", "precision"), "pure", section.at("enabled"))
+    has_master = isinstance(translation.get("hf_config"), Mapping) and not translation.get("training", "lora")
+    translation.put(("training", "precision"), "master" if has_master else "pure", section.at("enabled"))
     if isinstance(translation.get("hf_config"), Mapping):
         translation.put(("hf_config",), {**translation.get("hf_config"), "dtype": name}, section.at("enabled"))
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from bexp.explorer.formats.translation import Section
+from bexp.explorer.spec.target import OWN_TARGET
 
 VISION_FIELDS = (
     "vision_config",
@@ -36,5 +37,5 @@ def refuse_vision(model: Section, name_key: str | None) -> bool:
         shown = name_key if VISION_WORDS.intersection(words) else None
     if shown is None:
         return False
-    model.refuse(shown, "this is a vision network; exploration is limited to language models")
+    model.refuse(shown, f"this is a vision network; exploration is limited to language models: {OWN_TARGET}")
     return True

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
@@ -14,6 +16,9 @@ from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.mesh import Mesh
+
+CONFIDENT = 90
+"""Below this confidence a third digit of a ratio says nothing."""
 
 
 class Alternative(Frozen):
@@ -57,14 +62,15 @@ class RunnerUpCheck(Frozen):
 
 
 class DividingCandidate(Frozen):
-    """The best candidate that divides the requested batch into whole micro-batches for each device.
+    """The best candidate that divides the stated batch into whole micro-batches for each device.
 
-    It is the recommended candidate itself where that one divides. The search does not aim at it, so that its confidence
-    may be low: `micro_batch_size: auto` explores candidates that divide, and no others.
+    It is the recommended candidate itself where that one divides, and else the one with the highest expected tokens/s.
+    The search does not aim at it, so that its confidence may be low: `micro_batch_size: auto` explores candidates that
+    divide, and no others.
     """
 
     candidate: Candidate
-    grad_accum_steps: Annotated[int, Field(ge=1)] = Field(description="Micro-steps in a step of the requested batch.")
+    grad_accum_steps: Annotated[int, Field(ge=1)] = Field(description="Micro-batches of a device in the batch.")
     tokens_per_second: float = Field(description="Of one device; those of its whole model if that was run.")
     loss: float = Field(
         description="Share of the recommended candidate's tokens/s that it loses; negative if it is faster."
@@ -106,10 +112,10 @@ class Recommendation(Frozen):
     `composed_tokens_per_second` is not corrected, and `whole_model` compares the uncorrected composition. `performance`
     is relative to the base candidate. `confidence` is the probability, floored to 0..99, that the whole model's
     tokens/s with this candidate is within the request's tolerance of the best in the legal space. `grad_accum_steps` is
-    null if micro_batch_size x num_devices / context_parallel_size does not divide the requested batch;
+    null if no batch is stated, or if micro_batch_size x num_devices / context_parallel_size does not divide it;
     `nearest_batch_sizes` then names the batch sizes below and above that it divides. `dividing` is the best candidate
-    that does divide the requested batch; it is null in eval mode, and if none divides it, and `dividing_batch_sizes`
-    then names the nearest batch sizes that any candidate which fits divides.
+    that does divide the stated batch; if none divides it, it is null, and `dividing_batch_sizes` names the nearest
+    batch sizes that any candidate which fits divides.
     `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
     measured activations. What a whole run allocated is in `whole_model`.
     """
@@ -145,6 +151,12 @@ class Recommendation(Frozen):
         "settings.",
     )
     stock: Alternative | None = Field(None, description="The best with stock back ends and no batch tiling.")
+    untiled: Alternative | None = Field(
+        None,
+        description="The best without batch tiling, for a request that allows nothing but tiles (bta.enable true); "
+        "null if none fits, and until the answer is final.",
+        exclude_if=is_null,
+    )
     whole_model: WholeModelCheck | None = None
     runner_up: RunnerUpCheck | None = None
     notes: tuple[str, ...] = ()
@@ -167,6 +179,18 @@ class Recommendation(Frozen):
         "stated routing; null if experts have none.",
         exclude_if=is_null,
     )
+    run_noise: float | None = Field(
+        None,
+        description="Relative standard deviation between two runs of a micro-step, as its components show it; null for "
+        "a mesh, and in an answer of an earlier version.",
+        exclude_if=is_null,
+    )
+    confidences: dict[str, int] = Field(
+        default_factory=dict,
+        description="The confidence for other tolerances: a share of the best's tokens/s, with two decimals; empty "
+        "where `run_noise` is null.",
+        exclude_if=operator.not_,
+    )
 
     plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
@@ -174,6 +198,15 @@ class Recommendation(Frozen):
     def expected_tokens_per_second(self) -> float:
         """The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones."""
         return self.tokens_per_second if self.whole_model is None else self.whole_model.tokens_per_second
+
+    def ratio_text(self, ratio: float, decimals: int = 2) -> str:
+        """Return a ratio of throughputs, such as `1.25x`.
+
+        It has no more digits than the noise between runs supports: two if the confidence is below CONFIDENT.
+        """
+        if self.run_noise is not None and self.confidence < CONFIDENT and ratio > 0:
+            decimals = min(decimals, max(0, 1 - math.floor(math.log10(ratio))))
+        return f"{ratio:.{decimals}f}x"
 
 
 class RelaxationKind(StrEnum):

@@ -18,13 +18,12 @@ import numpy as np
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition, Floats, Mask
 from bexp.explorer.search.confidence import Contenders
+from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
 
 NEGLIGIBLE = 0.03
 """A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""
-MOST_RUNS = 4
-"""The most runs of one component. Runs within minutes see the same state of the machine, so more runs tell little."""
 RIVALS = 3
 """The number of the incumbent's most likely rivals that are considered for another run."""
 TELLING_SHARE = 0.5

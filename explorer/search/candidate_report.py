@@ -16,6 +16,8 @@ from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
+from bexp.explorer.search.event_messages import describe_noise
+from bexp.explorer.search.noise_limit import NoiseFigures, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
@@ -42,6 +44,7 @@ class References:
     largest: int | None = None
     largest_without_recompute: int | None = None
     stock: int | None = None
+    untiled: int | None = None
 
 
 def build_recommendation(
@@ -55,11 +58,12 @@ def build_recommendation(
     *,
     final: bool = False,
     out_of_budget: bool = False,
+    limited_by_noise: bool = False,
 ) -> Recommendation:
     """Return everything that is known about the recommended candidate.
 
     `dividing` is the best candidate that divides the batch. The `final` answer also says how memory can be saved,
-    and why its confidence is below the target: if the search is `out_of_budget`, a note says so.
+    and why its confidence is below the target: if the search is `out_of_budget` or `limited_by_noise`, a note says so.
     """
     request = posterior.request
     table = posterior.table
@@ -68,6 +72,7 @@ def build_recommendation(
     base = posterior.corrected_seconds(references.base)
     memory = posterior.bytes(best.row)
     accumulation, nearest = accumulate(request, candidate)
+    noise = noise_figures(posterior, best.row)
     return Recommendation(
         candidate=candidate,
         base=table.candidates[references.base],
@@ -88,6 +93,7 @@ def build_recommendation(
         largest_micro_batch=_alternative(posterior, best.row, references.largest),
         largest_without_recompute=_alternative(posterior, best.row, references.largest_without_recompute),
         stock=_alternative(posterior, best.row, references.stock),
+        untiled=_alternative(posterior, best.row, references.untiled),
         whole_model=check_whole_model(posterior, best.row, whole_model),
         runner_up=runner_up,
         notes=(
@@ -98,7 +104,8 @@ def build_recommendation(
             *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
             *([] if posterior.knowledge.reused is None else [describe_reused(posterior.knowledge.reused)]),
             *_slow_head(posterior, best.row),
-            *(_shortfall(posterior, best, out_of_budget=out_of_budget) if final else ()),
+            *(_nothing_untiled(request, references) if final else ()),
+            *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
         ),
         dividing=dividing,
         dividing_batch_sizes=dividing_batch_sizes(posterior) if dividing is None else (),
@@ -108,6 +115,8 @@ def build_recommendation(
         composed_tokens_per_second=posterior.seconds(best.row).tokens_per_second,
         reused=posterior.knowledge.reused,
         dropped_share=_dropped_share(table.model, candidate, request),
+        run_noise=noise.run_noise,
+        confidences=noise.confidences,
     )
 
 
@@ -147,6 +156,22 @@ def best_stock(posterior: Posterior, report: DeviceReport, among: Collection[int
     return _fastest(posterior, rows)
 
 
+def best_untiled(posterior: Posterior) -> int | None:
+    """Return the row of the fastest untiled candidate that fits, of a request that excludes them; None if none does.
+
+    It may have to be measured, unless a measured one is expected to be within the tolerance of it.
+    """
+    if not posterior.request.bta.enable:
+        return None
+    untiled = [i for i, c in enumerate(posterior.table.candidates) if c.bta_tile is None]
+    rows = [i for i in untiled if posterior.is_open(i) and posterior.fits(i)]
+    fastest, known = _fastest(posterior, rows), _fastest(posterior, [i for i in rows if posterior.is_known(i)])
+    mean, tolerance = posterior.mean_tokens_per_second(), posterior.request.tolerance
+    if fastest is None or known is None:
+        return fastest
+    return known if mean[known] >= (1.0 - tolerance) * mean[fastest] else fastest
+
+
 def _fastest(posterior: Posterior, rows: list[int]) -> int | None:
     if not rows:
         return None
@@ -172,6 +197,12 @@ def _predictions(posterior: Posterior, references: References) -> tuple[str, ...
     return ("the throughput of the largest micro-batch is predicted in part from smaller ones",)
 
 
+def _nothing_untiled(request: ExplorationRequest, references: References) -> tuple[str, ...]:
+    if not request.bta.enable or references.untiled is not None:
+        return ()
+    return ("no candidate without tiling fits, so nothing shows what tiling gains or costs",)
+
+
 def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tuple[str, ...]:
     if runner_up is None or runner_up.gain is None or runner_up.gain >= 1.0:
         return ()
@@ -189,6 +220,9 @@ def _notes(
     notes += [f"kernels '{each.name}' are left out: {each.reason}" for each in report.kernels if not each.usable]
     notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
     notes += _named_and_left_out(request, report)
+    if request.trainer is not None and request.target_name not in request.runner.targets:
+        measured = "bexp's reference layers" if report.parts is None else report.parts.measured
+        notes.append(f"{request.runner.title} runs layers of its own; {measured} was measured in their place")
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
     if sharding is not Sharding.NONE and request.mode == "train":
@@ -219,11 +253,15 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     ]
 
 
-def _shortfall(posterior: Posterior, best: BestCandidate, *, out_of_budget: bool) -> tuple[str, ...]:
-    """Return a note that says why the confidence is below its target, if it is known."""
+def _shortfall(
+    posterior: Posterior, best: BestCandidate, limit: NoiseFigures | None, out_of_budget: bool
+) -> tuple[str, ...]:
+    """Return a note that says why the confidence is below its target, if it is known; `limit` is the noise if it is."""
     request, target = posterior.request, posterior.request.budget.confidence_target
     if confidence_score(best.confidence) >= target:
         return ()
+    if limit is not None:
+        return (describe_noise(limit, target),)
     if out_of_budget:
         return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
     rival = None if request.verify else find_runner_up(posterior)

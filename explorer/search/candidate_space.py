@@ -12,9 +12,11 @@ from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation, Relaxation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask, count_processes, timeout_seconds
+from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.candidate_report import (
     References,
     best_stock,
+    best_untiled,
     build_recommendation,
     largest_untiled,
     largest_without_recompute,
@@ -25,14 +27,16 @@ from bexp.explorer.search.event_messages import (
     answer_changed_event,
     base_event,
     no_base_event,
+    noise_event,
     trial_event,
     whole_model_event,
 )
+from bexp.explorer.search.noise_limit import noise_figures
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
 from bexp.explorer.search.relaxations import SmallestCandidate, explain_without_fit
 from bexp.explorer.search.reported_runs import peak_factor, reported_event
-from bexp.explorer.search.restored import restore_posterior
+from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.samplers import make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
@@ -57,9 +61,8 @@ class CandidateSpace(SearchSpace):
         self._bases = tuple(c for c in space.bases if c in space.table.row)
         self._base: Candidate | None = None
         report = context.report
-        self._posterior, self._whole_models = restore_posterior(
-            space, context.request, report, context.history, context.index
-        )
+        restored = restore_knowledge(space, context.request, report, context.history, context.index)
+        self._posterior, self._noise, self._whole_models = restored.posterior, restored.noise, restored.whole_models
         if self._posterior.knowledge.reported and not context.trials:
             log.add(reported_event(self._posterior.knowledge.reported))
         if report.earlier.num_ignored and context.is_main and not context.trials:
@@ -73,6 +76,7 @@ class CandidateSpace(SearchSpace):
         self._running: dict[int, AskedTrial] = {}
         self._reuse = self._posterior.knowledge.reuse
         self._is_reuse_told = self._reuse is None or self._reuse.is_decided
+        self._base_runs = BaseCandidate(self._posterior, self._bases)
 
     # -- what to measure -----------------------------------------------------------------------------------------
 
@@ -106,9 +110,16 @@ class CandidateSpace(SearchSpace):
                 yield Suggestion(row, (communication,), reason="communication between devices")
 
     def suggest(self) -> Suggestion | None:
-        """What the study suggests, until the confidence target is reached."""
+        """What the study suggests, until the confidence target is reached, or noise keeps it from being reached.
+
+        On a noisy device the base is measured again first, because every relative performance rests on it.
+        """
+        if self._base is not None and (again := self._base_runs.again(self._base, RUNS)) is not None:
+            return again
         confidence = self._posterior.search_confidence
         if confidence is not None and 100 * confidence >= self._request.budget.confidence_target:
+            return None
+        if self._noise.ends_search:
             return None
         asked = self._study.ask()
         if asked is None:
@@ -117,9 +128,16 @@ class CandidateSpace(SearchSpace):
         return asked.suggestion
 
     def compare(self) -> Suggestion | None:
-        """The next comparison; after whole models have changed the answer, only the answer itself is completed."""
-        spent = 0.0 if self._whole_models.ends_search else self._history.device_seconds
-        return next_comparison(self._posterior, self._context.report, spent)
+        """The next comparison; after whole models have changed the answer, only the answer itself is completed.
+
+        On a noisy device the base is measured once more, a while after its first runs.
+        """
+        done = self._whole_models.ends_search
+        spent = 0.0 if done else self._history.device_seconds
+        found = next_comparison(self._posterior, self._context.report, spent)
+        if found is not None or done or self._base is None:
+            return found
+        return self._base_runs.again(self._base, LAST_RUNS)
 
     def split(self, suggestion: Suggestion, most: int) -> Sequence[Suggestion]:
         """Parts that take about the same time."""
@@ -180,7 +198,7 @@ class CandidateSpace(SearchSpace):
         if self._reuse is not None and self._reuse.is_decided and not self._is_reuse_told:
             self._is_reuse_told = True
             events.append(self._reuse.event())
-        if self._base is None and self._is_reuse_told and (base := self._known_base()) is not None:
+        if self._base is None and self._is_reuse_told and (base := self._base_runs.known()) is not None:
             self._base = base
             events.append(base_event(base, is_plainest=base == self._plainest))
         return events
@@ -188,17 +206,6 @@ class CandidateSpace(SearchSpace):
     def tell(self, trial: Trial) -> None:
         """Finish the study's trial."""
         self._study.tell(self._running.pop(trial.number), trial)
-
-    def _known_base(self) -> Candidate | None:
-        """The first base that fits, if it is measured in full; None if one before it may fit and is not measured."""
-        for candidate in self._bases:
-            row = self._table.row[candidate]
-            if self._posterior.is_open(row):
-                if not self._posterior.is_known(row):
-                    return None
-                if self._posterior.fits(row):
-                    return candidate
-        return None
 
     def _judge_memory(self, row: int, measurement: Measurement, awaited: Collection[Component]) -> Measurement:
         """A candidate whose measured parts add up to more than the limit is out of memory, although each part ran.
@@ -235,7 +242,22 @@ class CandidateSpace(SearchSpace):
 
     def next_whole_model(self) -> NextCheck | None:
         """The recommended candidate, then runners-up, unless the request wants no whole models."""
-        return self._whole_models.next() if self._request.verify else None
+        check = self._whole_models.next() if self._request.verify else None
+        if check is None and not self._whole_models.trials:
+            self._log.add(*self._noise_events())
+        return check
+
+    def _noise_events(self) -> list[EventDraft]:
+        """That noise has ended the search, if it has."""
+        best = self._posterior.recommend()
+        if best is None or not self._noise.is_reached:
+            return []
+        return [noise_event(noise_figures(self._posterior, best.row), self._request.budget.confidence_target)]
+
+    @property
+    def is_limited_by_noise(self) -> bool:
+        """Whether noise keeps the confidence below its target, or whole models from raising it."""
+        return self._noise.outweighs_whole_models
 
     def begin_whole_model(self, number: int, check: NextCheck) -> tuple[TrialTask, StepFigures]:
         """The whole model of a candidate, and its composed step."""
@@ -248,8 +270,9 @@ class CandidateSpace(SearchSpace):
             speed = whole_model_tokens_per_second(self._posterior, trial.candidate, whole)
             trial = trial.model_copy(update={"measured_peak_bytes": whole.peak_bytes, "tokens_per_second": speed})
         compared = compare_whole_run(self._posterior, check.row, trial)
+        events = [] if self._whole_models.trials else self._noise_events()
         self._whole_models.learn(trial)
-        events = [whole_model_event(trial, compared, check.probability_better, check.probability_fits)]
+        events += [whole_model_event(trial, compared, check.probability_better, check.probability_fits)]
         answer = self._recommended()
         if recommended is not None and answer is not None and answer != recommended:
             events.append(answer_changed_event(recommended, answer))
@@ -270,6 +293,7 @@ class CandidateSpace(SearchSpace):
             largest=largest_untiled(self._posterior, among=rows),
             largest_without_recompute=largest_without_recompute(self._posterior, among=rows),
             stock=best_stock(self._posterior, self._context.report, among=rows),
+            untiled=best_untiled(self._posterior) if final else None,
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
         dividing = find_dividing(self._posterior, best.row, self._whole_models.of)
@@ -284,6 +308,7 @@ class CandidateSpace(SearchSpace):
             dividing,
             final=final,
             out_of_budget=out_of_budget,
+            limited_by_noise=final and self._noise.is_reached,
         )
 
     def _recommended(self) -> Candidate | None:

@@ -89,6 +89,8 @@ def subject_of(component: Component, subjects: Mapping[Subject, str]) -> str | N
 def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest, report: DeviceReport) -> Any:
     steps = kind is ComponentKind.OPTIMIZER
     training = request.training.model_dump(mode="json", exclude=set() if steps else {"sharding"})
+    if request.training.keeps_master_weights and not steps:
+        training["precision"] = "pure"  # the optimizer alone knows the master weights
     compiled = request.space.always_compiles and (request.executions is None or request.target_name == BEXP)
     document = request.model_dump(mode="json", exclude=set(IRRELEVANT))
     document |= {

@@ -100,10 +100,14 @@ class Contenders:
         """The `confidence` of every contender, shape (A,)."""
         return confidences(self.tokens_NA, self.tokens_NA, tolerance)
 
-    def expected_gains(self, position: int) -> Floats:
-        """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,)."""
-        own_N = self.tokens_NA[:, [position]]
-        return np.asarray(np.maximum(0.0, self.tokens_NA - own_N).mean(axis=0) / max(float(own_N.mean()), 1e-9))
+    def expected_gains(self, position: int, most: float = math.inf) -> Floats:
+        """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,).
+
+        In no sample does it count as more than `most`.
+        """
+        own_N1 = self.tokens_NA[:, [position]]
+        own = max(float(own_N1.mean()), 1e-9)
+        return np.asarray(np.clip((self.tokens_NA - own_N1) / own, 0.0, most).mean(axis=0))
 
     def probability_faster(self, position: int, margin: float) -> Floats:
         """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""

@@ -12,6 +12,7 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, WholeModelCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.legal_space import LegalSpace
+from bexp.explorer.search.noise_limit import NoiseFigures
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.parts import ExploredModel
@@ -77,6 +78,24 @@ def no_base_event() -> EventDraft:
     return EventDraft(
         code=EventCode.WARNING,
         message="No base candidate fits: performance is relative to the first candidate that was measured to fit",
+    )
+
+
+def noise_event(figures: NoiseFigures, target: int) -> EventDraft:
+    """Return the warning that noise keeps the confidence below its target, so that the search ends."""
+    return EventDraft(
+        code=EventCode.WARNING,
+        message=f"The search ends because of noise: {describe_noise(figures, target)}",
+        data={"run_noise": figures.run_noise, "confidences": figures.confidences},
+    )
+
+
+def describe_noise(figures: NoiseFigures, target: int) -> str:
+    """Return in words that noise keeps the confidence below its target."""
+    stated = [f"{score} within {float(level):.0%}" for level, score in figures.confidences.items()]
+    return (
+        f"two runs of a micro-step differ by {figures.run_noise:.1%} here, and no more of them would raise the "
+        f"confidence to {target}; it is {', '.join(stated[:-1])} and {stated[-1]} of the best"
     )
 
 
@@ -188,7 +207,9 @@ def end_event(answer: Answer) -> EventDraft:
         return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
     return EventDraft(
         code=EventCode.SUCCEEDED,
-        message=(f"Recommended: {_with_rate(best)}, {best.performance:.2f}x base, confidence {best.confidence}"),
+        message=(
+            f"Recommended: {_with_rate(best)}, {best.ratio_text(best.performance)} base, confidence {best.confidence}"
+        ),
         data=data,
     )
 

@@ -85,6 +85,7 @@ def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Pr
         reason, remedies = space.explain()
         return answer.model_copy(update={"reason": reason, "remedies": remedies})
     cut_short = context.history.exhausted(context.index) or context.history.is_hopeless(context.variant)
+    cut_short = cut_short or space.is_limited_by_noise
     target = None if cut_short else context.request.budget.confidence_target
     return answer.model_copy(update={"recommendation": recommendation, "completed_target": target})
 

@@ -64,6 +64,16 @@ class TrialHistory:
         share = (variant + 1) / self._num_variants
         return int(share * self._budget.max_trials) - len(self._trials) - len(self._in_flight)
 
+    @property
+    def seconds_each(self) -> float:
+        """The seconds of the budget for each variant."""
+        return self._budget.max_seconds / self._num_variants
+
+    def seconds_left(self, variant: int, of_budget: float = 1.0) -> float:
+        """Seconds that variant number `variant` has left of a share of its budget; negative when it has overdrawn."""
+        share = of_budget * (variant + 1) / self._num_variants
+        return share * self._budget.max_seconds - self._seconds
+
     def trials_of(self, variant: Variant) -> list[Trial]:
         """The trials of one variant, in order."""
         return [t for t in self._trials if t.candidate.variant == variant]
@@ -112,6 +122,9 @@ class TrialHistory:
 
     def _spent(self, variant: int, factor: float) -> bool:
         share = factor * (variant + 1) / self._num_variants
-        seconds = sum(trial.seconds + trial.suggest_seconds for trial in self._trials)
         number = len(self._trials) + len(self._in_flight)
-        return number >= share * self._budget.max_trials or seconds >= share * self._budget.max_seconds
+        return number >= share * self._budget.max_trials or self._seconds >= share * self._budget.max_seconds
+
+    @property
+    def _seconds(self) -> float:
+        return sum(trial.seconds + trial.suggest_seconds for trial in self._trials)

@@ -13,6 +13,7 @@ from bexp.explorer.spec.candidate import Candidate, Recompute, in_order, refuse_
 from bexp.explorer.spec.context_parallel import Sharing
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.options import is_flash
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
@@ -73,11 +74,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         EmptySpaceError: a restriction leaves a dimension empty on this device.
     """
     where = model.place
-    attention = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
-    if not request.flash_attention:
-        attention = [name for name in attention if name != "flash"]
-        if not attention:
-            raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
+    attention = usable_attention(request, report, where)
     experts: list[str] | list[None] = [None]
     if model.has_experts:
         experts = usable_backends("expert back end", report.expert_backends, request.expert_backends, where)
@@ -154,15 +151,19 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
     are untiled. The first recomputes nothing; selective and then full recomputation follow. The same three follow with
     the next number of devices a sequence, from the fewest that the request allows, in the plainest layout. All of them
     follow with the next level of sharding that may be chosen. Attention is torch's default, or the first back end that
-    serves shared sequences if the default does not.
+    serves shared sequences if the default does not. If the request excludes flash attention, and the default is that,
+    it is the first back end that is not.
     """
     policies: tuple[Recompute, ...] = (Recompute.NONE,)
     if request.mode == "train":
         policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
     policies = tuple(policy for policy in policies if model.offers_policy(policy, named=True))
     usable = [b.name for b in report.attention_backends if b.usable]
+    attention = [report.default_attention, *usable]
+    if not request.flash_attention:
+        attention = [name for name in attention if name in usable and not is_flash(name)]
     plainest: dict[int, tuple[Sharing, str]] = {}
-    for sharing, backend in _sharings_with(request, report, [report.default_attention, *usable]):
+    for sharing, backend in _sharings_with(request, report, attention):
         plainest.setdefault(sharing.size, (sharing, backend))
     bases = tuple(
         Candidate(
@@ -288,6 +289,19 @@ def _usable_sharings(
     asked = [b for b in report.attention_backends if b.name in attention]
     reasons = "; ".join(f"{b.name}: {b.context_parallel_reason or 'it does not say why'}" for b in asked)
     raise EmptySpaceError(f"no attention back end serves context parallelism on this device ({reasons})")
+
+
+def usable_attention(request: ExplorationRequest, report: DeviceReport, where: str) -> list[str]:
+    """Return the attention back ends that the request admits and the device can use.
+
+    Raises:
+        EmptySpaceError: none is left.
+    """
+    names = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
+    found = [name for name in names if request.flash_attention or not is_flash(name)]
+    if not found:
+        raise EmptySpaceError("no attention back end is left on this device once flash is excluded")
+    return found
 
 
 def usable_backends(

@@ -20,7 +20,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
-from bexp.explorer.search.legal_space import usable_backends
+from bexp.explorer.search.legal_space import usable_attention, usable_backends
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.legal_meshes import legal_meshes
@@ -57,8 +57,7 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     where = "on this device"
     attention = [report.default_attention]
     if request.attention_backends is not None or not request.flash_attention:
-        attention = usable_backends("attention back end", report.attention_backends, request.attention_backends, where)
-        attention = [name for name in attention if request.flash_attention or name != "flash"]
+        attention = usable_attention(request, report, where)
     experts: list[str | None] = [report.default_experts if request.shapes.moe is not None else None]
     if request.expert_backends is not None:
         experts = [*usable_backends("expert back end", report.expert_backends, request.expert_backends, where)]

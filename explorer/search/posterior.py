@@ -33,6 +33,7 @@ from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.surrogate.gaussian_process import Surrogate
 from bexp.explorer.surrogate.whole_model_error import CompositionErrors, ReportedError
+from bexp.explorer.surrogate.whole_model_runs import WholeModelRuns
 
 LEAST_SHARE = 0.97
 """A candidate that cannot reach this share of the best known throughput cannot change the answer.
@@ -89,7 +90,7 @@ class Posterior:
         self._expected: frozenset[Component] = frozenset()
         if knowledge.log.earlier:
             rows = np.flatnonzero(self._legal_C & self._now.open_C & self.memory.fits_C)
-            best = self._recommended_position()
+            best = self.recommended_position
             preferred = None if best is None else int(self.contenders.rows[best])
             knowledge.begin_reuse(choose_check(table, self.surrogate, knowledge.log.earlier, rows, preferred))
 
@@ -196,10 +197,26 @@ class Posterior:
 
     def recommend(self) -> BestCandidate | None:
         """The candidate to recommend, among those known well enough; None if there is none."""
-        best = self._recommended_position()
+        best = self.recommended_position
         if best is None:
             return None
         return BestCandidate(int(self.contenders.rows[best]), self.contenders.confidence(best, self.request.tolerance))
+
+    @property
+    def recommended_position(self) -> int | None:
+        """The position, among the contenders, of the candidate to recommend; None if none is known well enough.
+
+        It is the one with the highest expected throughput, unless whole models contradict that. If memory is preferred,
+        it is the one with the smallest peak among those that are expected to be within the tolerance of it.
+        """
+        contenders, tolerance = self.contenders, self.request.tolerance
+        fastest = contenders.incumbent
+        if fastest is None:
+            return None
+        if self.request.prefer == "speed":
+            return fastest_whole(contenders, fastest, self.knowledge.whole_models, tolerance)
+        clear = np.flatnonzero(contenders.clear_A)
+        return smallest_position(contenders, clear, fastest, self.memory.required_C, tolerance)
 
     @property
     def search_confidence(self) -> float | None:
@@ -228,9 +245,6 @@ class Posterior:
             self._memory_errors,
             self.knowledge.whole_models.found.keys(),
         )
-
-    def _recommended_position(self) -> int | None:
-        return recommended_position(self.contenders, self.memory.required_C, self.request)
 
     # -- computing -----------------------------------------------------------------------------------------------
 
@@ -267,16 +281,21 @@ class Posterior:
         )
 
 
-def recommended_position(contenders: Contenders, required_C: Floats, request: ExplorationRequest) -> int | None:
-    """Return the position, among the contenders, of the candidate to recommend; None if none is known well enough.
+def fastest_whole(contenders: Contenders, position: int, whole_models: WholeModelRuns, tolerance: float) -> int:
+    """Return `position`, unless another clear contender ran faster as a whole model by more than the tolerance.
 
-    It is the one with the highest expected throughput. If memory is preferred, it is the one with the smallest peak
-    among those that are expected to be within the tolerance of it.
+    Both must have been run whole. It is then the fastest of those that were: on a noisy device the posterior may take
+    a whole model for a matter of luck, and nobody would believe an answer that its own figures contradict.
     """
-    fastest = contenders.incumbent
-    if fastest is None or request.prefer == "speed":
-        return fastest
-    return smallest_position(contenders, np.flatnonzero(contenders.clear_A), fastest, required_C, request.tolerance)
+    reached = {
+        int(i): speed
+        for i in np.flatnonzero(contenders.clear_A)
+        if (speed := whole_models.tokens_per_second(int(contenders.rows[i]))) is not None
+    }
+    if position not in reached:
+        return position
+    fastest = max(reached, key=lambda i: reached[i])
+    return fastest if (1.0 - tolerance) * reached[fastest] > reached[position] else position
 
 
 def smallest_position(contenders: Contenders, eligible: Ints, fastest: int, required_C: Floats, loss: float) -> int:

@@ -17,6 +17,7 @@ from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.options import BTASpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -52,7 +53,9 @@ class PrunedSpace:
     `legal` holds those that may be recommended. `num_predicted_out` counts those that are predicted not to fit, and
     `num_dominated` those that recompute or tile to save memory where it is not short. `bases` are in order of
     preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the `bases`
-    that may fit; it is None if nothing may.
+    that may fit; it is None if nothing may. If the request
+    excludes untiled attention, those candidates that may fit have rows as well: the answer says what tiling gained over
+    them or cost.
     """
 
     legal: LegalSpace
@@ -76,7 +79,8 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
     communicates = is_communication_timed(request, report.hardware)
-    others = [c for c in bases if c not in members]
+    compared = (*bases, *_untiled(request, report, model))
+    others = [c for c in dict.fromkeys(compared) if c not in members]
     everything = Composition((*space.candidates, *others), model, request, communicates=communicates)
     limit, number = memory_limit(request, report.hardware), len(space.candidates)
     fits = predict_memory(everything, report.hardware, activation_share=OPTIMISTIC_ACTIVATIONS) <= limit
@@ -84,7 +88,7 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     stays = fits[:number] & ~dominated
     legal = space.restrict(compress(space.candidates, stays))
     num_dominated = int((fits[:number] & dominated).sum())
-    rows = [*np.flatnonzero(stays), *(row for row in (everything.row[base] for base in bases) if fits[row])]
+    rows = [*np.flatnonzero(stays), *(row for row in (everything.row[other] for other in compared) if fits[row])]
     rows = list(dict.fromkeys(rows))
     table = None
     if legal.candidates:
@@ -124,3 +128,11 @@ def _rivals(candidate: Candidate, *, untiled: bool, plain: bool) -> Iterator[Can
         yield candidate.model_copy(update={"bta_tile": None})
     if plain and candidate.recompute is not Recompute.NONE:
         yield candidate.model_copy(update={"recompute": Recompute.NONE})
+
+
+def _untiled(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
+    """Return what a request without tiles would explore, if this one has nothing else; they are never recommended."""
+    if not request.bta.enable:
+        return ()
+    without = request.model_copy(update={"bta": BTASpec(enable=False)})
+    return enumerate_candidates(without, report, model).candidates

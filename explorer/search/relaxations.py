@@ -216,6 +216,8 @@ def _options(request: ExplorationRequest) -> Iterator[_Change]:
         yield _Change("batch tiling on attention", {"bta": BTASpec()})
     if request.attention_backends is not None:
         yield _Change("every attention back end", {"attention_backends": None})
+    if not request.flash_attention:
+        yield _Change("flash attention", {"flash_attention": True})
 
 
 def _sharings(request: ExplorationRequest, report: DeviceReport) -> Iterator[_Change]:

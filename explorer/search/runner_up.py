@@ -6,10 +6,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from bexp.explorer.search.posterior import Posterior, recommended_position
+from bexp.explorer.search.posterior import Posterior
 
 MATTERS = 0.25
 """Share of the tolerance by which a runner-up must be faster for its whole model to be worth a run."""
+MOST_GAIN = 0.1
+"""A candidate's improvement counts as at most this share when runner-ups are ranked.
+
+Without a limit, those that hardly fit and would be several times as fast go first, and none of the few whole models are
+left for one that is sure to fit and likely to be better.
+"""
 MOST_WHOLE_RUNS = 3
 """The most whole models of one candidate, unless it is the recommended one."""
 
@@ -32,14 +38,14 @@ class RunnerUp:
 def find_runner_up(posterior: Posterior) -> RunnerUp | None:
     """Return the candidate whose whole model is expected to improve the answer most; None if there is none to run.
 
-    It is the contender with the highest expected gain over the recommended candidate, in which what is not known
-    counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
+    It is the contender with the highest expected gain over the recommended candidate (MOST_GAIN), in which what is not
+    known counts: the error of its composition, whether it fits, components that were predicted, and the noise of whole
     models that ran. If two are equal, it is the faster one. If it was run whole more often than the recommended
     candidate, the latter is returned, because another run of that tells more. Without a recommended candidate it is
     the one that is most likely to fit.
     """
     contenders, rows = posterior.contenders, posterior.contenders.rows
-    recommended = recommended_position(contenders, posterior.memory.required_C, posterior.request)
+    recommended = posterior.recommended_position
     number_A = np.array([posterior.knowledge.whole_models.count(int(row)) for row in rows])
     others = [i for i in range(rows.size) if i != recommended and number_A[i] < MOST_WHOLE_RUNS]
     if not others:
@@ -50,8 +56,8 @@ def find_runner_up(posterior: Posterior) -> RunnerUp | None:
             return None
         best = max(others, key=lambda i: (contenders.runs_A[i], contenders.tokens_NA[:, i].mean()))
         return RunnerUp(int(rows[best]), fits := float(contenders.runs_A[best]), 1.0, fits)
-    gain = contenders.expected_gains(recommended)
-    best = max(others, key=lambda i: (gain[i], contenders.mean_A[i]))
+    gain, rank = contenders.expected_gains(recommended), contenders.expected_gains(recommended, MOST_GAIN)
+    best = max(others, key=lambda i: (rank[i], contenders.mean_A[i]))
     faster = contenders.probability_faster(recommended, posterior.request.tolerance * MATTERS)
     row = recommended if number_A[best] > number_A[recommended] else best
     return RunnerUp(int(rows[row]), float(faster[best]), float(gain[best]), float(contenders.runs_A[row]))

@@ -69,6 +69,11 @@ class SearchSpace(ABC):
     def ends_search(self) -> bool:
         """Whether whole models have ended the search: one ran well, or none can be run."""
 
+    @property
+    def is_limited_by_noise(self) -> bool:
+        """Whether noise keeps the confidence below its target, or whole models from raising it."""
+        return False
+
     # -- trials of components ------------------------------------------------------------------------------------
 
     @abstractmethod

@@ -15,6 +15,14 @@ TRIAL_OVERHEAD_SECONDS = 0.15
 TIMED_PASSES = 8
 """Forward and backward passes that one measurement of a component takes, warm-up included."""
 
+WHOLE_OVERHEAD_SECONDS = 2.0
+"""Seconds to build a whole model, and what its quickest steps take."""
+MICRO_STEPS, WHOLE_MICRO_STEPS = 2, 13
+"""Micro-steps of a step of a whole model, and of all its steps, warm-up included."""
+LONG_STEP_SECONDS = {"cuda": 5.0, "cpu": 2.0}
+LONG_MICRO_STEPS = 5
+"""A longer step is timed once, so that there are fewer micro-steps."""
+
 
 @dataclass(frozen=True, slots=True)
 class Suggestion:
@@ -32,6 +40,13 @@ class Suggestion:
 def measuring_seconds(seconds_K: Floats) -> Floats:
     """Seconds that it takes to measure components whose single pass takes `seconds_K`."""
     return np.asarray(TRIAL_OVERHEAD_SECONDS + TIMED_PASSES * seconds_K)
+
+
+def whole_model_seconds(micro_step_seconds: float, device_kind: str) -> float:
+    """Seconds that it takes to run a whole model whose micro-step takes `micro_step_seconds`."""
+    is_long = MICRO_STEPS * micro_step_seconds > LONG_STEP_SECONDS[device_kind]
+    number = LONG_MICRO_STEPS if is_long else WHOLE_MICRO_STEPS
+    return WHOLE_OVERHEAD_SECONDS + number * micro_step_seconds
 
 
 def split_suggestion(

@@ -60,6 +60,20 @@ def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> D
     return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
 
 
+def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
+    """Return the precision that a trainer is told: the measured one if it has that, else the nearest that is as exact.
+
+    The reference layers have master weights unless the request says that there are none.
+    """
+    measured: str = request.training.precision
+    if request.hf_config is None:
+        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
+        measured = "master" if has_master else "pure"
+    if measured in trainer.precisions or request.training.lora is not None:
+        return measured
+    return "autocast" if measured == "master" else trainer.precisions[0]
+
+
 def find_missing(
     trainer: Trainer, candidate: Candidate, request: ExplorationRequest, report: DeviceReport | None
 ) -> dict[str, str]:

@@ -8,13 +8,14 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.candidate_report import best_stock, largest_untiled
+from bexp.explorer.search.candidate_report import best_stock, best_untiled, largest_untiled
 from bexp.explorer.search.choices import promising_row
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.search_space import NextCheck
-from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
+from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, whole_model_seconds
 from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
 from bexp.explorer.spec.candidate import Candidate
 
@@ -30,6 +31,11 @@ NEGLIGIBLE = 0.02
 CONSIDERABLE = 0.1
 """Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
 """
+SHARE = 1 / 3
+"""Share of a variant's seconds that its whole models have, after the first that ran well.
+
+If noise outweighs what they tell, it is the same share of the seconds that a search then has.
+"""
 REFUTING = frozenset({Outcome.OUT_OF_MEMORY, Outcome.CRASHED})
 """A candidate whose whole model ends like this is not recommended."""
 IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
@@ -39,10 +45,11 @@ IMPOSSIBLE = frozenset({Outcome.UNSUPPORTED, Outcome.TIMED_OUT})
 class WholeModels:
     """The whole models of one variant. Every decision depends on the stored trials alone."""
 
-    def __init__(self, posterior: Posterior, history: TrialHistory, variant: int) -> None:
+    def __init__(self, posterior: Posterior, history: TrialHistory, variant: int, noise: NoiseLimit) -> None:
         self._posterior = posterior
         self._history = history
         self._variant = variant
+        self._noise = noise
         for trial in self.trials:
             self.learn(trial)
 
@@ -76,9 +83,10 @@ class WholeModels:
     def next(self) -> NextCheck | None:
         """What to run whole next: the recommended candidate, then runners-up; None when the answer is settled.
 
-        The recommended candidate is always checked, and checked again if the answer has changed to another candidate.
+        The recommended candidate is checked in any case. After a whole model that ran well, others are run if each is
+        expected to end within their share of the budget: the candidate that the answer has changed to, then runners-up.
         A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. Last comes what
-        does not fit as composed, if it is much faster than all that fit (`find_above_limit`). If no candidate
+        does not fit as composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
         not in time, is the last. One on a shared or throttled device says nothing and is run again.
         """
@@ -88,7 +96,8 @@ class WholeModels:
         if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
             return None
         if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
-            return NextCheck(best.row) if len(trials) < ATTEMPTS else None
+            begins = len(trials) < ATTEMPTS and (not self.ends_search or self._has_time(best.row))
+            return NextCheck(best.row) if begins else None
         if best is None:
             return self._likeliest_to_fit()
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
@@ -97,6 +106,8 @@ class WholeModels:
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
+        if not self._has_time(rival.row):
+            return None
         if rival.row == best.row:
             return NextCheck(rival.row)
         return NextCheck(rival.row, rival.probability, None if posterior.fits(rival.row) else rival.probability_fits)
@@ -106,7 +117,17 @@ class WholeModels:
         above = find_above_limit(self._posterior)
         if above is None or above.gain < NEGLIGIBLE * self._posterior.request.tolerance:
             return None
+        if not self._has_time(above.row):
+            return None
         return NextCheck(above.row, above.probability, probability_fits=above.probability)
+
+    def _has_time(self, row: int) -> bool:
+        """Whether the whole model of a candidate is expected to end within the share that whole models have."""
+        share = SHARE * (LIMITED_SHARE if self._noise.outweighs_whole_models else 1.0)
+        device_kind = self._posterior.hardware.device_kind
+        expected = whole_model_seconds(self._posterior.corrected_seconds(row).micro_step, device_kind)
+        spent = sum(trial.seconds for trial in self.trials)
+        return spent + expected <= share * self._history.seconds_each
 
     def _likeliest_to_fit(self) -> NextCheck | None:
         """The candidate that is likeliest to fit as a whole model, because none fits as composed; None if hardly any.
@@ -179,8 +200,9 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
     """The next measurement for the answer; None when it has all it needs, or the rest costs too much.
 
     The recommended candidate is completed first, because the search leaves out what is predicted well enough. If memory
-    is preferred, the candidate follows that would be recommended for it. The largest untiled micro-batch and the best
-    candidate with stock back ends come last. `spent_seconds` are the device seconds so far.
+    is preferred, the candidate follows that would be recommended for it, and if untiled attention is excluded, the best
+    candidate with it, whatever it costs. The largest untiled micro-batch and the best candidate with stock back ends
+    come last. `spent_seconds` are the device seconds so far.
     """
     best = posterior.recommend()
     if best is None:
@@ -190,6 +212,9 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
     promising = promising_row(posterior)
     if promising is not None and (wanted := posterior.wanted(promising)):
         return Suggestion(promising, wanted)
+    untiled = best_untiled(posterior)
+    if untiled is not None and spent_seconds and (wanted := posterior.wanted(untiled)):
+        return Suggestion(untiled, wanted)
     rows = posterior.open_rows()
     for row in (largest_untiled(posterior, among=rows), best_stock(posterior, report, among=rows)):
         wanted = posterior.wanted(row) if row is not None else ()

@@ -118,7 +118,7 @@ class ExplorationRequest(Frozen):
     attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
         None, description="The attention kernels to choose among. Null: all that the device can use."
     )
-    flash_attention: bool = Field(True, description="False excludes the back end `flash` from the attention back ends.")
+    flash_attention: bool = Field(True, description="False excludes every back end that is FlashAttention.")
     expert_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
         None,
         description="The expert kernels to choose among. Null: all that the device can use but those that must be "

@@ -20,6 +20,8 @@ from bexp.explorer.spec.execution_rules import (
 )
 from bexp.explorer.spec.expert_modes import check_expert_modes
 from bexp.explorer.spec.legal_meshes import check_meshes
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.options import is_flash
 from bexp.explorer.spec.space_rules import (
     check_combinations,
     check_largest_tile,
@@ -54,17 +56,52 @@ def check_sequence_of_config(request: ExplorationRequest) -> None:
 
 
 def check_training_of_target(request: ExplorationRequest) -> None:
-    """Padding, autocast and LoRA change how a transformers model trains; the reference layers have none of them."""
+    """Padding, precision and LoRA change how a transformers model trains; the reference layers have none of them."""
     if request.padding != "none" and request.target_name != TRANSFORMERS:
         raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
     if Kernels.LIGER in request.kernels and request.target_name != TRANSFORMERS:
         raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
+    if request.training.keeps_master_weights:
+        _check_master_weights(request)
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":
         raise RuleError(f"precision 'autocast' needs target '{TRANSFORMERS}'", "training.precision", "target")
     if request.training.lora is not None:
         raise RuleError(f"LoRA needs target '{TRANSFORMERS}'", "training.lora", "target")
+
+
+def _check_master_weights(request: ExplorationRequest) -> None:
+    """Precision `master` is for all weights of a transformers model, and says what its optimizer keeps."""
+    field = "training.precision"
+    if request.target_name == BEXP:
+        raise RuleError(
+            f"precision 'master' needs target '{TRANSFORMERS}': the reference layers have master weights through "
+            "training.optimizer.master_dtype, which is float32 by default",
+            field,
+            "target",
+        )
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(
+            f"precision 'master' needs target '{TRANSFORMERS}': a target of your own keeps what its code keeps",
+            field,
+            "target",
+        )
+    if request.training.lora is not None:
+        raise RuleError(
+            "precision 'master' does not go with LoRA: adapters are in float32 and need no master weights",
+            field,
+            "training.lora",
+        )
+    optimizer = request.training.optimizer
+    for name, kept, formats in (
+        ("master_dtype", DType.FLOAT32, (DType.FLOAT32,)),
+        ("grad_dtype", DType.BFLOAT16, (None, DType.BFLOAT16)),
+        ("state_dtype", DType.FLOAT32, (None, DType.FLOAT32)),
+    ):
+        if getattr(optimizer, name) not in formats:
+            where = f"training.optimizer.{name}"
+            raise RuleError(f"precision 'master' keeps it in {kept}: leave {name} out", where, field)
 
 
 def check_experts(request: ExplorationRequest) -> None:
@@ -99,7 +136,8 @@ def check_capacity(request: ExplorationRequest) -> None:
 
 def check_attention_backends(request: ExplorationRequest) -> None:
     """The list of attention back ends is not undone by `flash_attention`."""
-    if set(request.attention_backends or ()) == {"flash"} and not request.flash_attention:
+    named = request.attention_backends
+    if named and all(map(is_flash, named)) and not request.flash_attention:
         raise RuleError(
             "attention_backends allows only flash, and flash_attention is false",
             "attention_backends",

@@ -39,6 +39,12 @@ MAX_CONFIG_DEPTH = 16
 REMOTE_CODE_KEYS = ("auto_map", "trust_remote_code")
 """Keys of a config.json that ask for code from elsewhere to be run."""
 
+OWN_TARGET = (
+    "a target of your own measures it whole: bexp explore config.json --target "
+    "examples/targets/hugging_face.py:Target (docs/targets.md)"
+)
+"""How any other model is measured."""
+
 OTHER_HEADS = ("SequenceClassification", "TokenClassification", "QuestionAnswering", "MultipleChoice", "MaskedLM")
 """What the classes of transformers are for whose head and loss are not those of a causal language model."""
 

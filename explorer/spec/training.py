@@ -98,7 +98,13 @@ class TrainingSpec(Frozen):
     precision: Precision = Field(
         "pure",
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
-        "bf16 autocast; needs target `transformers`. LoRA adapters are in float32 either way, and computed with under "
-        "autocast.",
+        "bf16 autocast. `master`: parameters and gradients in bfloat16, beside float32 master weights and moments, as "
+        "DeepSpeed's `bf16` keeps them. The last two need target `transformers`. LoRA adapters are in float32 with "
+        "`pure` and `autocast`, and computed with under autocast; `master` trains all weights.",
     )
     lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")
+
+    @property
+    def keeps_master_weights(self) -> bool:
+        """Whether a model's own code trains beside float32 master weights; for the reference layers see `optimizer`."""
+        return self.precision == "master"

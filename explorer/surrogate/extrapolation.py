@@ -34,12 +34,16 @@ def estimate_host_seconds(
 ) -> tuple[Floats, Floats]:
     """Host seconds and their relative standard deviation, each of shape (K,).
 
-    They depend on what is launched, not on sizes. They are zero for a block that waits for the device or runs on the
-    host itself: its only time is the device's.
+    They depend on what is launched, hardly on sizes. So those of a component that was not run follow from similar ones,
+    also if the device would need less: then the host sets its pace. If nothing similar was run, they are at most the
+    device's, because a guess must not keep a component from being measured. They are zero for a block that waits for
+    the device or runs on the host itself, and for one that is similar: its only time is the device's.
     """
     column = {c: i for i, c in enumerate(components)}
+    launching = {c: r for c, r in observed.items() if not r.waits}
+    waiting = {_similar(c) for c, r in observed.items() if r.waits}
     near, kind = _mean_ratios(
-        {c: np.array([max(r.host_seconds, SHORTEST_SECONDS) / predicted_K[column[c]]]) for c, r in observed.items()}
+        {c: np.array([max(r.host_seconds, SHORTEST_SECONDS) / predicted_K[column[c]]]) for c, r in launching.items()}
     )
     host_K = predicted_K.copy()
     std_K = np.full(len(components), HOST_STD_PRIOR)
@@ -49,14 +53,16 @@ def estimate_host_seconds(
         if runs is not None:
             host_K[i] = 0.0 if runs.waits else runs.host_seconds
             std_K[i] = HOST_STD_RUN / np.sqrt(len(runs.runs))
-            continue
-        if _similar(component) in near:
+        elif _similar(component) in waiting:
+            host_K[i], std_K[i] = 0.0, HOST_STD_NEAR
+        elif _similar(component) in near:
             host_K[i] *= near[_similar(component)][0]
             std_K[i] = HOST_STD_NEAR
-        elif component.kind in kind:
-            host_K[i] *= kind[component.kind][0]
-            std_K[i] = HOST_STD_KIND
-        host_K[i] = min(host_K[i], device_K[i])
+        else:
+            if component.kind in kind:
+                host_K[i] *= kind[component.kind][0]
+                std_K[i] = HOST_STD_KIND
+            host_K[i] = min(host_K[i], device_K[i])
     return host_K, std_K
 
 

@@ -203,14 +203,20 @@ class Surrogate:
             host_overhead_2K[:, column] = runs.host_overhead if runs is not None else 0.0
         return Overlap(estimate_forward_shares(self._table, mine), slowdown_K, host_overhead_2K, self._host_is_device)
 
-    def step_run_std(self, table: Composition, rows: Ints) -> Floats:
-        """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
-        variance_K = np.zeros(len(self.components))
+    def run_std_K(self, quantile: float = 0.5) -> Floats:  # noqa: N802 - axes are in names
+        """Relative standard deviation between two runs of each component, shape (K,), at a quantile of what it may be.
+
+        The median by default, because the tail of a kind that was measured once says nothing about this device.
+        """
+        std_K = np.zeros(len(self.components))
         for kind, prior in self._kinds.items():
-            # The median, because the tail of a kind that was measured once says nothing about this device.
-            variance_K[prior.columns] = float(np.median(self.hyperparameters[kind].run_N)) ** 2
-        shares = table.step_shares(self.device_mean_K, rows)
-        return np.asarray(np.sqrt((shares**2 * variance_K[table.columns_CP[rows]]).sum(axis=1)))
+            std_K[prior.columns] = float(np.quantile(self.hyperparameters[kind].run_N, quantile))
+        return std_K
+
+    def step_run_std(self, table: Composition, rows: Ints, quantile: float = 0.5) -> Floats:
+        """Relative standard deviation between two runs of a micro-step, from that of its components, shape (rows,)."""
+        shares, std_K = table.step_shares(self.device_mean_K, rows), self.run_std_K(quantile)
+        return np.asarray(np.sqrt((shares**2 * std_K[table.columns_CP[rows]] ** 2).sum(axis=1)))
 
 
 def _factor(covariance: Floats) -> Floats:

@@ -35,16 +35,16 @@ from bexp.explorer.cost_model.composition import Floats, Ints
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.whole_model_runs import WholeModelNoise, WholeModelRun
 
-OWN_STD = {"cuda": 0.004, "cpu": 0.01}
+OWN_STD = {"cuda": 0.0032, "cpu": 0.008}
 """Standard deviation of the part that is a candidate's own.
 
-It is the scale of Student's t distribution, whose standard deviation is 1.4 times that. In
+It is the scale of Student's t distribution, whose standard deviation is 1.7 times that. In
 benchmarks/results/h200-recorded-fidelity.json, the candidates within 7% of their table's best that are limited by the
 device scatter around their mean error by 0.8 to 1.0% (five tables). The noise of their components, 0.4% (attention) to
 2.5% (FFN) a run, explains 0.5 to 1.0% of a step. If it explains 0.6%, this value and SIZE_STD are what remains.
 """
-OWN_DEGREES = 4.0
-"""Degrees of freedom of the own part: about one error in fifty is beyond three of its standard deviations."""
+OWN_DEGREES = 3.0
+"""Degrees of freedom of the own part: about one error in seventy is beyond three of its standard deviations."""
 SIZE_STD = 0.004
 SIZE_OCTAVES = 2.0
 """Standard deviation of the part that changes with the micro-batch size, and the octaves over which it does.

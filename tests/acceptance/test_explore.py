@@ -41,7 +41,7 @@ def test_explore_prints_lines_and_the_answer_and_keeps_both(
     upgrade(database)
     forgotten, _ = Queue(database).enqueue(ExplorationRequest.model_validate(TINY))
     imported = write_hostile_packages(machine.folder)
-    printed = machine.run("explore", machine.configure(), "--device", "cpu")
+    printed = machine.run("explore", machine.configure(), "--device", "cpu", "--log-dir", ".")
     lines, _, answer = printed.partition("\n\n")
     assert all(LINE.fullmatch(line) for line in lines.splitlines())
     recommended = [match[1] for match in map(RECOMMENDATION.fullmatch, lines.splitlines()) if match]

@@ -61,7 +61,7 @@ def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queu
     assert "  --micro-batch-size 1\n" in megatron.text
     assert "# provisional: " in megatron.text
     transformers = client.get(path, params={"format": "transformers"})
-    assert transformers.json()["gradient_accumulation_steps"] == 512
+    assert "gradient_accumulation_steps" not in transformers.json(), "no batch is stated"
     notes = transformers.headers.get_list("bexp-export-note")
     assert any(note.startswith("measured: target bexp on A device") for note in notes)
 

@@ -95,7 +95,7 @@ def test_a_folder_with_code_of_its_own_is_built_and_trained(tmp_path: Path, monk
     assert model.training
     assert any(getattr(part, "gradient_checkpointing", False) for part in model.modules())
     batch = target.batch(3, torch.device("cpu"))
-    assert batch.shape == (3, 16)
+    assert batch["input_ids"].shape == (3, 16)
     assert bool(torch.isfinite(target.step(model, batch)))
     gradients = [parameter.grad for parameter in model.parameters()]
     assert all(gradient is not None and gradient.dtype is torch.bfloat16 for gradient in gradients)

@@ -1,5 +1,7 @@
 """Checks exports with the frameworks' own parsers, each in a folder of its own: `make test-frameworks`.
 
+DeepSpeed also trains a tiny model as an export says, and must hold the bytes that were promised.
+
 A framework's package is unpacked without its dependencies, and the few that its parser imports are installed beside it.
 torch and transformers are those of this project's environment. The exports are written by this process; a check reads
 them in a process that sees the framework and nothing of the project.
@@ -18,6 +20,7 @@ from pathlib import Path
 
 from bexp.explorer.exports.registry import export, formats_for
 from tests.frameworks.answers import ANSWERS
+from tests.frameworks.promise import TRAINED, write_promise
 
 HERE = Path(__file__).parent
 
@@ -121,10 +124,17 @@ def check(name: str, package: Package, folder: Path) -> bool:
                 (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
     sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library")])}
-    script = HERE / f"read_{name}.py"
-    done = subprocess.run([sys.executable, "-W", "ignore", script, written], cwd=folder, env=environment, check=False)
-    sys.stdout.write(f"{package.requirement}: {'refused' if done.returncode else 'accepted'}\n")
-    return done.returncode != 0
+    scripts = {HERE / f"read_{name}.py": written}
+    if name in TRAINED:
+        write_promise(name, folder / "trained")
+        scripts[HERE / f"train_{name}.py"] = folder / "trained"
+    failed = False
+    for script, given in scripts.items():
+        command = [sys.executable, "-W", "ignore", str(script), str(given)]
+        refused = subprocess.run(command, cwd=folder, env=environment, check=False).returncode != 0
+        sys.stdout.write(f"{package.requirement}, {script.name}: {'refused' if refused else 'accepted'}\n")
+        failed |= refused
+    return failed
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from bexp.workers.targets.reference.attention_block import AttentionBlock
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.head import Head
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer
+from bexp.workers.training.optimizer import TrainingOptimizer
 from tests.bexp.kernels.references import relative_error
 from tests.workers.targets.reference import references
 from tests.workers.targets.reference.models import outcome, shake, small_model, small_moe

@@ -41,10 +41,14 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OptimizerPart:
-    """Parameters that are stepped together, and how often the model has as many. `build` makes them on the device."""
+    """Parameters that are stepped together, and how often the model has as many. `build` makes them on the device.
+
+    `adds_up` says that the model's step allocates what its parts do all at once. Without it, one part follows another.
+    """
 
     count: int
     build: Callable[[], Optimizer]
+    adds_up: bool = False
 
 
 class TrainingRun(Protocol):

@@ -88,6 +88,12 @@ def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
     ) in text
 
 
+def test_the_heading_says_that_there_are_master_weights() -> None:
+    fields = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "training": {"precision": "master"}}
+    text = " ".join(render_answer(ANSWER, ExplorationRequest.model_validate(fields)).split())
+    assert "32 tokens per sequence, master weights)" in text
+
+
 def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() -> None:
     text = render_answer(ANSWER, REQUEST)
     assert "12,34" not in text
@@ -95,6 +101,17 @@ def test_no_composed_figure_stands_beside_a_whole_model_that_contradicts_it() ->
     text = " ".join(" ".join(render_recommendation(alone, REQUEST)).split())
     assert "expect about 12,346 tokens/s per device, 1.23x base" in text
     assert "composed of measured blocks; no whole model has confirmed it" in text
+
+
+@pytest.mark.parametrize(
+    ("gain", "change"), [(1.25, "BTA gains 25.0%: 1.25x over"), (0.8, "BTA costs 20.0%: 0.80x over")]
+)
+def test_what_tiling_gained_or_cost_has_a_line(gain: float, change: str) -> None:
+    other = Alternative(candidate=BEST.model_copy(update={"bta_tile": None}), tokens_per_second=1.0, gain=gain)
+    tiled = RECOMMENDATION.model_copy(update={"untiled": other})
+    text = " ".join(render_answer(answer_of(tiled), REQUEST).split())
+    assert f"without tiling {change} micro_batch_size=4 bta_tile=off" in text
+    assert "without tiling" not in render_answer(ANSWER, REQUEST)
 
 
 def test_a_candidate_is_not_compared_with_itself_and_a_low_confidence_is_said_first() -> None:
@@ -283,3 +300,30 @@ def test_a_plan_shows_its_mesh_and_what_was_measured() -> None:
         "expert mode no expert parallelism: 1.50x over overlapped, tensor=1 pipeline=1 expert=8 (overlapped in 2",
     ):
         assert part in text
+
+
+def test_a_noisy_answer_states_its_noise_and_no_more_digits_than_it_supports() -> None:
+    noisy = RECOMMENDATION.model_copy(
+        update={"run_noise": 0.0916, "confidences": {"0.01": 43, "0.05": 80, "0.10": 97}, "confidence": 43}
+    )
+    text = " ".join(" ".join(render_recommendation(noisy, REQUEST)).split())
+    assert "by tolerance 43 for 1%, 80 for 5%, 97 for 10% noise two runs of a micro-step differ by 9.2%" in text
+    assert "; the recommended one is 1.0x as fast" in text
+    assert "expect 11,500 tokens/s per device, 1.2x base" in text
+    assert noisy.ratio_text(0.945) == "0.94x" and noisy.ratio_text(12.34) == "12x"
+    sure = noisy.model_copy(update={"confidence": 90})
+    assert sure.ratio_text(1.371, 3) == "1.371x"
+
+
+@pytest.mark.parametrize(
+    ("prefer", "said"),
+    [
+        ("speed", "; the recommended one is as fast, within the noise of such runs"),
+        ("memory", "; the recommended one is 0.991x as fast and needs less memory"),
+    ],
+)
+def test_a_runner_up_that_is_faster_within_the_tolerance_is_as_fast(prefer: str, said: str) -> None:
+    assert RECOMMENDATION.runner_up is not None
+    faster = RECOMMENDATION.runner_up.model_copy(update={"gain": 0.991})
+    found = RECOMMENDATION.model_copy(update={"runner_up": faster, "prefer": prefer})
+    assert said in " ".join(" ".join(render_recommendation(found, REQUEST)).split())

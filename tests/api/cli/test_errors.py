@@ -166,7 +166,7 @@ def test_a_log_file_that_cannot_be_written_is_no_reason_to_stop(bexp: Run, tmp_p
     Path("local_compile_train").write_text("a file in the way")
     job_id = bexp("submit", changed(tmp_path)).stdout.strip()
     bexp("cancel", job_id)
-    done = bexp("watch", job_id)
+    done = bexp("watch", job_id, "--log-dir", ".")
     assert done.code == 1
     assert "no log file: " in done.stderr
 

@@ -17,6 +17,7 @@ import yaml
 from bexp.api.cli import explore
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.local_run import usable_device_counts
+from bexp.api.cli.options import read_request
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
@@ -215,3 +216,12 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
+
+
+def test_a_model_without_a_name_is_called_by_its_file(tmp_path: Path) -> None:
+    model = {key: value for key, value in TINY["model"].items() if key != "name"}
+    for file, name in (("my-run.yaml", "my-run"), ("-(x)y.yaml", "x-y"), ("config.json", "config")):
+        (tmp_path / file).write_text(json.dumps({"model": model}))
+        assert read_request(tmp_path / file, {}).explored.name == name
+    (tmp_path / "named.yaml").write_text(json.dumps(TINY))
+    assert read_request(tmp_path / "named.yaml", {}).explored.name == TINY["model"]["name"]

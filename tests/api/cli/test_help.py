@@ -53,5 +53,12 @@ def test_every_command_explains_itself_with_an_example_that_it_understands(comma
 
 def test_the_defaults_of_a_request_are_shown() -> None:
     text = " ".join(CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": "250"}).output.split())
-    for default in ("else 512", "else explore", "else 600.0", "else 95", "else eager", "else all of it"):
+    for default in (
+        "else none",
+        "else auto with a batch size, and explore without",
+        "else 600.0",
+        "else 95",
+        "else eager",
+        "else all of it",
+    ):
         assert f"[default: (of CONFIG, {default})]" in text

@@ -91,17 +91,19 @@ def test_watch_prints_lines_then_the_answer_and_writes_the_log(bexp: Run, config
     with worker():
         done = bexp("submit", config, "--watch")
     assert done.code == 0
+    assert not list(Path().rglob("run_*.log")), "nobody has asked for a file"
     lines, _, answer = done.stdout.partition("\n\n")
     assert all(LINE.fullmatch(line) for line in lines.splitlines())
     assert any(RECOMMENDED.fullmatch(line) for line in lines.splitlines())
     assert answer.startswith("Recommended micro_batch_size: 4 for tiny")
     job_id = done.stderr.split()[1]
-    log = Path("local_compile_train/tiny") / f"run_{job_id}.log"
-    assert log.read_text() == lines + "\n"
+    assert bexp("log", job_id).stdout == lines + "\n"
 
-    again = bexp("watch", job_id)
-    assert (again.code, again.stdout) == (0, done.stdout)
-    assert log.read_text() == lines + "\n"
+    log = Path("logs/local_compile_train/tiny") / f"run_{job_id}.log"
+    for _ in range(2):
+        again = bexp("watch", job_id, "--log-dir", "logs")
+        assert (again.code, again.stdout) == (0, done.stdout)
+        assert log.read_text() == lines + "\n"
 
 
 def test_watch_as_json_is_one_document(bexp: Run, config: Path, worker: Worker) -> None:

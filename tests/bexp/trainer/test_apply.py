@@ -155,18 +155,19 @@ def test_quantised_weights_are_a_warning() -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "weights", "trainer"),
+    ("training", "weights", "master", "trainer"),
     [
-        ({"precision": "pure"}, "bfloat16", None),
-        ({"precision": "autocast"}, "float32", True),
-        ({"precision": "pure", "lora": {"r": 8, "target_modules": "all-linear"}}, "bfloat16", True),
+        ({"precision": "pure"}, "bfloat16", False, None),
+        ({"precision": "autocast"}, "float32", False, True),
+        ({"precision": "master"}, "bfloat16", True, None),
+        ({"precision": "pure", "lora": {"r": 8, "target_modules": "all-linear"}}, "bfloat16", False, True),
     ],
 )
 def test_the_trainer_gets_the_number_formats_that_were_measured(
-    training: dict[str, Any], weights: str, trainer: bool | None
+    training: dict[str, Any], weights: str, master: bool, trainer: bool | None
 ) -> None:
     told = bexp.RecommendedSetup.read(told_of_a_config(training))
-    assert told.dtype == told.load_dtype == weights
+    assert (told.dtype, told.load_dtype, told.master_weights) == (weights, weights, master)
     assert bexp.training_arguments(told).get("bf16") is trainer
     model = models.tiny("olmoe").to(getattr(torch, weights))
     assert bexp.apply(with_adapters(model) if "lora" in training else model, told).warnings == ()
@@ -241,6 +242,19 @@ def test_what_a_persons_own_code_trains_is_not_compared(changed: dict[str, Any])
     setup = bexp.RecommendedSetup.read(told)
     assert (setup.own_code, setup.dtype, setup.optimizer) == (True, None, None)
     assert bexp.apply(with_adapters(models.tiny("olmoe")), told).warnings == ()
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "master"),
+    [("bfloat16", {}, True), ("bfloat16", {"master_dtype": None}, False), ("float32", {}, False)],
+)
+def test_the_reference_layers_say_whether_they_have_master_weights(
+    dtype: str, optimizer: dict[str, Any], master: bool
+) -> None:
+    told = document()
+    told["job"]["request"] |= {"training": {"optimizer": optimizer}}
+    told["job"]["request"]["model"]["dtype"] = dtype
+    assert bexp.RecommendedSetup.read(told).master_weights is master
 
 
 def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:

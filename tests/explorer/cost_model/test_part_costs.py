@@ -28,6 +28,7 @@ from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
 from tests.explorer.cost_model.described import LAYERS, candidate, parts, request
+from tests.explorer.cost_model.tiny import request_of_parts
 from tests.explorer.simulator import report
 
 
@@ -106,6 +107,13 @@ def test_training_state_is_what_the_parameters_take_as_they_are() -> None:
 def layer(**changes: Any) -> Component:
     settings = {"kind": "layer", "part": "dense", "micro_batch_size": 4, "backend": "sdpa"}
     return Component.model_validate({**settings, **changes})
+
+
+def test_a_step_beside_master_weights_holds_all_gradients_in_float32() -> None:
+    component = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
+    master = request_of_parts(training={"precision": "master"})
+    assert predict_component_bytes(component, parts(), master).backward_peak == 2 * parts().trainable_bytes
+    assert predict_component_bytes(component, parts(), request_of_parts()).backward_peak == 0
 
 
 def test_expected_bytes_follow_tokens_and_policy() -> None:

@@ -32,6 +32,7 @@ from tests.explorer.cost_model.tiny import (
     model_of,
     parts,
     request,
+    request_of_parts,
 )
 
 TOKENS = 48
@@ -305,6 +306,19 @@ def test_the_optimizer_of_a_models_own_code_moves_what_is_trained() -> None:
     component = Component.model_validate({"kind": "optimizer", "micro_batch_size": 0})
     found = roofline_seconds(component, parts(), request(), MEMORY)
     assert found.device * BANDWIDTH == pytest.approx((2 + 2 * 2 + 1) * 220)
+
+
+def test_the_optimizer_beside_master_weights_moves_what_the_reference_layers_do_and_clips() -> None:
+    component = {"kind": "optimizer", "micro_batch_size": 0}
+    numbers, converted = 220 // 2, 4 + 4
+    read_and_written = 2 * (4 + 4 + 4) + 2 + 2
+    master = {"precision": "master"}
+    alone, shared = request_of_parts(training=master), request_of_parts(num_devices=4, training=master)
+    found = roofline_seconds(Component.model_validate(component), parts(), alone, MEMORY)
+    assert found.device * BANDWIDTH == pytest.approx(numbers * (read_and_written + converted))
+    sharded = Component.model_validate({**component, "sharding": "zero1"})
+    of_one = roofline_seconds(sharded, parts(), shared, MEMORY)
+    assert of_one.device == pytest.approx(found.device / 4)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,17 @@ from bexp.explorer.cost_model.step import (
     required_bytes,
     static_parts,
 )
-from tests.explorer.cost_model.tiny import EMBEDDING, HEAD, LAYER, TOTAL, hardware, model_of, parts, request
+from tests.explorer.cost_model.tiny import (
+    EMBEDDING,
+    HEAD,
+    LAYER,
+    TOTAL,
+    hardware,
+    model_of,
+    parts,
+    request,
+    request_of_parts,
+)
 
 MIB = 2**20
 
@@ -139,6 +149,18 @@ def test_a_models_own_code_trains_its_parameters_as_they_are() -> None:
     assert static_parts(parts(), request()) == MemoryParts(parameters=500, gradients=220, optimizer_states=440)
     sgd = request(training={"optimizer": {"name": "sgd"}})
     assert static_parts(parts(), sgd).optimizer_states == 220
+
+
+def test_master_weights_beside_a_models_own_parameters_take_sixteen_bytes_a_number() -> None:
+    master = request_of_parts(training={"precision": "master"})
+    whole = MemoryParts(parameters=500, gradients=220, master_weights=440, optimizer_states=880)
+    assert static_parts(parts(), master) == whole
+    sgd = request_of_parts(training={"precision": "master", "optimizer": {"name": "sgd"}})
+    assert static_parts(parts(), sgd).optimizer_states == 440
+    zero1 = request_of_parts(num_devices=5, training={"precision": "master", "sharding": "zero1"})
+    found = static_parts(parts(), zero1)
+    assert (found.parameters, found.gradients, found.master_weights, found.optimizer_states) == (600, 264, 88, 176)
+    assert static_parts(parts(), request_of_parts(mode="eval", training={"precision": "master"})).total == 500
 
 
 def test_the_limit_is_the_devices_unless_less_is_asked_for() -> None:

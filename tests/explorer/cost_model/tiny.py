@@ -30,7 +30,15 @@ PEAK_FLOPS, BANDWIDTH, LAUNCH_SECONDS = 1e12, 1e11, 1e-6
 
 def request(model: dict[str, Any] | None = None, **changes: Any) -> ExplorationRequest:
     """A request for the small model; `model` changes its fields."""
-    return ExplorationRequest.model_validate({"model": {**MODEL, **(model or {})}, "batch_size": 12, **changes})
+    batch = {"batch_size": 12, "micro_batch_size": "explore"}
+    return ExplorationRequest.model_validate({"model": {**MODEL, **(model or {})}, **batch, **changes})
+
+
+def request_of_parts(**changes: Any) -> ExplorationRequest:
+    """A request whose model is described by its parts, as `parts` does."""
+    fields = {"hf_config": {"model_type": "described"}, "hf_seq_length": MODEL["seq_length"], "batch_size": 12}
+    fields |= {"micro_batch_size": "explore"}
+    return ExplorationRequest.model_validate({**fields, **changes})
 
 
 def model_of(req: ExplorationRequest) -> ModelSpec:

@@ -226,7 +226,8 @@ def test_windows_that_mask_nothing_are_accepted(config: dict[str, Any]) -> None:
 )
 def test_vision_networks_get_their_own_error(config: dict[str, Any]) -> None:
     (message,) = refusal(config).values()
-    assert "limited to language models" in message
+    assert "limited to language models" in message or "limited to causal language models" in message
+    assert "bexp explore config.json --target examples/targets/hugging_face.py:Target" in message
 
 
 def test_an_unnamed_config_is_told_what_it_lacks() -> None:

@@ -43,6 +43,23 @@ def test_a_nested_config_and_an_overridden_target() -> None:
     assert longer.hf_config == {**GEMMA, "_name_or_path": "mine"}
 
 
+def test_a_model_of_shapes_without_a_name_is_called_by_them() -> None:
+    shapes: dict[str, Any] = {
+        "num_layers": 2,
+        "hidden_size": 64,
+        "num_attention_heads": 4,
+        "vocab_size": 9,
+        "seq_length": 8,
+    }
+    experts = {"moe": {"num_experts": 4, "top_k": 2, "expert_ffn_hidden_size": 64}}
+    shapes["ffn_hidden_size"] = 128
+    assert parse_request({"model": shapes}).explored.name == "dense-2x64"
+    assert parse_request({"model": {**shapes, **experts}}).explored.name == "moe-2x64"
+    assert parse_request({"model": shapes}, name="mine").explored.name == "mine"
+    assert parse_request({"model": {**shapes, "name": "other"}}, name="mine").explored.name == "other"
+    assert parse_request({"model_type": "llama"}, name="mine").explored.name == "llama", "the class has a name"
+
+
 def test_the_longest_sequence_of_a_short_model_is_not_exceeded() -> None:
     short = parse_request({"model_type": "x", "text_config": {"max_position_embeddings": 512}, "target": TRANSFORMERS})
     assert short.seq_length == 512

@@ -58,9 +58,16 @@ def test_stages_of_deepspeed(stage: int) -> None:
 def test_formats_of_deepspeed() -> None:
     request = deepspeed(bf16={"enabled": True}, train_batch_size=16, optimizer={"type": "AdamW"})
     assert request.hf_config is not None
-    assert (request.hf_config["dtype"], request.training.precision, request.batch_size) == ("bfloat16", "pure", 16)
+    assert (request.hf_config["dtype"], request.training.precision, request.batch_size) == ("bfloat16", "master", 16)
     half = {"enabled": True, "loss_scale": 0}
-    assert parse_request({**NATIVE, "deepspeed": {"fp16": half}}).shapes.dtype == "float16"
+    native = parse_request({**NATIVE, "deepspeed": {"fp16": half}})
+    assert (native.shapes.dtype, native.training.precision) == ("float16", "pure"), "they have master weights anyway"
+
+
+def test_adapters_beside_deepspeed_are_in_float32() -> None:
+    lora = {"lora": {"r": 4, "target_modules": "all-linear"}}
+    request = parse_request({**CONFIG, "training": lora, "deepspeed": {"bf16": {"enabled": True}}})
+    assert (request.training.precision, request.training.lora is None) == ("pure", False)
 
 
 def test_both_files_agree() -> None:
@@ -68,7 +75,9 @@ def test_both_files_agree() -> None:
     inner["bf16"] = {"enabled": "auto"}
     request = arguments(per_device_train_batch_size=2, bf16=True, deepspeed=inner)
     assert (request.batch_size, request.training.sharding) == (8, Sharding.ZERO2)
-    assert request.training.precision == "autocast"
+    assert request.training.precision == "master", "the Trainer fills in DeepSpeed's bf16"
+    without = arguments(bf16=True, deepspeed={"zero_optimization": {"stage": 2}, "bf16": {"enabled": False}})
+    assert without.training.precision == "autocast"
     beside = {**CONFIG, "training_arguments": {"per_device_train_batch_size": 2}}
     errors = refusal({**beside, "deepspeed": {"train_micro_batch_size_per_gpu": 4}})
     assert "contradicts" in errors["deepspeed", "train_micro_batch_size_per_gpu"]

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search import acquisition
-from bexp.explorer.search.acquisition import MOST_RUNS, NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
+from bexp.explorer.search.acquisition import NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
+from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
 from tests.explorer.search.small import candidate, know, measure, small_state

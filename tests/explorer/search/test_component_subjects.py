@@ -112,6 +112,13 @@ def test_the_layers_of_a_deeper_model_are_the_same() -> None:
     assert not set(padded.values()) & set(before.values())
 
 
+def test_master_weights_are_the_optimizers_alone() -> None:
+    before, master = subjects_of_parts({}), subjects_of_parts({}, training={"precision": "master"})
+    assert {kind for kind in before if before[kind] != master[kind]} == {"optimizer"}
+    autocast = subjects_of_parts({}, training={"precision": "autocast"})
+    assert not set(autocast.values()) & set(before.values())
+
+
 def test_layers_with_experts_of_a_deeper_model_are_others() -> None:
     full, sliding = parts().kinds
     mixed = parts(kinds=(full, sliding.model_copy(update={"has_experts": True})))

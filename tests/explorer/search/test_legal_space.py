@@ -122,6 +122,24 @@ def test_flash_may_be_excluded_but_not_as_the_only_one() -> None:
         space(only)
 
 
+def test_no_base_has_flash_attention_if_it_is_excluded() -> None:
+    request = tiny.request(flash_attention=False)
+    found = report().model_copy(update={"default_attention": "flash"})
+    assert {c.attention_backend for c in base_candidates(tiny.request(), found, request.shapes)} == {"flash"}
+    bases = base_candidates(request, found, request.shapes)
+    assert {c.attention_backend for c in bases} == {"cudnn"}, "the next one that can be used"
+    kept = base_candidates(request, found.model_copy(update={"default_attention": "math"}), request.shapes)
+    assert {c.attention_backend for c in kept} == {"math"}, "a default that is not flash stays"
+
+
+@pytest.mark.parametrize("name", ["flash", "sdpa:flash", "flash_attention_2"])
+def test_flash_attention_is_excluded_under_each_of_its_names(name: str) -> None:
+    found = report().model_copy(update={"attention_backends": (yes(name), yes("math")), "default_attention": name})
+    request = tiny.request(flash_attention=False)
+    assert {c.attention_backend for c in space(request, found).candidates} == {"math"}
+    assert {c.attention_backend for c in base_candidates(request, found, request.shapes)} == {"math"}
+
+
 def test_an_unknown_back_end_is_refused_with_those_that_there_are() -> None:
     unknown = "unknown attention back end 'spiral'; on this device there is cudnn, efficient, flash, math"
     with pytest.raises(EmptySpaceError, match=unknown):

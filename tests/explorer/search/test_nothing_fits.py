@@ -98,8 +98,8 @@ def test_the_likeliest_to_fit_are_run_whole_before_a_search_gives_up() -> None:
 
 
 def test_a_whole_model_that_is_too_large_leaves_others_within_the_error_of_memory() -> None:
-    _, candidates = measured()
-    fits = candidates[3]
+    tried, _, _ = explored({}, over=0.0005)
+    fits = tried[1].candidate
     whole, found, _ = explored({fits: 0.98}, over=0.0005)
     assert found is not None and found.candidate == fits
     assert whole[0].measurement.outcome is Outcome.OUT_OF_MEMORY

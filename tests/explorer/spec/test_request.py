@@ -67,6 +67,7 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"attention_backends": []}, "attention_backends"),
         ({"attention_backends": ["../x"]}, "attention_backends"),
         ({"attention_backends": ["flash"], "flash_attention": False}, "flash_attention is false"),
+        ({"attention_backends": ["sdpa:flash", "flash_attention_2"], "flash_attention": False}, "allows only flash"),
         ({"expert_backends": ["loop"]}, "without experts"),
         ({"model": MOE, "expert_backends": []}, "expert_backends"),
         ({"model": MOE, "routing": {"kind": "shares", "shares": [1, 1]}}, "routing.shares has 2 entries for 4 experts"),

@@ -15,6 +15,7 @@ from tests.explorer.spec.test_request import MODEL
 
 CONFIG: dict[str, Any] = {"model_type": "gemma2", "_name_or_path": "org/Gemma-2-2b", "num_hidden_layers": 2}
 HUGGING_FACE: dict[str, Any] = {"hf_config": CONFIG, "hf_seq_length": 64}
+LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj"]}
 
 
 def build(**fields: Any) -> ExplorationRequest:
@@ -70,6 +71,21 @@ def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
         ({"model": MODEL, "hf_seq_length": 8}, ("hf_seq_length",)),
         ({"model": MODEL, "padding": "right"}, ("padding",)),
         ({"model": MODEL, "training": {"precision": "autocast"}}, ("training", "precision")),
+        ({"model": MODEL, "training": {"precision": "master"}}, ("training", "precision")),
+        ({"target": "mine", "training": {"precision": "master"}}, ("training", "precision")),
+        ({**HUGGING_FACE, "training": {"precision": "master", "lora": LORA}}, ("training", "precision")),
+        (
+            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"master_dtype": None}}},
+            ("training", "optimizer", "master_dtype"),
+        ),
+        (
+            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"grad_dtype": "float32"}}},
+            ("training", "optimizer", "grad_dtype"),
+        ),
+        (
+            {**HUGGING_FACE, "training": {"precision": "master", "optimizer": {"state_dtype": "bfloat16"}}},
+            ("training", "optimizer", "state_dtype"),
+        ),
         ({"model": MODEL, "training": {"lora": {"r": 8, "target_modules": ["q_proj"]}}}, ("training", "lora")),
         ({**HUGGING_FACE, "num_query_groups": [1]}, ("num_query_groups",)),
         ({"hf_config": {"hidden_size": 8}, "hf_seq_length": 8}, ("hf_config", "model_type")),
@@ -82,6 +98,27 @@ def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
 )
 def test_each_rule_of_targets_names_the_field_at_fault(fields: dict[str, Any], at_fault: tuple[str, ...]) -> None:
     assert fields_at_fault(**fields)[0] == at_fault
+
+
+@pytest.mark.parametrize(
+    ("fields", "remedy"),
+    [
+        ({"model": MODEL}, "training.optimizer.master_dtype"),
+        ({"target": "mine"}, "what its code keeps"),
+        ({**HUGGING_FACE, "training": {"lora": LORA}}, "adapters are in float32"),
+    ],
+)
+def test_master_weights_are_refused_by_name_where_they_make_no_sense(fields: dict[str, Any], remedy: str) -> None:
+    training = {**fields.pop("training", {}), "precision": "master"}
+    with pytest.raises(ValidationError, match=f"precision 'master' .*{remedy}"):
+        build(**fields, training=training)
+
+
+def test_master_weights_beside_their_own_formats() -> None:
+    formats = {"master_dtype": "float32", "grad_dtype": "bfloat16", "state_dtype": "float32"}
+    training = build(**HUGGING_FACE, training={"precision": "master", "optimizer": formats}).training
+    assert training.keeps_master_weights
+    assert not build(**HUGGING_FACE).training.keeps_master_weights
 
 
 @pytest.mark.parametrize("target", ["", "Mine", "-x", "../x", "a" * 65, "a:B"])

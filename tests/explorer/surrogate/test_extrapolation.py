@@ -47,8 +47,20 @@ def test_host_seconds_follow_what_similar_components_took_over_their_prediction(
     assert host({}) == pytest.approx([0.01, 0.01, 0.03, 0.01])
 
 
-def test_unmeasured_host_seconds_are_at_most_the_devices() -> None:
-    assert host(observations(), device=0.015) == pytest.approx([0.02, 0.015, 0.015, 0.01])
+def test_host_seconds_that_nothing_similar_shows_are_at_most_the_devices() -> None:
+    assert host(observations(), device=0.015) == pytest.approx([0.02, 0.02, 0.015, 0.01])
+    assert host({}, device=0.002) == pytest.approx([0.002] * 4)
+
+
+def test_a_block_that_waits_says_nothing_of_what_others_launch() -> None:
+    waiting = observations(host_seconds=1.0)
+    assert host(waiting) == pytest.approx([0.0, 0.0, 0.03, 0.01]), "one that is similar waits as well"
+    launching = SEEN.model_copy(update={"micro_batch_size": 2, "backend": "cudnn"})
+    predicted = np.array([0.01, 0.01, 0.03, 0.01, 0.01])
+    found, _ = estimate_host_seconds(
+        (*COMPONENTS, launching), predicted, np.full(5, 1.0), waiting | observations(launching, host_seconds=0.02)
+    )
+    assert found.tolist() == pytest.approx([0.0, 0.0, 0.06, 0.01, 0.02])
 
 
 def test_host_seconds_are_less_certain_the_less_alike_components_are() -> None:

@@ -90,7 +90,7 @@ def test_a_group_explores_how_to_share_sequences_and_recommends(sqlite_database:
     assert whole[0].measurement.whole_model is not None, whole[0].measurement.reason
     best = done.recommendation
     groups = REQUEST.devices.data_parallel_size(best.candidate.context_parallel_size)
-    assert best.grad_accum_steps == REQUEST.batch_size // (best.candidate.micro_batch_size * groups)
+    assert best.grad_accum_steps == REQUEST.effective_batch_size // (best.candidate.micro_batch_size * groups)
     exchanged = [
         trial for trial in trials if any(m.component.kind == "communication" for m in trial.measurement.components)
     ]

@@ -36,8 +36,8 @@ from bexp.workers.profiler.trials.mesh_operation import measure_mesh_operation
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
-from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.targets.reference.target import ReferenceTarget
+from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 
 NUM_RANKS = {"cpu": 4, "cuda": 2}

@@ -24,9 +24,9 @@ from bexp.explorer.spec.training import OptimizerSpec, Sharding, TrainingSpec
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-from bexp.workers.targets.reference.optimizer import build_optimizer
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess
+from bexp.workers.training.optimizer import build_optimizer
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.profiler.samples import MODEL, candidate
 

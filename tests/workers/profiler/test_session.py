@@ -13,6 +13,7 @@ from torch import nn
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.shards import SPREAD_EXPERTS
 from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
@@ -232,6 +233,18 @@ def test_every_timing_carries_its_conditions(instruments: UnlimitedBench, sessio
         assert conditions is not None
         assert conditions.sm_clock_mhz == 1980
         assert conditions.contamination is None
+
+
+def test_a_long_step_of_a_whole_model_is_timed_once_on_a_host_with_the_same_peak(
+    session: Session, sent: list[Frozen], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session.answer(RunTrial(task=whole_model_plan(candidate())))
+    monkeypatch.setitem(LONG_STEP_SECONDS, "cpu", 0.0)
+    session.answer(RunTrial(task=whole_model_plan(candidate())))
+    short, long = (trial.whole_model for trial in finished_trials(sent))
+    assert short is not None and long is not None
+    assert (short.repeats >= 3, long.repeats) == (True, 1)
+    assert long.peak_bytes == short.peak_bytes
 
 
 def test_a_trial_after_a_disturbed_one_waits_for_the_device_to_calm_down(

@@ -69,7 +69,7 @@ def measure_optimizer(
     for part in target.optimizer_parts(candidate, model, request):
         timing, allocated = _measure_part(instruments, part, clock, watch)
         timings.append((part.count, timing))
-        transient = max(transient, allocated)
+        transient = transient + part.count * allocated if part.adds_up else max(transient, allocated)
         gc.collect()
     device = sum(count * timing.device_seconds for count, timing in timings)
     return ComponentMeasurement(

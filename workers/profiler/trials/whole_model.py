@@ -13,6 +13,7 @@ from typing import Generic, Protocol, TypeVar
 import torch
 
 from bexp.explorer.records.measurement import WholeModelMeasurement
+from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.model import ModelSpec
@@ -35,8 +36,6 @@ MAX_STEPS = 10
 MAX_MESH_STEPS = 30
 """Steps of several ranks, each with a host of its own, vary more."""
 TIMED_SECONDS = 3.0
-LONG_STEP_SECONDS = 5.0
-"""A longer step is run only once, because warm-up and variation are a small part of it."""
 
 
 def _step_seconds(instruments: Instruments, training: _Stepped) -> float:
@@ -167,12 +166,12 @@ def _run(
             training = build()
         with clock.phase("warm_up"):
             (step_seconds,) = instruments.rank_group.all_reduce_max(training.begin())
-            is_long = cuda and step_seconds > LONG_STEP_SECONDS
+            is_long = step_seconds > LONG_STEP_SECONDS[instruments.device.type]
             meter.reset_peak()
-            if not is_long:
+            if not (cuda and is_long):  # a host's peak is that of a step with the optimizer's state
                 step_seconds = _step_seconds(instruments, training)
             peak = meter.peak()
-    if not cuda:
+    if not cuda and not is_long:
         with clock.phase("warm_up"):
             training.step()  # without the meter, which slows the host down and prevents compilation
             step_seconds = _step_seconds(instruments, training)

@@ -26,12 +26,12 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.factory import random_tokens
 from bexp.workers.targets.reference.moe_block import MoEFFN
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.targets.reference.spread_experts import build_spread_experts
 from bexp.workers.targets.reference.stage import DecoderStage
 from bexp.workers.targets.reference.tensor_parallel import TensorParallel
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess, spread_parameters
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
 class MeshTrainingRun:

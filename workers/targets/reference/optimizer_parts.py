@@ -16,8 +16,8 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.targets.reference.factory import build_block
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.targets.target import OptimizerPart
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,10 @@ from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.instruments.ring import find_ring
 from bexp.workers.targets.reference.decoder import DecoderModel
 from bexp.workers.targets.reference.factory import random_tokens
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer, build_optimizer
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 from bexp.workers.training.graphs import require_captured
+from bexp.workers.training.optimizer import TrainingOptimizer, build_optimizer
 
 
 class ReferenceTrainingRun:

@@ -11,15 +11,13 @@ from dataclasses import dataclass, replace
 from typing import Any, cast
 
 from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import OWN_TARGET
 from bexp.transformers.layers import config_depth
 
 MINIMUM_VERSION = (5, 0)
 MAX_LAYERS = 512
 _REMOTE_CODE = ("auto_map", "trust_remote_code")
-OWN_CLASS = (
-    "; bexp explore --target FILE.py:NAME measures any model whole: examples/targets/hugging_face.py reads a folder "
-    "with a config.json and its code, see docs/targets.md"
-)
+OWN_CLASS = f"; {OWN_TARGET}"
 _NO_PART_OF_TRAINING = ("quantization_config", "architectures", "transformers_version", "_name_or_path")
 
 

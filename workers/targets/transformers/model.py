@@ -15,7 +15,7 @@ from torch import nn
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 
 META = torch.device("meta")
-Precision = Literal["pure", "autocast"]
+Precision = Literal["pure", "autocast", "master"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,8 @@ class BuildSettings:
     """How a model is built and run.
 
     precision: `pure` keeps parameters in `dtype`, except those that the class always keeps in float32; `autocast` keeps
-               them in float32 and runs under autocast of `dtype`
+               them in float32 and runs under autocast of `dtype`; `master` keeps all of them in `dtype`, and the
+               optimizer has float32 master weights
     attention: the library's name of an attention implementation, or None for its default
     experts:   the library's name of an experts implementation, or None for its default
     prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device; what it
@@ -45,9 +46,14 @@ class BuildSettings:
         """The dtype that parameters are created in."""
         return torch.float32 if self.precision == "autocast" else self.dtype
 
+    @property
+    def keeps_master_weights(self) -> bool:
+        """Whether the optimizer has a float32 copy of the parameters."""
+        return self.precision == "master"
+
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context that a forward runs in on `device`."""
-        if self.precision == "pure" and not self.mixed:
+        if self.precision != "autocast" and not self.mixed:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
 
@@ -124,8 +130,11 @@ def build_model(
         except Exception as error:  # the code of a model raises errors of its own
             name = resolved.model_class.__name__
             raise UnsupportedModelError(f"{name} does not build: {one_line(error)}") from error
-        if settings.precision == "pure":
+        if settings.precision != "autocast":
             _keep_in_float32(model, settings.parameter_dtype)
+        if settings.keeps_master_weights:
+            for parameter in model.parameters():  # DeepSpeed keeps a class's float32 buffers, but no such parameters
+                parameter.data = parameter.data.to(settings.dtype)
         if settings.prepare is not None:
             settings.prepare(model)
     return model.train(settings.training)

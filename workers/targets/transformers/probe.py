@@ -132,16 +132,21 @@ class SettingsProbe:
     def attention_supports(self) -> tuple[BackendSupport, ...]:
         """The library's choice and each back end of torch that can be pinned; others are tried when named.
 
-        A pinned back end that torch would choose anyway is the library's choice under another name, and left out.
+        A pinned back end that torch would choose anyway is the library's choice under another name, and left out. So is
+        the library's choice if it is flash attention, which a request may exclude.
         """
         default, asked = self.default_attention, self._request.attention_backends or ()
         with recorded_choices() as chosen:
             supports = [BackendSupport(name=default, usable=True, reason=self.refusal(Settings(attention=default)))]
         same = f"sdpa:{chosen[0]}" if len(set(chosen)) == 1 else None
+        without_flash = "flash" in chosen and not self._request.flash_attention
+        if without_flash:
+            supports = [BackendSupport(name=default, usable=False, reason="it takes flash here, which is excluded")]
         if default == "sdpa":
             for backend in PINNED[self._device.type]:
                 name = f"sdpa:{backend}"
-                only_when_named = backend == "math" or name == same
+                spared = backend == "math" and not (without_flash and self._device.type == "cpu")
+                only_when_named = name == same or spared
                 if only_when_named and name not in asked:
                     reason: str | None = (
                         f"sdpa takes {backend} here" if name == same else "it keeps all scores: name it to try it"

@@ -36,7 +36,8 @@ from bexp.workers.targets.transformers.shrink import shrink
 from bexp.workers.targets.transformers.tiny import tiny_config
 
 _LIMIT = 16  # positions of the tiny model
-_LONGER = 24  # tokens that it is given
+_SHORTER = 12  # tokens that it takes: some types keep two positions for themselves
+_LONGER = 24  # tokens that it may not take
 
 
 def require_positions(resolved: ResolvedConfig) -> None:
@@ -48,7 +49,7 @@ def require_positions(resolved: ResolvedConfig) -> None:
     stated = getattr(resolved.text_config, "max_position_embeddings", None)
     if not isinstance(stated, int) or resolved.seq_length <= stated:
         return
-    reason = _failure_of_longer(resolved)
+    reason = _failure_with(resolved, _LONGER)
     if reason is not None:
         raise UnsupportedModelError(
             f"seq_length {resolved.seq_length} is longer than max_position_embeddings {stated}, and "
@@ -56,14 +57,20 @@ def require_positions(resolved: ResolvedConfig) -> None:
         )
 
 
-def _failure_of_longer(resolved: ResolvedConfig) -> str | None:
+def ends_at_its_positions(resolved: ResolvedConfig) -> bool:
+    """Whether the class runs as many tokens as it has positions, and no more: a tiny model of the type shows it."""
+    stated = getattr(resolved.text_config, "max_position_embeddings", None)
+    return isinstance(stated, int) and not _failure_with(resolved, _SHORTER) and bool(_failure_with(resolved, _LONGER))
+
+
+def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
     config = with_values(resolved.config, _with_limit(shrink(resolved.config.to_dict(), 2), resolved.config))
-    tiny = replace(resolved, config=config, seq_length=_LONGER)
+    tiny = replace(resolved, config=config, seq_length=num_tokens)
     cpu = torch.device("cpu")
     model = build_model(tiny, BuildSettings(dtype=torch.float32), cpu)
     try:
         with quiet_library(), torch.no_grad():
-            model(**make_batch(config, 1, _LONGER, cpu), use_cache=False)
+            model(**make_batch(config, 1, num_tokens, cpu), use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises is the reason
         return one_line(error)
     return None

@@ -15,7 +15,7 @@ _ABOUT = {
     "parts": "One layer of each kind, and the shell around the layers, compute what the whole model computes: outputs "
     "and every gradient are equal in float32, at micro-batches of 1 and 2.",
     "whole": "The model trains, but its parts do not add up to it, so an exploration ends with `unsupported`. Measure "
-    "it whole with `examples/targets/hugging_face.py`: see [Targets](targets.md#a-folder-with-code-of-its-own).",
+    "it whole with `examples/targets/hugging_face.py`: see [Targets](targets.md#any-other-model-of-transformers).",
     "not": "The model does not train at a tiny size on the CPU.",
 }
 _LONGEST_REASON = 120

@@ -185,10 +185,13 @@ class TransformersTarget:
     ) -> Iterator[OptimizerPart]:
         """The trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
+        adds_up = self._build.keeps_master_weights  # it converts all gradients before it steps
         if model.shell.trainable_bytes:
-            yield OptimizerPart(1, self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1))))
+            shell = self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1)))
+            yield OptimizerPart(1, shell, adds_up=adds_up)
         for kind in (kind for kind in model.kinds if kind.trainable_bytes):
-            yield OptimizerPart(model.layers.count(kind.name), self._optimizer(request, _layer_parameters(kind.name)))
+            layer = self._optimizer(request, _layer_parameters(kind.name))
+            yield OptimizerPart(model.layers.count(kind.name), layer, adds_up=adds_up)
 
     @contextmanager
     def training_run(
@@ -267,7 +270,8 @@ class TransformersTarget:
                 trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
-            return TrainerOptimizer(trained, self._request.training.optimizer.name, keeps_gradients=True)
+            name, master = self._request.training.optimizer.name, self._build.keeps_master_weights
+            return TrainerOptimizer(trained, name, master_weights=master, keeps_gradients=True)
 
         return build
 

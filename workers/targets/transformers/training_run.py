@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess
 from bexp.workers.training.graphs import require_captured
+from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer
 
 MAX_GRADIENT_NORM = 1.0
 """TrainingArguments.max_grad_norm's default."""
@@ -24,19 +27,33 @@ texts, which layers that are measured alone keep."""
 class TrainerOptimizer:
     """The Trainer's default: gradients are clipped by their norm, then fused AdamW (or SGD) steps.
 
-    States have the format of the parameters, and there are no master weights. Gradients are dropped after each step,
-    unless `keeps_gradients`: then they wait to be filled anew.
+    States have the format of the parameters, and there are no master weights. With `master_weights`, the step is that
+    of DeepSpeed's `bf16`: all gradients are converted to float32 and freed after the step, which changes float32 master
+    weights and moments, and the parameters become their copy in bfloat16. Gradients are dropped after each step, unless
+    `keeps_gradients`: then they wait to be filled anew.
     """
 
-    def __init__(self, parameters: list[nn.Parameter], name: str, *, keeps_gradients: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: list[nn.Parameter],
+        name: Literal["adamw", "sgd"],
+        *,
+        master_weights: bool = False,
+        keeps_gradients: bool = False,
+    ) -> None:
         self.parameters = parameters
         self._keeps_gradients = keeps_gradients
         fused = all(p.is_cuda or p.device.type == "cpu" for p in parameters)
-        self._optimizer: torch.optim.Optimizer = (
-            torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
-            if name == "adamw"
-            else torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=fused)
-        )
+        self._optimizer: TrainingOptimizer | torch.optim.Optimizer
+        if master_weights:
+            settings, spec = OptimizerSettings(learning_rate=LEARNING_RATE), OptimizerSpec(name=name)
+            self._optimizer = TrainingOptimizer(
+                parameters, spec, DType.BFLOAT16, hyperparameters=settings, bucket_bytes=None
+            )
+        elif name == "adamw":
+            self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
+        else:
+            self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=fused)
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -51,7 +68,8 @@ class TrainerOptimizer:
     def zero_grad(self) -> None:
         """Drop the gradients, unless they are kept."""
         if not self._keeps_gradients:
-            self._optimizer.zero_grad()
+            for parameter in self.parameters:
+                parameter.grad = None
 
 
 class TransformersTrainingRun:
@@ -64,7 +82,7 @@ class TransformersTrainingRun:
         self,
         model: Any,
         batches: list[dict[str, Tensor]],
-        optimizer_name: str,
+        optimizer_name: Literal["adamw", "sgd"],
         build: BuildSettings,
         device: torch.device,
         parallel: DataParallel,
@@ -81,7 +99,8 @@ class TransformersTrainingRun:
         self._model = parallel.wrap(model)
         self._optimizer: TrainerOptimizer | None = None
         if build.training:
-            self._optimizer = TrainerOptimizer([p for p in model.parameters() if p.requires_grad], optimizer_name)
+            trained = [p for p in model.parameters() if p.requires_grad]
+            self._optimizer = TrainerOptimizer(trained, optimizer_name, master_weights=build.keeps_master_weights)
 
     @property
     def graph_bytes(self) -> int:

@@ -20,8 +20,8 @@ from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.rank_group import RankGroup
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
-from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.training.fully_sharded import FullySharded
+from bexp.workers.training.optimizer import own
 from tests.forked_ranks import fork_ranks
 from tests.workers.profiler.samples import candidate, components_of, plan
 

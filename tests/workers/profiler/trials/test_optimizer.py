@@ -13,8 +13,8 @@ from bexp.measure.timing import LocalReducer, Reducer, Timing, WaitingPasses
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.trials.optimizer import measure_optimizer
-from bexp.workers.targets.reference.optimizer import TrainingOptimizer
 from bexp.workers.targets.reference.target import ReferenceTarget
+from bexp.workers.training.optimizer import TrainingOptimizer
 from tests.workers.profiler.samples import MODEL, candidate
 
 OPTIMIZER = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0, num_query_groups=2)

@@ -167,7 +167,7 @@ def test_every_expert_layer_has_the_same_routes() -> None:
 
 def test_training_lowers_the_loss() -> None:
     """A few steps on one batch, through every part at once."""
-    from bexp.workers.targets.reference.optimizer import build_optimizer
+    from bexp.workers.training.optimizer import build_optimizer
 
     model = small_model(**MODELS["mixed"])
     module = decoder(model, recompute="partial_50", bta_tile=1, expert_backend="grouped_mm")

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import OptimizerSpec
-from bexp.workers.targets.reference.optimizer import OptimizerSettings, TrainingOptimizer, build_optimizer
+from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer, build_optimizer
 from tests.bexp.kernels.references import relative_error
 
 H = OptimizerSettings()

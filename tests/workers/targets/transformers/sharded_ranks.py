@@ -28,16 +28,20 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.distributed.process_groups import ProcessGroups
 from bexp.workers.profiler.trials import data_parallel_communication
-from bexp.workers.targets.reference.optimizer import own
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from bexp.workers.targets.transformers.target import TransformersTarget, settings_of
+from bexp.workers.training.optimizer import own
 from tests.forked_ranks import SHARDING, fork_ranks
 from tests.workers.targets.transformers.targets import CPU, request_for
 
 NUM_RANKS = 2
 LEVELS = tuple(Sharding)
-TRAINING: dict[str, dict[str, Any]] = {"full": {}, "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}}}
+TRAINING: dict[str, dict[str, Any]] = {
+    "full": {},
+    "master": {"precision": "master"},
+    "lora": {"lora": {"r": 4, "target_modules": ["q_proj", "o_proj"]}},
+}
 """What is trained; adapters are frozen weights in one format and trained ones in another."""
 
 

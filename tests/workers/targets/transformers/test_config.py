@@ -18,7 +18,7 @@ GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 2, "n_head": 4, "vocab_si
         ({"model_type": "llama", "auto_map": {"AutoModelForCausalLM": "code.Model"}}, "remote code"),
         ({"model_type": "llama", "trust_remote_code": True}, "remote code"),
         ({}, "no model_type"),
-        ({"model_type": "no_such_model"}, "unknown to the library; bexp explore --target FILE.py:NAME"),
+        ({"model_type": "no_such_model"}, "unknown to the library; a target of your own measures it whole"),
         ({"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"]}, "write that instead"),
         ({"model_type": "vit"}, "no causal language model"),
         ({"model_type": "llama", "num_hidden_layers": 513}, "at most 512"),

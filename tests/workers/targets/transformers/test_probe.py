@@ -67,6 +67,17 @@ def test_a_setting_that_runs_out_of_memory_is_left_to_its_trials(
     assert reasons == [None, "no kernel"]
 
 
+def test_an_own_choice_that_is_flash_attention_gives_way_where_that_is_excluded(
+    resolved: ResolvedModel, builder: PartsBuilder
+) -> None:
+    def usable(**fields: Any) -> set[str]:
+        found = SettingsProbe(resolved, builder, request_for(**fields)).attention_supports()
+        return {support.name for support in found if support.usable and not support.only_when_named}
+
+    assert usable() == {"sdpa"}
+    assert usable(flash_attention=False) == {"sdpa:math"}, "on the CPU sdpa takes flash, and there is one other"
+
+
 @pytest.mark.parametrize("versions", [(), (2,), (3,), (2, 3)])
 def test_flash_attention_is_there_only_where_transformers_can_import_it(
     monkeypatch: pytest.MonkeyPatch, resolved: ResolvedModel, versions: tuple[int, ...]

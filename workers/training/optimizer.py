@@ -53,9 +53,9 @@ class TrainingOptimizer:
 
     The arithmetic happens in the format of the master weights, or of the parameters where there are none. Gradients
     and moments in another format are converted for at most `bucket_bytes` of working memory at a time, with a cut
-    through large tensors. A gradient format other than the parameters' is kept in a gradient of its own, which takes
-    each new gradient as soon as backward has accumulated it and frees it. Of a parameter that is sharded over devices,
-    all of it is about this device's share.
+    through large tensors; None converts all of them at once. A gradient format other than the parameters' is kept in a
+    gradient of its own, which takes each new gradient as soon as backward has accumulated it and frees it. Of a
+    parameter that is sharded over devices, all of it is about this device's share.
     """
 
     def __init__(
@@ -64,9 +64,11 @@ class TrainingOptimizer:
         spec: OptimizerSpec,
         dtype: DType,
         *,
-        bucket_bytes: int = BUCKET_BYTES,
+        hyperparameters: OptimizerSettings = OptimizerSettings(),
+        bucket_bytes: int | None = BUCKET_BYTES,
     ) -> None:
         self.parameters = list(parameters)
+        self._hyperparameters = hyperparameters
         self.spec = spec
         self._dtype = torch.float32 if spec.has_master(dtype) else torch_dtype(dtype)
         self._moment_dtype = torch_dtype(spec.moment_dtype(dtype))
@@ -104,9 +106,11 @@ class TrainingOptimizer:
         if present:
             torch._foreach_zero_(present)
 
-    def _plan(self, bucket_bytes: int) -> list[list[_Slice]]:
+    def _plan(self, bucket_bytes: int | None) -> list[list[_Slice]]:
         working_tensors = self._converted_gradients + self.spec.num_states * self._converted_moments
-        longest = max(1, bucket_bytes // (self._dtype.itemsize * working_tensors)) if working_tensors else None
+        longest = None
+        if working_tensors and bucket_bytes is not None:
+            longest = max(1, bucket_bytes // (self._dtype.itemsize * working_tensors))
         buckets: list[list[_Slice]] = []
         room = 0
         for owner, parameter in enumerate(self.parameters):
@@ -155,7 +159,7 @@ class TrainingOptimizer:
 
     def _update(self, slices: list[_Slice], grads: list[Tensor], moments: list[list[Tensor]]) -> None:
         weights = [part.weight for part in slices]
-        h = OptimizerSettings()
+        h = self._hyperparameters
         if self.spec.name == "adamw":
             steps = [part.step for part in slices]
             torch._foreach_add_(steps, 1)

@@ -1,0 +1,59 @@
+"""The log files of a service: one for each exploration, in a folder that its operator names."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from anyio.to_thread import run_sync
+
+from bexp.api.background import Beat
+from bexp.api.run_log import RunLog, log_path
+from bexp.storage.database import Database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import JobNotFoundError, get_job
+from bexp.storage.listing import latest_events
+
+WRITE_SECONDS = 2.0
+PAGE = 500
+
+
+class LogFolder:
+    """Appends what is new in the logs of all explorations to their files."""
+
+    def __init__(self, database: Database, directory: Path) -> None:
+        self._database = database
+        self._directory = directory
+        self._written: dict[str, int] = {}
+        """The last event in the file of each exploration."""
+
+    async def run(self, beat: Beat) -> None:
+        """Write until cancelled; `beat` is called after each round."""
+        while True:
+            await run_sync(self.write)
+            beat()
+            await asyncio.sleep(WRITE_SECONDS)
+
+    def write(self) -> None:
+        """Write what is new.
+
+        Raises:
+            OSError: a file cannot be written.
+            sqlalchemy.exc.SQLAlchemyError: the database does not answer.
+        """
+        for job_id, last in latest_events(self._database).items():
+            if last > self._written.get(job_id, 0):
+                self._append(job_id)
+
+    def _append(self, job_id: str) -> None:
+        try:
+            job = get_job(self._database, job_id)
+        except JobNotFoundError:  # it was deleted meanwhile
+            return
+        mode = "train" if job.request is None else job.request.mode
+        with RunLog(log_path(self._directory, mode, job.model_name, job_id)) as file:
+            after = self._written.get(job_id, 0)
+            while file.is_writing and (events := read_events(self._database, job_id, after=after, limit=PAGE)):
+                for event in events:
+                    file.write(event)
+                after = self._written[job_id] = events[-1].seq

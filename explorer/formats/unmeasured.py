@@ -1,0 +1,83 @@
+"""A config.json of anything but a causal language model, refused by its type, with a way that measures it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from bexp.explorer.formats.model_types import ModelKind, model_types
+from bexp.explorer.formats.translation import Section
+from bexp.explorer.formats.vision import refuse_vision
+from bexp.explorer.spec.spelling import did_you_mean
+from bexp.explorer.spec.target import OWN_TARGET, TRANSFORMERS
+
+LIKE_A_TYPE = 0.8
+"""Likeness from which an unknown model type is a misspelt one."""
+
+_WHAT = {
+    ModelKind.ENCODER: "an encoder",
+    ModelKind.ENCODER_DECODER: "an encoder with a decoder",
+    ModelKind.VISION_LANGUAGE: "a vision-language model",
+    ModelKind.VISION: "a vision network",
+    ModelKind.AUDIO: "an audio network",
+    ModelKind.OTHER: "no causal language model",
+}
+
+
+def refuse_other_model(model: Section, target: Any = None) -> bool:
+    """Refuse the config.json of anything but a causal language model, and a misspelt type; return whether it was.
+
+    Encoders with `is_decoder: true` are causal. An unknown type is noted, because a worker's library may be newer. A
+    misspelt one is noted as well if the request names the `target`.
+    """
+    config, name = model.values, model.values.get("model_type")
+    if not isinstance(name, str):
+        return False
+    kind = model_types().kinds.get(name)
+    if kind is None:
+        return refuse_vision(model, "model_type") or _tell_unknown(model, name, target)
+    if kind is ModelKind.CAUSAL and config.get("vision_config") is not None:
+        kind = ModelKind.VISION_LANGUAGE
+    if kind in (ModelKind.ENCODER, ModelKind.ENCODER_DECODER) and config.get("is_decoder") is True:
+        kind = ModelKind.ENCODER_DECODER if config.get("is_encoder_decoder") else ModelKind.CAUSAL
+    if kind is ModelKind.CAUSAL:
+        return False
+    what = f"{name!r:.80} is {_WHAT[kind]}; exploration is limited to causal language models"
+    model.refuse("model_type", f"{what}. {_way(config, name, kind)}")
+    return True
+
+
+def _way(config: Mapping[str, Any], name: str, kind: ModelKind) -> str:
+    """Return how the model, or the language model in it, is measured."""
+    text = config.get("text_config")
+    inner = text.get("model_type", f"{name}_text") if isinstance(text, Mapping) else None
+    if isinstance(inner, str) and model_types().kinds.get(inner) is ModelKind.CAUSAL:
+        query = ".text_config" if "model_type" in (text or {}) else f"'.text_config + {{model_type: \"{inner}\"}}'"
+        return f"Its text_config is one: jq {query} config.json | bexp explore -; or {OWN_TARGET}"
+    decoder = "is_decoder: true makes it one; or " if kind is ModelKind.ENCODER else ""
+    way = f"{decoder}{OWN_TARGET}"
+    return way if decoder else way[0].upper() + way[1:]
+
+
+def _tell_unknown(model: Section, name: str, target: Any) -> bool:
+    """Refuse a type that is misspelt, and note another one that is not known; return whether it is refused."""
+    known = model_types()
+    unknown = f"{name!r:.80} is not known to transformers {known.version}"
+    meant = _meant(name, known.kinds)
+    if meant and target is None:
+        model.refuse("model_type", f"{unknown}{meant}; target: {TRANSFORMERS} leaves it to the worker's library")
+        return True
+    told = f"model_type {unknown} as far as this version of bexp knows{meant}; a worker will tell"
+    model.translation.notes.append(told)
+    return False
+
+
+def _meant(name: str, known: Mapping[str, ModelKind]) -> str:
+    """Return what to say of the type that is meant; nothing for one that differs in a number, as a newer one does."""
+    plain = {re.sub(r"[^a-z0-9]", "", each.lower()): each for each in known}
+    same = plain.get(re.sub(r"[^a-z0-9]", "", name.lower()))
+    if same is not None:
+        return f" (did you mean {same!r}?)"
+    letters = {re.sub(r"[^a-z]", "", each.lower()) for each in known}
+    return "" if re.sub(r"[^a-z]", "", name.lower()) in letters else did_you_mean(name, known, LIKE_A_TYPE)

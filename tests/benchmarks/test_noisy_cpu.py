@@ -1,0 +1,52 @@
+"""The benchmark of explorations on busy cores: what it says of a run, and that nothing stays busy."""
+
+from __future__ import annotations
+
+import subprocess
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from benchmarks.noisy_cpu import busy_cores, describe_run, summarize
+from benchmarks.replay.ground_truth import GroundTruth
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.spec.candidate import Candidate
+from tests.explorer.search.small import candidate, recommendation
+
+
+def truth(regrets: dict[Candidate | None, float]) -> GroundTruth:
+    return cast(GroundTruth, SimpleNamespace(regret=regrets.__getitem__))
+
+
+def test_a_run_has_the_regret_of_the_quiet_machine() -> None:
+    found = recommendation(confidences={"0.01": 43, "0.05": 80, "0.10": 97}, run_noise=0.09)
+    answer = Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=found),))
+    run = describe_run(71.5, answer, truth({candidate(4): 0.03}))
+    assert (run["seconds"], run["regret"], run["run_noise"]) == (71.5, 0.03, 0.09)
+    assert run["confidences"]["0.05"] == 80
+    nothing = Answer(variants=(VariantAnswer.without_model("none"),))
+    assert describe_run(5.0, nothing, truth({None: 1.0}))["regret"] == 1.0
+
+
+def test_a_summary_counts_runs_that_are_near_the_best_and_in_time() -> None:
+    runs: list[dict[str, Any]] = [
+        {"regret": regret, "seconds": seconds} for regret, seconds in ((0.0, 90.0), (0.05, 121.0), (0.2, 120.0))
+    ]
+    found = summarize(runs)
+    assert (found["num_runs"], found["num_within_5%"], found["num_within_120_s"]) == (3, 2, 2)
+    assert (found["median_regret"], found["max_regret"], found["max_seconds"]) == (0.05, 0.2, 121.0)
+
+
+def test_cores_are_busy_within_the_context_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def start(command: list[str]) -> subprocess.Popen[bytes]:
+        started.append(popen(command))
+        return started[-1]
+
+    monkeypatch.setattr("benchmarks.noisy_cpu.subprocess.Popen", start)
+    with busy_cores(2):
+        assert [process.poll() for process in started] == [None, None]
+    assert [process.returncode for process in started] == [-9, -9]

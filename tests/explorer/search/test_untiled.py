@@ -1,0 +1,98 @@
+"""What tiling gained or cost, for a request that allows nothing but tiles."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.search.candidate_report import best_untiled
+from bexp.explorer.search.explore import explore
+from bexp.explorer.search.loop import MOST_COMPARISONS
+from bexp.explorer.search.whole_models import next_comparison
+from bexp.explorer.spec.request import ExplorationRequest
+from tests.explorer.search.small import REPORT, candidate, know, small_request, small_space, small_state
+from tests.explorer.simulator import SimulatedDevice, report
+
+TILES: dict[str, Any] = {"bta": {"enable": True}}
+NOTE = "no candidate without tiling fits, so nothing shows what tiling gains or costs"
+
+
+class WithoutUntiled(SimulatedDevice):
+    """A device on which untiled attention runs out of memory."""
+
+    def __call__(self, task: TrialTask) -> Measurement:
+        if task.candidate.bta_tile is None:
+            return Measurement(candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, reason="too large")
+        return super().__call__(task)
+
+
+def search(request: ExplorationRequest, device: SimulatedDevice | None = None) -> tuple[Recommendation, list[Trial]]:
+    steps = list(explore(request, report(memory_gib=40), device or SimulatedDevice(request, noise=0.0)))
+    answer = steps[-1].answer
+    assert answer is not None
+    assert answer.recommendation is not None
+    return answer.recommendation, [step.trial for step in steps if step.trial is not None]
+
+
+def test_the_best_untiled_candidate_is_measured_and_compared_and_never_recommended() -> None:
+    found, trials = search(small_request(**TILES))
+    assert found.candidate.bta_tile is not None
+    assert found.untiled is not None
+    assert (found.untiled.candidate.bta_tile, found.untiled.predicted) == (None, False)
+    assert found.untiled.candidate.micro_batch_size > 1, "it is not the base"
+    assert found.untiled.gain == pytest.approx(found.expected_tokens_per_second / found.untiled.tokens_per_second)
+    untiled = [t for t in trials if t.candidate.bta_tile is None and t.kind is TrialKind.COMPONENTS]
+    assert 2 <= len(untiled) <= 1 + MOST_COMPARISONS, "the base, and what may be the best without tiles"
+    assert NOTE not in found.notes
+    assert Recommendation.model_validate_json(found.model_dump_json()) == found
+
+
+def test_the_gain_is_that_over_a_search_without_tiles() -> None:
+    tiled, _ = search(small_request(**TILES))
+    plain, _ = search(small_request())
+    assert tiled.untiled is not None
+    assert tiled.untiled.tokens_per_second == pytest.approx(plain.tokens_per_second, rel=0.02)
+
+
+def test_a_request_that_may_recommend_untiled_attention_names_none_apart() -> None:
+    for bta in ({"enable": False}, {"enable": None}):
+        found, _ = search(small_request(bta=bta))
+        assert found.untiled is None
+        assert "untiled" not in found.model_dump(mode="json")
+
+
+def test_if_nothing_untiled_fits_the_answer_says_so() -> None:
+    request = small_request(**TILES)
+    found, _ = search(request, WithoutUntiled(request, noise=0.0))
+    assert found.untiled is None
+    assert NOTE in found.notes
+
+
+def test_what_the_budget_does_not_measure_is_marked() -> None:
+    found, _ = search(small_request(**TILES, budget={"max_trials": 1, "confidence_target": 99}, verify=False))
+    assert found.untiled is not None
+    assert found.untiled.predicted
+
+
+def test_untiled_candidates_have_rows_and_are_no_part_of_the_space() -> None:
+    request = small_request(**TILES)
+    space = small_space(request)
+    assert space.table is not None
+    assert all(c.bta_tile is not None for c in space.legal.candidates)
+    assert set(small_space(small_request()).legal.candidates) < set(space.table.candidates)
+
+
+def test_the_comparison_comes_before_whole_models_alone() -> None:
+    state = small_state(**TILES)
+    know(state, *(c for c in state.table.candidates if c.bta_tile is not None))
+    row = best_untiled(state)
+    asked = next_comparison(state, REPORT, spent_seconds=1.0)
+    assert asked is not None
+    assert asked.row == row
+    assert next_comparison(state, REPORT, spent_seconds=0.0) is None
+    know(state, candidate(4), candidate(4, attention_backend="flash"))
+    assert next_comparison(state, REPORT, spent_seconds=1.0) is None

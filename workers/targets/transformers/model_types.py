@@ -1,0 +1,97 @@
+"""What every model type of the installed transformers is, for a service that has no such library.
+
+`python -m bexp.workers.targets.transformers.model_types` writes explorer/formats/model_types.txt.
+"""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+import bexp.explorer.formats.model_types as read
+from bexp.explorer.formats.model_types import ModelKind
+from bexp.workers.targets.transformers.config import UnsupportedModelError, library_version, resolve_config
+from bexp.workers.targets.transformers.resolved import ends_at_its_positions
+
+_ENCODERS = ("MASKED_LM", "TEXT_ENCODING")
+_SEQUENCES = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
+_VISION_LANGUAGE = ("IMAGE_TEXT_TO_TEXT", "VISUAL_QUESTION_ANSWERING", "ZERO_SHOT_IMAGE_CLASSIFICATION")
+_VISION = (
+    *("IMAGE", "IMAGE_CLASSIFICATION", "IMAGE_SEGMENTATION", "IMAGE_TO_IMAGE", "MASKED_IMAGE_MODELING", "BACKBONE"),
+    *("OBJECT_DETECTION", "ZERO_SHOT_OBJECT_DETECTION", "SEMANTIC_SEGMENTATION", "UNIVERSAL_SEGMENTATION"),
+    *("INSTANCE_SEGMENTATION", "DEPTH_ESTIMATION", "MASK_GENERATION", "VIDEO_CLASSIFICATION", "TEXT_RECOGNITION"),
+)
+_AUDIO = ("AUDIO_CLASSIFICATION", "CTC", "RNNT", "TDT", "TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM", "AUDIO_XVECTOR")
+
+
+def main() -> None:
+    """Write the file."""
+    Path(read.FILE).write_text(render())
+
+
+def render() -> str:
+    """Return the text of the file: a line of names for each kind, wrapped."""
+    kinds = find_kinds()
+    decoders = [name for name, kind in kinds.items() if kind in (ModelKind.CAUSAL, ModelKind.ENCODER)]
+    groups = {kind.value: [name for name, found in kinds.items() if found is kind] for kind in ModelKind}
+    groups[read.BOUNDED] = find_bounded(decoders)
+    lines = [f"{read.VERSION} {library_version()}"]
+    for title, names in groups.items():
+        lines += textwrap.wrap(
+            " ".join([f"{title}:", *sorted(names)]),
+            118,
+            subsequent_indent="  ",
+            break_on_hyphens=False,
+            break_long_words=False,
+        )
+    return "\n".join(lines) + "\n"
+
+
+def find_kinds() -> Mapping[str, ModelKind]:
+    """Return the kind of each type by the library's own tables of classes."""
+    from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - the same
+
+    def served(tasks: Iterable[str]) -> set[str]:
+        return {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+
+    causal, sequences, encoders = served(["CAUSAL_LM"]), served(_SEQUENCES), served(_ENCODERS)
+    pictures, vision, audio = served(_VISION_LANGUAGE), served(_VISION), served(_AUDIO)
+
+    def kind_of(name: str) -> ModelKind:
+        words = set(name.replace("-", "_").split("_"))
+        if name in pictures:
+            return ModelKind.VISION_LANGUAGE
+        if name in sequences:
+            return ModelKind.ENCODER_DECODER
+        if name in encoders or (name in causal and "bert" in words and "decoder" not in words):
+            return ModelKind.ENCODER
+        if name in causal:
+            return ModelKind.CAUSAL
+        if name in audio or "audio" in words:
+            return ModelKind.AUDIO
+        if name in vision or words & {"vision", "video"}:
+            return ModelKind.VISION
+        return ModelKind.OTHER
+
+    return {name: kind_of(name) for name in sorted(CONFIG_MAPPING.keys())}
+
+
+def find_bounded(names: Iterable[str]) -> list[str]:
+    """Return the types whose class fails with more tokens than `max_position_embeddings`, tried at a tiny size."""
+    found = []
+    for name in names:
+        try:
+            resolved = resolve_config({"model_type": name, "is_decoder": True}, 1)
+            if ends_at_its_positions(resolved):
+                found.append(name)
+        except UnsupportedModelError:
+            continue  # it has no causal language model, or none at a tiny size
+        sys.stderr.write(f"{name}\n")
+    return found
+
+
+if __name__ == "__main__":
+    main()
