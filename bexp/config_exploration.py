@@ -34,7 +34,8 @@ class ExplorationError(Exception):
 class ExplorationResult:
     """An exploration that has ended. In a notebook it shows its table and its bars.
 
-    `recommendation` is what `bexp.apply` takes; it is None if nothing fits. `trials` are the service's documents of
+    `recommendation` is what `bexp.apply` takes: the candidate that divides a stated batch, as exports take it; it is
+    None if nothing fits. `trials` are the service's documents of
     every measurement. `document` is the whole answer.
     """
 
@@ -93,16 +94,24 @@ def explore_config(
             view.show(event)
             update(view)
         ended, trials = client.get(exploration.id), client.trials(exploration.id)
-        return _result(ended, [trial.model_dump(mode="json") for trial in trials], client.answer(ended.id), view)
+        documents = [trial.model_dump(mode="json") for trial in trials]
+        return _result(ended, documents, client.answer(ended.id), view, update)
 
 
 def _result(
-    ended: Exploration, trials: Sequence[Mapping[str, Any]], result: Mapping[str, Any] | None, view: ExplorationView
+    ended: Exploration,
+    trials: Sequence[Mapping[str, Any]],
+    result: Mapping[str, Any] | None,
+    view: ExplorationView,
+    update: Callable[[ExplorationView], None],
 ) -> ExplorationResult:
     from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
 
     document = result if result is not None and result.get("recommendation") is not None else None
     recommendation = None if document is None else RecommendedSetup.read(document)
+    if document is not None:
+        view.conclude(document["recommendation"])
+        update(view)
     return ExplorationResult(ended, recommendation, trials, document, view)
 
 
@@ -142,7 +151,7 @@ def _explore_here(
             exploration = Exploration.model_validate(message["exploration"])
             if "trials" in message:
                 assert view is not None, "the exploration comes first"
-                return _result(exploration, message["trials"], message["result"], view)
+                return _result(exploration, message["trials"], message["result"], view, update)
             view = ExplorationView(exploration.id, exploration.model)
     raise ExplorationError("the exploration ended without a word")
 

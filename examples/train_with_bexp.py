@@ -15,7 +15,7 @@ import bexp
 def main(name: str, text_file: str, best: str) -> None:
     """Train `name` on a text file."""
     told = bexp.RecommendedSetup.read(best)
-    model = AutoModelForCausalLM.from_pretrained(name, dtype=told.dtype)
+    model = AutoModelForCausalLM.from_pretrained(name, dtype=told.load_dtype)
     # This comes before CUDA starts, because the allocator is part of the recommendation.
     print(bexp.apply(model, told))  # noqa: T201 - the script speaks to who runs it
 
@@ -25,7 +25,7 @@ def main(name: str, text_file: str, best: str) -> None:
     blocks = [tokens[i : i + length] for i in range(0, len(tokens) - length + 1, length)]
     dataset = [{"input_ids": block, "labels": block} for block in blocks]
 
-    arguments = TrainingArguments("out", num_train_epochs=1, **bexp.training_arguments(told))
+    arguments = TrainingArguments(**bexp.training_arguments(told, output_dir="out", num_train_epochs=1))
     callback = bexp.TrainerCallback(told)
     Trainer(model, arguments, train_dataset=dataset, callbacks=[callback]).train()
     print(callback.comparison())  # noqa: T201 - the script speaks to who runs it

@@ -50,6 +50,11 @@ class ExplorationView:
         elif event.code is EventCode.INFEASIBLE and isinstance(candidate, Mapping):
             self._failures.setdefault(candidate["micro_batch_size"], str(event.data.get("outcome", "infeasible")))
 
+    def conclude(self, recommendation: Mapping[str, Any]) -> None:
+        """Take the answer's recommendation, which says more than its event: what divides the batch."""
+        if self.best is not None and describe(self.best["candidate"]) == describe(recommendation["candidate"]):
+            self.best = recommendation
+
     @property
     def rates(self) -> dict[int, float]:
         """The composed tokens per second of one device by micro-batch size: the best that was measured for each."""
@@ -57,6 +62,7 @@ class ExplorationView:
 
     def __str__(self) -> str:
         lines = [f"{self.model} {self.exploration_id}: {self._headline()}"]
+        lines += filter(None, [self._dividing()])
         lines += [f"{size:>6}  {rate:>12,.0f} tokens/s" for size, rate in self.rates.items()]
         return "\n".join(lines)
 
@@ -67,6 +73,8 @@ class ExplorationView:
         ]
         if self.best is not None:
             parts.append(f"<p><code>{escape(describe(self.best['candidate']))}</code></p>")
+        if (dividing := self._dividing()) is not None:
+            parts.append(f"<p><b>{escape(dividing)}</b></p>")
         if self._rates or self._failures:
             parts.append(self._table())
         if self.best is not None and isinstance(self.best.get("memory"), Mapping):
@@ -90,16 +98,34 @@ class ExplorationView:
             f"device, {best['performance']:.2f}x base, confidence {best['confidence']} out of 100"
         )
 
+    def _other(self) -> Mapping[str, Any] | None:
+        """The candidate that divides the batch, where a batch is stated that the recommended one does not divide."""
+        other = None if self.best is None else self.best.get("dividing")
+        return None if self.best is None or not other or other["candidate"] == self.best["candidate"] else other
+
+    def _dividing(self) -> str | None:
+        """What trainers and exports take, where that is not the recommended candidate."""
+        other = self._other()
+        if other is None:
+            return None
+        return (
+            f"For the batch: micro_batch_size {other['candidate']['micro_batch_size']} in {other['grad_accum_steps']} "
+            f"micro-steps, {other['tokens_per_second']:,.0f} tokens/s per device, confidence {other['confidence']} out "
+            "of 100; trainers and exports take this one"
+        )
+
     def _table(self) -> str:
-        rates = self.rates
+        rates, other = self.rates, self._other()
         top = max(rates.values(), default=1.0)
-        chosen = self.best["candidate"]["micro_batch_size"] if self.best is not None else None
+        marks = {} if other is None else {other["candidate"]["micro_batch_size"]: "for the batch"}
+        if self.best is not None:
+            marks[self.best["candidate"]["micro_batch_size"]] = "recommended"
         rows = []
         for size in sorted({*rates, *self._failures}):
             if size in rates:
-                color = "#2e9e5b" if size == chosen else "#4269d0"
+                color = "#2e9e5b" if size in marks else "#4269d0"
                 bar = f'<span style="{_BAR}{color};width:{round(240 * rates[size] / top)}px"></span>'
-                cells = [str(size), bar, f"{rates[size]:,.0f}", "recommended" if size == chosen else ""]
+                cells = [str(size), bar, f"{rates[size]:,.0f}", marks.get(size, "")]
             else:
                 cells = [str(size), "", "", escape(self._failures[size].replace("_", " "))]
             rows.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>")

@@ -33,10 +33,10 @@ class StepRecommendation:
     group_is_usable: bool = True
 
     def to_json(self) -> dict[str, Any]:
-        """Return a JSON object, which `bexp.training_arguments` reads."""
+        """Return a JSON object, which `bexp.training_arguments` reads; the measured step is a person's own code."""
         return {
             **asdict(self),
-            "candidate": {"micro_batch_size": self.micro_batch_size},
+            "candidate": {"micro_batch_size": self.micro_batch_size, "attention_backend": "own"},
             "batch_size": self.effective_batch_size,
             "measured_peak_bytes": self.peak_bytes,
         }

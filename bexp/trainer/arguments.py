@@ -3,46 +3,100 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
+import sys
+from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
+from bexp.trainer.argument_differences import (
+    AUTOCAST_FIELDS,
+    CHECKPOINTING_FIELDS,
+    OPTIMIZERS,
+    argument_differences,
+    length_difference,
+    recomputes_layers,
+    size_difference,
+)
 from bexp.trainer.recommended_setup import RecommendedSetup, Source
 
-_PRECISION = {"bfloat16": "bf16", "float16": "fp16"}
-_CHECKPOINTING, _OLD_CHECKPOINTING = "activation_checkpointing", "gradient_checkpointing"
+_LOGGER = logging.getLogger(__name__)
+_SIZE, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
+_SAME = (
+    frozenset(AUTOCAST_FIELDS.values()),
+    frozenset(CHECKPOINTING_FIELDS),
+    frozenset(f"{name}_kwargs" for name in CHECKPOINTING_FIELDS),
+)
+"""Fields of which one takes the place of the other."""
 
 
-def training_arguments(recommendation: Source | RecommendedSetup, *, world_size: int | None = None) -> dict[str, Any]:
-    """Return the fields for `TrainingArguments(**fields, ...)`; `bexp.apply` sets what belongs to the model.
+def training_arguments(
+    recommendation: Source | RecommendedSetup, *, world_size: int | None = None, **own: Any
+) -> dict[str, Any]:
+    """Return the fields for `TrainingArguments(**fields)` or TRL's; `bexp.apply` sets what belongs to the model.
+
+    `own` are fields of yours, such as `output_dir="out"` or `bf16=True`. They are in the result and win over those that
+    were measured. What contradicts the measurement is logged as a warning.
 
     The micro-batch is that of the candidate that divides the requested batch, see `RecommendedSetup`. The effective
-    batch stays as requested, because the accumulation steps follow from the number of devices.
-    `world_size` defaults to the environment's WORLD_SIZE. The Trainer recomputes layers only if all of them are
-    recomputed. `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off.
-    Autocast (`bf16`) is on if it was measured.
+    batch stays as requested, because the accumulation steps follow from the size and the number of devices; without a
+    requested batch they are left out. `world_size` defaults to the environment's WORLD_SIZE. The Trainer recomputes
+    layers only if all of them are recomputed, and checkpointing is switched off otherwise, because TRL has it on.
+    `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off. Autocast (`bf16`)
+    is in the result if it was measured; where TRL is loaded, whose default it is, it is switched off otherwise. The
+    optimizer is the measured one. If a step of your own code was measured, these fields are left to it.
 
     Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
     """
     setup = RecommendedSetup.read(recommendation)
     devices = world_size or int(os.environ.get("WORLD_SIZE", "1"))
-    fields: dict[str, Any] = {
-        "per_device_train_batch_size": setup.micro_batch_size,
-        "gradient_accumulation_steps": setup.grad_accum_steps(devices),
-        "torch_compile": False,
-    }
-    if setup.settings.recompute == "full":
-        name = _checkpointing_field()
-        fields |= {name: True, f"{name}_kwargs": {"use_reentrant": False}}
-    if setup.autocast in _PRECISION:
-        fields[_PRECISION[setup.autocast]] = True
+    size = own.get(_SIZE, setup.micro_batch_size)
+    fields: dict[str, Any] = {_SIZE: size}
+    if setup.effective_batch_size is not None and _ACCUMULATION not in own:
+        fields[_ACCUMULATION] = setup.grad_accum_steps(devices, size)
+    if not setup.own_code:
+        fields |= _fields_of_the_code(setup)
+    for names in _SAME:
+        if not names.isdisjoint(own):
+            fields = {name: value for name, value in fields.items() if name not in names}
+    fields |= own
+    for difference in _contradictions(setup, fields, devices):
+        _LOGGER.warning("TrainingArguments, and what was measured: %s", difference)
     return fields
+
+
+def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
+    name, recomputes = _checkpointing_field(), setup.settings.recompute == "full"
+    fields: dict[str, Any] = {"torch_compile": False, name: recomputes}
+    if recomputes:
+        fields[f"{name}_kwargs"] = {"use_reentrant": False}
+    if setup.optimizer is not None:
+        fields["optim"] = OPTIMIZERS[setup.optimizer]
+        if setup.autocast in AUTOCAST_FIELDS:
+            fields[AUTOCAST_FIELDS[setup.autocast]] = True
+        elif "trl" in sys.modules:
+            fields["bf16"] = False
+    return fields
+
+
+def _contradictions(setup: RecommendedSetup, fields: dict[str, Any], devices: int) -> Iterator[str]:
+    yield from size_difference(setup, fields[_SIZE])
+    yield from length_difference(setup, fields.get("max_length"))
+    yield from argument_differences(setup, SimpleNamespace(**fields))
+    if not setup.own_code and recomputes_layers(SimpleNamespace(**fields)) != (setup.settings.recompute == "full"):
+        yield f"gradient checkpointing, where recomputation '{setup.settings.recompute}' was measured"
+    batch = fields[_SIZE] * fields.get(_ACCUMULATION, 1) * devices
+    if setup.effective_batch_size is not None and batch != setup.effective_batch_size:
+        yield f"a batch of {batch} sequences, not {setup.effective_batch_size}"
 
 
 def _checkpointing_field() -> str:
     """The name of the field in the installed version; transformers 6 drops the older one."""
+    new, old = CHECKPOINTING_FIELDS
     try:
-        from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds, and few answers need it
+        from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds
     except ImportError:
-        return _OLD_CHECKPOINTING
+        return old
     names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    return _CHECKPOINTING if _CHECKPOINTING in names else _OLD_CHECKPOINTING
+    return new if new in names else old

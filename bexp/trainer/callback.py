@@ -15,8 +15,11 @@ import torch
 from transformers import TrainerCallback as _Callback
 
 from bexp.explorer.records.run_report import RunReport
+from bexp.trainer.argument_differences import length_difference, size_difference
 from bexp.trainer.model_setup import applied_to, device_name, inner_model, versions
 from bexp.trainer.recommended_setup import RecommendedSetup, Source
+from bexp.trainer.run_differences import run_differences
+from bexp.trainer.seen_batches import SeenBatches
 from bexp.transformers.graph import GraphedForward, graphed
 
 _LOGGER = logging.getLogger(__name__)
@@ -28,6 +31,10 @@ _SLOWER, _LARGER = 0.9, 1.05
 
 class TrainerCallback(_Callback):
     """Compares tokens/s and peak memory with the recommendation, and logs both when training ends.
+
+    When training begins, it warns of what differs from what was measured, one line a difference: size and length of a
+    micro-batch, number formats, adapters, recomputation, optimizer, packing. `comparison()` says it again before the
+    figures, with the length and the padding of the micro-batches that the model was given.
 
     The log level is a warning if the run is slower by more than 10%, or needs more memory by more than 5%. `report` and
     `comparison()` have the figures afterwards.
@@ -56,21 +63,27 @@ class TrainerCallback(_Callback):
         self._token = token
         self._exploration_id = exploration_id or self.recommendation.exploration_id
         self._run = _RunCounts()
+        self._seen = SeenBatches()
+        self._known: tuple[str, ...] = ()
+        self._max_length: int | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: Any = None, **_: Any) -> None:
         """Start counting from zero."""
         done = applied_to(model) if model is not None else None
+        self._seen.stop()
+        self._seen = SeenBatches()
+        if model is not None and not getattr(args, "torch_compile", False):  # a hook would be compiled, too
+            self._seen.watch(model)
+        self._known = tuple(run_differences(self.recommendation, args, model, done))
+        self._max_length = getattr(args, "max_length", None)  # TRL cuts texts to it
+        if getattr(state, "is_world_process_zero", True):
+            for difference in self._differences(_micro_batch_size(args, state)):
+                _LOGGER.warning("not as measured: %s", difference)
         self._run = _RunCounts(
             applied=done is not None and done.recommendation.settings == self.recommendation.settings,
             graphed=None if model is None else graphed(inner_model(model)),
         )
         self.report = None
-        if done is not None and _recomputes_layers(args) and done.recommendation.settings.recompute != "full":
-            _LOGGER.warning(
-                "TrainingArguments recompute every layer, in place of the recommended recomputation '%s': "
-                "leave gradient checkpointing out of them",
-                done.recommendation.settings.recompute,
-            )
         _reset_peak()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
@@ -113,6 +126,7 @@ class TrainerCallback(_Callback):
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Log what the run reached, and post it if there is a service."""
+        self._seen.stop()
         run = self._run
         if run.begun is None or run.steps <= _WARM_UP_STEPS:
             _LOGGER.info("the run was too short to compare with the recommendation")
@@ -135,7 +149,9 @@ class TrainerCallback(_Callback):
             seconds=seconds,
             hardware=device_name(),
             versions=versions(),
-            applied=run.applied and (run.graphed is None or run.graphed.loss.always_replays),
+            applied=run.applied
+            and (run.graphed is None or run.graphed.loss.always_replays)
+            and not self._differences(micro_batch_size),
             finished_at=datetime.now(UTC),
         )
         if getattr(state, "is_world_process_zero", True):
@@ -148,12 +164,24 @@ class TrainerCallback(_Callback):
         larger = promised.peak_bytes and reached.peak_bytes and reached.peak_bytes > _LARGER * promised.peak_bytes
         return bool(slower or larger)
 
+    def _differences(self, micro_batch_size: int) -> list[str]:
+        """Return what differs from what was measured; a length that was seen takes the place of the longest allowed."""
+        promised, seen = self.recommendation, self._seen
+        return [
+            *size_difference(promised, micro_batch_size),
+            *length_difference(promised, seen.longest or self._max_length),
+            *seen.padding_difference(promised),
+            *self._known,
+        ]
+
     def comparison(self) -> str:
-        """Return one line that compares what was reached with what was promised."""
+        """Return one line that compares what was reached with what was promised, after what was not as measured."""
         if self.report is None:
             return "nothing was measured"
         reached, promised = self.report, self.recommendation
-        text = f"{reached.tokens_per_second:,.0f} tokens/s per device"
+        differences = self._differences(reached.micro_batch_size)
+        text = f"not as measured ({'; '.join(differences)}): " if differences else ""
+        text += f"{reached.tokens_per_second:,.0f} tokens/s per device"
         if promised.tokens_per_second:
             share = reached.tokens_per_second / promised.tokens_per_second
             text += f" of {promised.tokens_per_second:,.0f} promised ({share:.0%})"
@@ -161,8 +189,6 @@ class TrainerCallback(_Callback):
             text += f", peak {reached.peak_bytes / 2**30:.1f} GiB"
             if promised.peak_bytes:
                 text += f" of {promised.peak_bytes / 2**30:.1f} promised"
-        if reached.micro_batch_size != promised.micro_batch_size:
-            text += f"; micro_batch_size {reached.micro_batch_size}, not the recommended {promised.micro_batch_size}"
         return text
 
     def _post(self, report: RunReport) -> None:
@@ -246,11 +272,6 @@ class _RunCounts:
 def _is_followed(control: Any) -> bool:
     """Whether an evaluation or a checkpoint comes next."""
     return control is not None and bool(control.should_evaluate or control.should_save)
-
-
-def _recomputes_layers(args: Any) -> bool:
-    """Whether the Trainer enables the library's checkpointing, under its present name or the older one."""
-    return any(getattr(args, f"{name}_checkpointing", False) for name in ("activation", "gradient"))
 
 
 def _micro_batch_size(args: Any, state: Any) -> int:

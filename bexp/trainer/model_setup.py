@@ -14,6 +14,7 @@ from torch import nn
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
 from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source, execution_settings
+from bexp.trainer.trained_weights import rank_difference, refuse_another_training, weight_difference
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
 
@@ -63,9 +64,11 @@ def apply(
     micro-step is captured when it first runs. What cannot be captured runs operation by operation, and the log says why
     (see `bexp.graphs.graphed_loss`).
 
-    Another device, version or sequence length is a warning; with `strict` it raises.
-    Raises RecommendationError for another architecture or a copy of a model that was set up, SettingsError if the model
-    cannot have a setting.
+    Another device, version or sequence length is a warning, and so are weights in a format that needs less memory than
+    was measured; with `strict` it raises.
+    Raises RecommendationError for another architecture, for LoRA adapters where all weights were measured and the
+    reverse, for weights that need more memory than the measured ones, or for a copy of a model that was set up;
+    SettingsError if the model cannot have a setting.
     """
     setup = RecommendedSetup.read(recommendation)
     if execution is not None:
@@ -73,6 +76,7 @@ def apply(
         setup = replace(setup, settings=replace(setup.settings, compile=compiled, graph=replayed))
     inner = inner_model(model)
     _refuse_another_architecture(inner, setup)
+    refuse_another_training(inner, setup)
     restore(inner)
     warnings = [text for text in [set_allocator(setup.settings.allocator)] if text]
     warnings += _differences(setup, seq_length, inner)
@@ -172,8 +176,8 @@ def _differences(setup: RecommendedSetup, seq_length: int | None, model: nn.Modu
         differences.append(f"it was measured with sequences of {setup.seq_length} tokens, not {seq_length}")
     if getattr(model, "is_quantized", False) and not setup.own_code:
         differences.append("it was measured with plain weights, and those of this model are quantised")
-    elif setup.library_code:
-        differences += _other_weights(setup, model)
+    else:
+        differences += filter(None, (weight_difference(model, setup), rank_difference(model, setup)))
     here = versions()
     differences += [
         f"it was measured with {name} {version}, and this is {here[name]}"
@@ -181,11 +185,3 @@ def _differences(setup: RecommendedSetup, seq_length: int | None, model: nn.Modu
         if name in here and here[name] != version
     ]
     return differences
-
-
-def _other_weights(setup: RecommendedSetup, model: nn.Module) -> list[str]:
-    largest = max(model.parameters(), key=lambda parameter: parameter.numel(), default=None)
-    dtype = None if largest is None else str(largest.dtype).removeprefix("torch.")
-    if setup.dtype is None or dtype in (None, setup.dtype):
-        return []
-    return [f"it was measured with weights in {setup.dtype}, and those of this model are in {dtype}"]

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from bexp.step.results import StepRecommendation
+from bexp.trainer.measured_training import is_library_code, read_training
 from bexp.transformers.settings import Settings, SettingsError
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
@@ -55,7 +56,9 @@ class RecommendedSetup:
     a whole step on `num_devices` devices. Measured figures are those of one device; unknown ones are None. `own_code`
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
-    `master_weights` says that the optimizer kept a float32 copy of the weights, as DeepSpeed's `bf16` does.
+    `master_weights` says that the optimizer kept a float32 copy of the weights. `lora` are the adapters that were
+    trained in place of the weights. `optimizer` (`adamw`, `sgd`) is None if the document does not say how the model was
+    trained; then nothing is known of the adapters either. `padding` is `none`, `left` or `right`.
     `library_code` says that the library's own classes were measured.
     """
 
@@ -67,6 +70,9 @@ class RecommendedSetup:
     dtype: str | None = None
     autocast: str | None = None
     master_weights: bool = False
+    lora: Mapping[str, Any] | None = None
+    optimizer: str | None = None
+    padding: str | None = None
     confidence: int | None = None
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
@@ -107,11 +113,13 @@ class RecommendedSetup:
             settings = _settings(recommendation, candidate, request)
         except (SettingsError, TypeError) as error:
             raise RecommendationError(f"this recommendation cannot be applied: {error}") from error
+        own_code = candidate.get("attention_backend") == _OWN_ATTENTION and not is_library_code(request)
+        dtype = recommendation.get("dtype")
         return cls(
             settings=settings,
             micro_batch_size=candidate["micro_batch_size"],
-            own_code=candidate.get("attention_backend") == _OWN_ATTENTION and request.get("hf_config") is None,
-            library_code=request.get("hf_config") is not None,
+            own_code=own_code,
+            library_code=is_library_code(request),
             architecture=_sizes(
                 recommendation.get("model")
                 or document.get("model")
@@ -119,20 +127,27 @@ class RecommendedSetup:
                 or request.get("hf_config")
                 or {}
             ),
+            **read_training(request, dtype, own_code=own_code),
             **_context(document, recommendation, request),
         )
 
-    def grad_accum_steps(self, world_size: int = 1) -> int:
+    @property
+    def load_dtype(self) -> str | None:
+        """The format to load a model's weights in; a Trainer keeps float32 weights in place of master weights."""
+        return "float32" if self.master_weights and self.autocast is not None else self.dtype
+
+    def grad_accum_steps(self, world_size: int = 1, micro_batch_size: int | None = None) -> int:
         """Micro-batches of a step that keep the effective batch on `world_size` devices; 1 if it is not known.
 
         Raises RecommendationError if they do not divide it.
         """
         if self.effective_batch_size is None:
             return 1
-        steps, rest = divmod(self.effective_batch_size, self.micro_batch_size * world_size)
+        size = micro_batch_size or self.micro_batch_size
+        steps, rest = divmod(self.effective_batch_size, size * world_size)
         if rest or not steps:
             raise RecommendationError(
-                f"micro_batch_size {self.micro_batch_size} on {world_size} devices does not divide the batch of "
+                f"micro_batch_size {size} on {world_size} devices does not divide the batch of "
                 f"{self.effective_batch_size} sequences"
             )
         return steps
@@ -228,24 +243,6 @@ def execution_settings(execution: str) -> tuple[bool, bool]:
     return "compile" in names, "graph" in names
 
 
-def _number_formats(recommendation: Mapping[str, Any], request: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """Return the formats of weights and of autocast. Target `transformers` has bfloat16 in one of them, or in both."""
-    training = request.get("training") or {}
-    if request.get("hf_config") is not None:
-        mixed = training.get("precision") == "autocast"
-        return "float32" if mixed else "bfloat16", "bfloat16" if mixed or training.get("lora") else None
-    dtype = recommendation.get("dtype") or (request.get("model") or {}).get("dtype")
-    return dtype, dtype
-
-
-def _has_master_weights(dtype: str | None, request: Mapping[str, Any]) -> bool:
-    """Return whether float32 master weights were measured: precision `master`, or those of the reference layers."""
-    training = request.get("training") or {}
-    if request.get("model") is None:
-        return bool(training.get("precision") == "master")
-    return dtype != "float32" and (training.get("optimizer") or {}).get("master_dtype", "float32") is not None
-
-
 def _context(
     document: Mapping[str, Any], recommendation: Mapping[str, Any], request: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -256,14 +253,10 @@ def _context(
     model = request.get("model") or {}
     whole = recommendation.get("whole_model") or {}
     measured = whole.get("measurement") or {}
-    dtype, autocast = _number_formats(recommendation, request)
     return {
         "effective_batch_size": recommendation.get("batch_size") or request.get("batch_size") or None,
         "num_devices": request.get("num_devices") or 1,
         "seq_length": recommendation.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
-        "dtype": dtype,
-        "autocast": autocast,
-        "master_weights": _has_master_weights(dtype, request),
         "confidence": recommendation.get("confidence"),
         "tokens_per_second": whole.get("tokens_per_second") or recommendation.get("tokens_per_second"),
         "peak_bytes": measured.get("peak_bytes")

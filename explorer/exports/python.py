@@ -31,8 +31,12 @@ def training_arguments(**others):
     """Return `TrainingArguments`{batch} on the devices that there are."""
     from transformers import TrainingArguments
 
-    return TrainingArguments(**(bexp.training_arguments(RECOMMENDATION) | others))
+    return TrainingArguments(**bexp.training_arguments(RECOMMENDATION, **others))
 '''
+
+_COMPARED = {"target", "batch_size", "num_devices", "allocator", "execution", "padding"}
+_TRAINED = {"loss", "precision", "lora"}
+"""Fields of the request, and of its training, that `bexp.apply` and the callback read; an optimizer has defaults."""
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -54,8 +58,10 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     """Return the document that `bexp.apply` reads: the candidate, and of the request what it compares with a model."""
-    request = settings.request.model_dump(mode="json", include={"batch_size", "num_devices", "allocator", "execution"})
-    request["training"] = settings.request.training.model_dump(mode="json", include={"loss", "precision", "lora"})
+    request = settings.request.model_dump(mode="json", include=_COMPARED)
+    training = settings.request.training
+    request["training"] = training.model_dump(mode="json", include=_TRAINED)
+    request["training"]["optimizer"] = training.optimizer.model_dump(mode="json", exclude_defaults=True)
     request |= settings.request.explored.as_fields(settings.seq_length)
     candidate = settings.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": settings.recompute.value}
     for key, kept in (("attention_backend", settings.attention), ("expert_backend", settings.experts)):

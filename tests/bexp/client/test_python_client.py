@@ -93,6 +93,32 @@ def test_a_notebook_shows_one_output_that_changes(
     assert "Recommended: micro_batch_size 4" in result._repr_html_()
 
 
+def test_what_python_shows_names_the_size_that_a_trainer_takes_for_the_batch(
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a list, sizes are independent of the batch; the one for the batch stands below, and trainers take it."""
+    monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_url)
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    tables = ROOT / "benchmarks"
+    shown: list[str] = []
+    for sizes, batch_size, recommended, taken in (([1, 2, 4, 6, 8], 15, 6, 1), ([1, 2, 4, 6, 8], 12, 6, 6)):
+        result = bexp.explore_config(
+            tables / "tables/olmoe-zipf.yaml",
+            device=f"replay:{tables}/results/tables/olmoe-zipf.jsonl",
+            on_update=lambda view: shown.append(str(view)),
+            micro_batch_size=sizes,
+            batch_size=batch_size,
+        )
+        assert result.recommendation is not None
+        assert (result.exploration.micro_batch_size, result.recommendation.micro_batch_size) == (recommended, taken)
+        lines = str(result).splitlines()
+        assert f"Recommended: micro_batch_size {recommended}" in lines[0]
+        assert lines[1].startswith(f"For the batch: micro_batch_size {taken} in {batch_size}") == (taken != recommended)
+        assert shown[-1] == str(result)
+        fields = bexp.training_arguments(result.recommendation)
+        assert fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"] == batch_size
+
+
 def test_a_service_that_is_not_installed_beside_the_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("BEXP_API_URL", raising=False)
     monkeypatch.setattr(config_exploration, "SESSION", "no_such_module")

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+from types import SimpleNamespace
 from typing import Any
+
+import torch
+from torch import nn
 
 
 def document(**candidate: Any) -> dict[str, Any]:
@@ -40,3 +45,26 @@ def document(**candidate: Any) -> dict[str, Any]:
         },
         "answer": None,
     }
+
+
+def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
+    """Of a tiny OLMoE's config.json, measured in the library's own classes."""
+    told = document()
+    request = told["job"]["request"]
+    sizes = {key: value for key, value in request.pop("model").items() if key in ("hidden_size", "vocab_size")}
+    request |= {"hf_config": {"model_type": "olmoe", **sizes}, "hf_seq_length": 12, "training": training}
+    return told
+
+
+def with_adapters(model: Any, rank: int = 8) -> Any:
+    """The model with LoRA adapters on frozen weights: peft's, or parameters of its names where it is not installed."""
+    if find_spec("peft"):
+        import peft
+
+        return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+    model.requires_grad_(False)
+    model.peft_config = {"default": SimpleNamespace(r=rank)}
+    for name, part in list(model.named_modules()):
+        if name.endswith("q_proj"):
+            part.lora_A = nn.Parameter(torch.zeros(rank, part.in_features))
+    return model

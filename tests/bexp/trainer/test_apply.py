@@ -16,7 +16,7 @@ from bexp.trainer.recommended_setup import RecommendationError
 from bexp.transformers.layers import decoder_layers
 from bexp.transformers.recompute import is_checkpointing
 from bexp.transformers.settings import SettingsError
-from tests.bexp.trainer.recommendations import document
+from tests.bexp.trainer.recommendations import document, told_of_a_config, with_adapters
 from tests.bexp.transformers import models
 
 
@@ -154,14 +154,6 @@ def test_quantised_weights_are_a_warning() -> None:
     assert any("plain weights" in warning for warning in bexp.apply(model, document()).warnings)
 
 
-def told_of_a_config(training: dict[str, Any]) -> dict[str, Any]:
-    told = document()
-    request = told["job"]["request"]
-    sizes = {key: value for key, value in request.pop("model").items() if key in ("hidden_size", "vocab_size")}
-    request |= {"hf_config": {"model_type": "olmoe", **sizes}, "hf_seq_length": 12, "training": training}
-    return told
-
-
 @pytest.mark.parametrize(
     ("training", "weights", "master", "trainer"),
     [
@@ -175,11 +167,81 @@ def test_the_trainer_gets_the_number_formats_that_were_measured(
     training: dict[str, Any], weights: str, master: bool, trainer: bool | None
 ) -> None:
     told = bexp.RecommendedSetup.read(told_of_a_config(training))
-    assert (told.dtype, told.master_weights) == (weights, master)
+    assert (told.dtype, told.load_dtype, told.master_weights) == (weights, weights, master)
     assert bexp.training_arguments(told).get("bf16") is trainer
-    for dtype in (torch.bfloat16, torch.float32):
-        found = bexp.apply(models.tiny("olmoe").to(dtype), told).warnings
-        assert any("measured with weights in" in warning for warning in found) == (str(dtype) != f"torch.{weights}")
+    model = models.tiny("olmoe").to(getattr(torch, weights))
+    assert bexp.apply(with_adapters(model) if "lora" in training else model, told).warnings == ()
+
+
+def test_wider_weights_than_were_measured_are_refused_and_narrower_ones_are_a_warning() -> None:
+    pure, autocast = told_of_a_config({"precision": "pure"}), told_of_a_config({"precision": "autocast"})
+    model = models.tiny("olmoe")
+    before = models.snapshot(model)
+    way = r"in bfloat16, .* in float32, which need more memory: .*dtype=torch.bfloat16, .*training.precision=autocast"
+    with pytest.raises(RecommendationError, match=way):
+        bexp.apply(model, pure)
+    assert models.snapshot(model) == before
+    model = model.to(torch.bfloat16)
+    assert bexp.apply(model, pure).warnings == ()
+    [warning] = bexp.apply(model, autocast).warnings
+    assert "in float32, and those of this model are in bfloat16, which needs less memory" in warning
+
+
+@pytest.mark.parametrize(
+    ("dtype", "optimizer", "weights", "autocast"),
+    [
+        ("bfloat16", {}, "float32", "bfloat16"),
+        ("bfloat16", {"master_dtype": None}, "bfloat16", None),
+        ("float32", {}, "float32", None),
+    ],
+)
+def test_a_trainer_keeps_float32_weights_where_the_reference_layers_had_master_weights(
+    dtype: str, optimizer: dict[str, Any], weights: str, autocast: str | None
+) -> None:
+    told = document()
+    told["job"]["request"]["training"]["optimizer"] = optimizer
+    told["job"]["request"]["model"]["dtype"] = dtype
+    setup = bexp.RecommendedSetup.read(told)
+    assert (setup.dtype, setup.load_dtype, setup.autocast) == (dtype, weights, autocast)
+    if weights == "bfloat16":
+        with pytest.raises(RecommendationError, match=r"training\.optimizer\.master_dtype=float32"):
+            bexp.apply(models.tiny("olmoe"), told)
+    else:
+        assert bexp.apply(models.tiny("olmoe"), told).warnings == ()
+
+
+def test_an_answer_for_adapters_is_refused_for_a_full_model_and_the_reverse() -> None:
+    lora = told_of_a_config({"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}})
+    full = told_of_a_config({"precision": "autocast"})
+    model = models.tiny("olmoe")
+    total = sum(parameter.numel() for parameter in model.parameters())
+    trains = rf"adapters of rank 8 .* has none and trains {total:,} of its {total:,} parameters: .*get_peft_model"
+    with pytest.raises(RecommendationError, match=trains):
+        bexp.apply(model, lora)
+    adapted = with_adapters(model)
+    with pytest.raises(RecommendationError, match=r"all weights trained, .* has adapters .* training\.lora"):
+        bexp.apply(adapted, full)
+    assert bexp.apply(adapted, lora).warnings == ()
+    bexp.restore(adapted)
+    for parameter in adapted.parameters():
+        parameter.requires_grad_(True)
+    assert bexp.apply(adapted, full).warnings == (), "all weights are trained"
+
+
+def test_adapters_of_another_rank_are_a_warning() -> None:
+    lora = told_of_a_config({"precision": "autocast", "lora": {"r": 4, "target_modules": "all-linear"}})
+    [warning] = bexp.apply(with_adapters(models.tiny("olmoe")), lora).warnings
+    assert "adapters of rank 4, and those of this model have [8]" in warning
+
+
+@pytest.mark.parametrize("changed", [{"target": "mine"}, {"hf_config": None}])
+def test_what_a_persons_own_code_trains_is_not_compared(changed: dict[str, Any]) -> None:
+    told = told_of_a_config({"precision": "pure"})
+    told["job"]["request"] |= changed
+    told["recommendation"]["candidate"] |= {"attention_backend": "own", "expert_backend": None}
+    setup = bexp.RecommendedSetup.read(told)
+    assert (setup.own_code, setup.dtype, setup.optimizer) == (True, None, None)
+    assert bexp.apply(with_adapters(models.tiny("olmoe")), told).warnings == ()
 
 
 @pytest.mark.parametrize(
@@ -244,21 +306,6 @@ def test_the_allocator_is_set_while_that_is_possible(monkeypatch: pytest.MonkeyP
     assert told is not None
     assert "PYTORCH_ALLOC_CONF=expandable_segments:False" in told
     assert current_allocator() == "expandable_segments"
-
-
-def test_training_arguments_keep_the_effective_batch() -> None:
-    fields = bexp.training_arguments(document(recompute="full"), world_size=2)
-    assert fields == {
-        "per_device_train_batch_size": 4,
-        "gradient_accumulation_steps": 2,
-        "activation_checkpointing": True,
-        "activation_checkpointing_kwargs": {"use_reentrant": False},
-        "torch_compile": False,
-        "bf16": True,
-    }
-    assert "activation_checkpointing" not in bexp.training_arguments(document())
-    with pytest.raises(RecommendationError, match="does not divide"):
-        bexp.training_arguments(document(micro_batch_size=3))
 
 
 def test_the_candidate_that_divides_the_batch_is_used_where_there_is_one() -> None:

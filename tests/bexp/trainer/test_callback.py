@@ -16,7 +16,7 @@ from bexp.explorer.records.run_report import RunReport
 from bexp.trainer.model_setup import device_name
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
-from tests.bexp.trainer.recommendations import document
+from tests.bexp.trainer.recommendations import document, told_of_a_config, with_adapters
 from tests.bexp.transformers import models
 
 ARGS = SimpleNamespace(per_device_train_batch_size=4, gradient_accumulation_steps=2)
@@ -222,3 +222,123 @@ def test_checkpointing_by_the_trainer_that_replaces_the_policy_is_a_warning(
         arguments = SimpleNamespace(**vars(ARGS), **{name: True})
         bexp.TrainerCallback(told).on_train_begin(arguments, STATE, None, model=model)
         assert ("in place of the recommended recomputation" in caplog.text) is warned
+
+
+def beginning(
+    caplog: pytest.LogCaptureFixture, told: dict[str, Any], model: Any = None, **arguments: Any
+) -> tuple[Any, list[str]]:
+    """A callback at the beginning of training, and what it warned of."""
+    caplog.clear()
+    callback = bexp.TrainerCallback(told)
+    callback.on_train_begin(SimpleNamespace(**vars(ARGS) | arguments), STATE, None, model=model)
+    return callback, [record.getMessage().removeprefix("not as measured: ") for record in caplog.records]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "difference"),
+    [
+        ({"per_device_train_batch_size": 8}, "micro_batch_size 8, not the recommended 4"),
+        ({"max_length": 1024}, "sequences of up to 1024 tokens, not 12"),
+        ({"max_length": None}, None),
+        ({"bf16": True, "fp16": False}, "products are computed under autocast of bfloat16, and were measured without"),
+        ({"bf16": False, "fp16": False}, None),
+        ({"optim": SimpleNamespace(value="adamw_torch")}, "optimizer adamw_torch, not adamw_torch_fused"),
+        ({"optim": "adamw_torch_fused"}, None),
+        ({"packing": True}, "packed documents that attend to themselves alone, not whole sequences"),
+        ({"packing": True, "packing_strategy": "wrapped"}, None),
+        ({"padding_free": True}, "packed documents that attend to themselves alone, not whole sequences"),
+        (
+            {"gradient_checkpointing": True},
+            "gradient checkpointing recomputes every layer, in place of the recommended",
+        ),
+    ],
+)
+def test_what_differs_is_said_when_training_begins_and_before_the_figures(
+    arguments: dict[str, Any], difference: str | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    callback, warned = beginning(caplog, told_of_a_config({"precision": "pure"}), **arguments)
+    size = {"per_device_train_batch_size": arguments.get("per_device_train_batch_size", 4)}
+    for _ in range(5):
+        step(callback)
+    callback.on_train_end(SimpleNamespace(**size), STATE, None)
+    if difference is None:
+        assert warned == []
+        assert callback.comparison()[0].isdigit()
+    else:
+        [line] = warned
+        assert line.startswith(difference)
+        assert callback.comparison().startswith(f"not as measured ({line}): ")
+
+
+def test_the_trainers_process_that_is_not_the_first_says_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    callback = bexp.TrainerCallback(document())
+    state = SimpleNamespace(**vars(STATE) | {"is_world_process_zero": False})
+    callback.on_train_begin(SimpleNamespace(**vars(ARGS) | {"optim": "adafactor"}), state, None)
+    assert caplog.records == []
+
+
+def test_an_engine_with_master_weights_may_be_told_bf16(caplog: pytest.LogCaptureFixture) -> None:
+    assert beginning(caplog, told_of_a_config({"precision": "master"}), bf16=True)[1] == []
+
+
+def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest.LogCaptureFixture) -> None:
+    told = told_of_a_config({"precision": "pure"})
+    told["recommendation"]["candidate"] |= {"recompute": "none"}
+    model = models.tiny("olmoe").to(torch.bfloat16)
+    assert beginning(caplog, told, model)[1] == []
+    [weights] = beginning(caplog, told, models.tiny("olmoe"))[1]
+    assert "weights in bfloat16, and those of this model are in float32" in weights
+    model.activation_checkpointing_enable()
+    [recomputation] = beginning(caplog, told, model)[1]
+    assert recomputation.startswith("gradient checkpointing recomputes every layer")
+    told["recommendation"]["candidate"] |= {"recompute": "full"}
+    assert beginning(caplog, told, model)[1] == []
+    bexp.apply(model, told_of_a_config({"precision": "pure"}))
+    assert beginning(caplog, told, model)[1] == ["recomputation 'partial_50', not 'full'"]
+    bexp.restore(model)
+    [adapters] = beginning(caplog, told, with_adapters(model))[1]
+    assert "all weights trained, and this model has adapters" in adapters
+
+
+@pytest.mark.parametrize(
+    ("length", "padded", "measured", "differences"),
+    [
+        (12, False, "none", []),
+        (12, True, "right", []),
+        (12, True, "none", ["padded sequences, not whole ones"]),
+        (12, False, "right", ["whole sequences, not padded ones"]),
+        (10, True, "none", ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
+    ],
+)
+def test_the_batches_that_a_model_is_given_are_compared(
+    length: int, padded: bool, measured: str, differences: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = told_of_a_config({"precision": "autocast"})
+    told["recommendation"]["candidate"] |= {"recompute": "none"}
+    told["job"]["request"] |= {"padding": measured}
+    model = models.tiny("olmoe")
+    callback, [warned] = beginning(caplog, told, model, max_length=1024)
+    assert warned == "sequences of up to 1024 tokens, not 12"
+    model(**models.batch(length=length, padded=padded))
+    model(input_ids=torch.ones(1, 40, dtype=torch.long), position_ids=torch.arange(40)[None] % 10)
+    with torch.no_grad():
+        model.eval()(**models.batch(length=20))
+    for _ in range(5):
+        step(callback)
+    callback.on_train_end(ARGS, STATE, None)
+    model.train()(**models.batch(length=30))
+    text = callback.comparison()
+    assert text.partition("not as measured (")[2].partition("): ")[0] == "; ".join(differences)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adafactor"])
+def test_a_run_that_was_not_as_measured_is_not_one_of_the_recommendation(optimizer: str) -> None:
+    model = models.tiny("olmoe")
+    bexp.apply(model, document())
+    callback = bexp.TrainerCallback(document())
+    callback.on_train_begin(SimpleNamespace(**vars(ARGS), optim=optimizer), STATE, None, model=model)
+    for _ in range(5):
+        step(callback)
+    callback.on_train_end(ARGS, STATE, None)
+    assert callback.report is not None
+    assert callback.report.applied is (optimizer == "adamw_torch_fused")

@@ -246,6 +246,17 @@ def test_the_python_module_leaves_the_loss_and_attention_of_a_targets_own_code()
     exec(export("python", own_exploration(seq_length=64)).text, scope)
     read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
     assert (read.settings, read.grad_accum_steps(1)) == (scope["bexp"].Settings(), 4)
+    assert scope["training_arguments"](output_dir="out", use_cpu=True).per_device_train_batch_size == 4
+
+
+def test_the_python_module_holds_how_the_model_was_trained() -> None:
+    scope: dict[str, Any] = {}
+    training = {"optimizer": {"name": "sgd", "master_dtype": None}}
+    exec(export("python", exploration(training=training, batch_size=None)).text, scope)
+    read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
+    assert (read.optimizer, read.dtype, read.autocast, read.master_weights) == ("sgd", "bfloat16", None, False)
+    made = scope["training_arguments"](output_dir="out", use_cpu=True, gradient_accumulation_steps=3)
+    assert (made.optim, made.bf16, made.gradient_accumulation_steps) == ("sgd", False, 3)
 
 
 def test_accelerate_and_deepspeed() -> None:

@@ -1,0 +1,74 @@
+"""How `TrainingArguments` differ from what was measured, one line for each difference."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from bexp.trainer.recommended_setup import RecommendedSetup
+
+OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
+"""transformers' names of the optimizers that are measured."""
+AUTOCAST_FIELDS = {"bfloat16": "bf16", "float16": "fp16"}
+"""The fields of `TrainingArguments` that compute in these formats under autocast."""
+CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
+"""The field that recomputes every layer: its present name and the older one, which transformers 6 drops."""
+
+
+def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[str]:
+    """Yield that a run has micro-batches of another size than was measured."""
+    if micro_batch_size != setup.micro_batch_size:
+        yield f"micro_batch_size {micro_batch_size}, not the recommended {setup.micro_batch_size}"
+
+
+def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[str]:
+    """Yield that the longest sequences have another length than was measured; None if it is not known."""
+    if length and setup.seq_length and length != setup.seq_length:
+        yield f"sequences of up to {length} tokens, not {setup.seq_length}"
+
+
+def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
+    """Yield how `TrainingArguments`, or TRL's, differ from what was measured; what they do not hold is not compared.
+
+    The size of a micro-batch is left out, because the Trainer may find another; so are its length, which is that of the
+    data at most, and recomputation, which depends on the model.
+    """
+    if setup.optimizer is None:
+        return
+    yield from _autocast_differences(setup, args)
+    optimizer, measured = getattr(args, "optim", None), OPTIMIZERS[setup.optimizer]
+    optimizer = getattr(optimizer, "value", optimizer)
+    if optimizer is not None and optimizer != measured:
+        yield f"optimizer {optimizer}, not {measured}"
+    if _packs_documents(args):
+        yield f"packed documents that attend to themselves alone, not {_texts(setup.padding)}"
+
+
+def recomputes_layers(args: Any) -> bool:
+    """Return whether the Trainer enables the library's checkpointing."""
+    return any(getattr(args, name, False) for name in CHECKPOINTING_FIELDS)
+
+
+def _autocast_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
+    if setup.master_weights and setup.autocast is None:
+        return  # an engine such as DeepSpeed's computes in the format of the weights, whatever `bf16` says
+    values = {dtype: getattr(args, field, None) for dtype, field in AUTOCAST_FIELDS.items()}
+    if all(value is None for value in values.values()):
+        return
+    found = next((dtype for dtype, value in values.items() if value), None)
+    if found != setup.autocast:
+        yield f"products are computed {_autocast(found)}, and were measured {_autocast(setup.autocast)}"
+
+
+def _autocast(dtype: str | None) -> str:
+    return "without autocast" if dtype is None else f"under autocast of {dtype}"
+
+
+def _packs_documents(args: Any) -> bool:
+    """Whether TRL flattens a batch, so that each document has an attention of its own."""
+    packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped"
+    return bool(packs or getattr(args, "padding_free", False))
+
+
+def _texts(padding: str | None) -> str:
+    return "whole sequences" if padding in (None, "none") else f"texts that are padded {padding}"

@@ -1,0 +1,42 @@
+"""How the measured model was trained: number formats, adapters, optimizer, and padding."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def is_library_code(request: Mapping[str, Any]) -> bool:
+    """Return whether the transformers library's own classes were measured; a person's target may take a config, too."""
+    return request.get("hf_config") is not None and request.get("target") in (None, "transformers")
+
+
+def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bool) -> dict[str, Any]:
+    """Return the fields of `RecommendedSetup` that say how the measured model was trained.
+
+    They are empty for a person's own code, which decides all of that, and for a document without a request. `dtype` is
+    the format of the matrix products, where the recommendation has it.
+    """
+    library = is_library_code(request)
+    weights: str | None
+    if own_code or not (library or request.get("model") is not None):
+        return {}
+    training = request.get("training") or {}
+    optimizer = training.get("optimizer") or {}
+    precision = training.get("precision") or "pure"
+    if library:  # bfloat16 is the format of the weights, of autocast, or of both
+        weights = "float32" if precision == "autocast" else "bfloat16"
+        autocast = "bfloat16" if precision == "autocast" or training.get("lora") else None
+        master = precision == "master"
+    else:
+        weights = dtype or (request.get("model") or {}).get("dtype")
+        master = weights != "float32" and optimizer.get("master_dtype", "float32") is not None
+        autocast = weights if master else None  # a Trainer has no master weights, and the same bytes under autocast
+    return {
+        "dtype": weights,
+        "autocast": autocast,
+        "master_weights": master,
+        "lora": training.get("lora"),
+        "optimizer": optimizer.get("name", "adamw"),
+        "padding": request.get("padding", "none") if library else None,
+    }
