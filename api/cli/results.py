@@ -20,7 +20,7 @@ from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
-from bexp.explorer.records.recommendation import Answer, Recommendation
+from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
@@ -71,6 +71,8 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
         advice = f"explore again with a higher --max-seconds or --max-trials; these were {limits}"
         if (answer.serves_up_to or 0) >= budget.confidence_target:  # a larger budget would get this answer again
             advice = "explore again with --fresh; the search had ended before its budget was spent"
+        elif any(NOISE_ENDS_SEARCH in note for note in best.notes):
+            advice = "explore again when nothing else runs here: under this noise more trials would not help"
         surer = [row("to be surer", advice)]
     names = formats_for(best, request)
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel

@@ -21,6 +21,10 @@ CONFIDENT = 90
 """Below this confidence a third digit of a ratio says nothing."""
 
 
+NOISE_ENDS_SEARCH = "no more of them would raise the confidence"
+"""Words of the note of a search that noise has ended: more trials would not help."""
+
+
 class Alternative(Frozen):
     """Another candidate that the answer is compared with."""
 

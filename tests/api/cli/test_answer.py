@@ -19,6 +19,8 @@ from bexp.explorer.records.recommendation import (
     RunnerUpCheck,
     VariantAnswer,
 )
+from bexp.explorer.search.event_messages import describe_noise
+from bexp.explorer.search.noise_limit import NoiseFigures
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
@@ -69,6 +71,15 @@ def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_ru
     completed = {"recommendation": best, "completed_target": target if ended_by_its_own_rule else None}
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update=completed),))
     assert advice in usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
+
+
+def test_more_trials_are_not_advised_where_noise_has_ended_the_search() -> None:
+    noisy = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}), 95)
+    best = RECOMMENDATION.model_copy(update={"confidence": 3, "notes": (noisy,)})
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
+    advice = usage_rows(Exploration.model_validate(job_document()), answer, best)[0]
+    assert "when nothing else runs here" in advice
+    assert "--max-trials" not in advice
 
 
 def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
