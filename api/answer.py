@@ -119,6 +119,8 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         lines.append(row("stock best", _alternative(best, best.stock)))
     if best.untiled is not None:
         lines.append(row("without tiling", _without_tiling(best, best.untiled)))
+    if best.undivided is not None:
+        lines.append(row("whatever the batch", _alternative(best, best.undivided)))
     if best.runner_up is not None:
         lines.append(row("runner-up", _runner_up(best, best.runner_up)))
     if best.plan is not None:

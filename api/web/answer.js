@@ -77,6 +77,7 @@ function rows(best, exploration) {
   over("largest that fits", best.largest_without_recompute ?? best.largest_micro_batch);
   over("stock best", best.stock);
   over("without tiling", best.untiled);
+  over("whatever the batch", best.undivided);
   if (best.runner_up) {
     const rival = best.runner_up;
     const speed = rival.whole_model ? `${format.rate(rival.whole_model.tokens_per_second)} as a whole model` : format.words(rival.outcome);

@@ -161,6 +161,12 @@ class Recommendation(Frozen):
         "null if none fits, and until the answer is final.",
         exclude_if=is_null,
     )
+    undivided: Alternative | None = Field(
+        None,
+        description="The best that does not divide the stated batch, where that has fewer than four divisors; null if "
+        "it has more, and until the answer is final.",
+        exclude_if=is_null,
+    )
     whole_model: WholeModelCheck | None = None
     runner_up: RunnerUpCheck | None = None
     notes: tuple[str, ...] = ()

@@ -45,6 +45,7 @@ class References:
     largest_without_recompute: int | None = None
     stock: int | None = None
     untiled: int | None = None
+    undivided: int | None = None
 
 
 def build_recommendation(
@@ -94,6 +95,7 @@ def build_recommendation(
         largest_without_recompute=_alternative(posterior, best.row, references.largest_without_recompute),
         stock=_alternative(posterior, best.row, references.stock),
         untiled=_alternative(posterior, best.row, references.untiled),
+        undivided=_alternative(posterior, best.row, references.undivided),
         whole_model=check_whole_model(posterior, best.row, whole_model),
         runner_up=runner_up,
         notes=(
@@ -170,6 +172,15 @@ def best_untiled(posterior: Posterior) -> int | None:
     if fastest is None or known is None:
         return fastest
     return known if mean[known] >= (1.0 - tolerance) * mean[fastest] else fastest
+
+
+def best_undivided(posterior: Posterior) -> int | None:
+    """Return the row of the fastest candidate that fits and does not divide a stated batch with few divisors."""
+    sizes = posterior.request.space.undivided_micro_batch_sizes
+    if not sizes:
+        return None
+    among = [i for i, c in enumerate(posterior.table.candidates) if c.micro_batch_size in sizes]
+    return _fastest(posterior, [i for i in among if posterior.is_open(i) and posterior.fits(i)])
 
 
 def _fastest(posterior: Posterior, rows: list[int]) -> int | None:

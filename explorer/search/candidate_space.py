@@ -16,6 +16,7 @@ from bexp.explorer.search.base_candidate import LAST_RUNS, RUNS, BaseCandidate
 from bexp.explorer.search.candidate_report import (
     References,
     best_stock,
+    best_undivided,
     best_untiled,
     build_recommendation,
     largest_untiled,
@@ -294,6 +295,7 @@ class CandidateSpace(SearchSpace):
             largest_without_recompute=largest_without_recompute(self._posterior, among=rows),
             stock=best_stock(self._posterior, self._context.report, among=rows),
             untiled=best_untiled(self._posterior) if final else None,
+            undivided=best_undivided(self._posterior) if final else None,
         )
         checked, rival = self._whole_models.of(recommended), self._whole_models.runner_up_of(recommended)
         dividing = find_dividing(self._posterior, best.row, self._whole_models.of)

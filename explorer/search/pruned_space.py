@@ -54,8 +54,8 @@ class PrunedSpace:
     `num_dominated` those that recompute or tile to save memory where it is not short. `bases` are in order of
     preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the `bases`
     that may fit; it is None if nothing may. If the request
-    excludes untiled attention, those candidates that may fit have rows as well: the answer says what tiling gained over
-    them or cost.
+    excludes untiled attention, or states a batch with few divisors, the candidates that it leaves out so and that may
+    fit have rows as well: the answer says what that gained or cost.
     """
 
     legal: LegalSpace
@@ -79,7 +79,7 @@ def prune_space(model: ExploredModel, request: ExplorationRequest, report: Devic
     members = set(space.candidates)
     bases = base_candidates(request, report, model)
     communicates = is_communication_timed(request, report.hardware)
-    compared = (*bases, *_untiled(request, report, model))
+    compared = (*bases, *_untiled(request, report, model), *_undivided(request, report, model))
     others = [c for c in dict.fromkeys(compared) if c not in members]
     everything = Composition((*space.candidates, *others), model, request, communicates=communicates)
     limit, number = memory_limit(request, report.hardware), len(space.candidates)
@@ -136,3 +136,11 @@ def _untiled(request: ExplorationRequest, report: DeviceReport, model: ExploredM
         return ()
     without = request.model_copy(update={"bta": BTASpec(enable=False)})
     return enumerate_candidates(without, report, model).candidates
+
+
+def _undivided(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
+    """Return candidates that do not divide a stated batch which has few divisors; they are never recommended."""
+    sizes = request.space.undivided_micro_batch_sizes
+    if not sizes:
+        return ()
+    return enumerate_candidates(request.model_copy(update={"micro_batch_size": sizes}), report, model).candidates

@@ -8,7 +8,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Outcome
 from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
-from bexp.explorer.search.candidate_report import best_stock, best_untiled, largest_untiled
+from bexp.explorer.search.candidate_report import best_stock, best_undivided, best_untiled, largest_untiled
 from bexp.explorer.search.choices import promising_row
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
@@ -216,7 +216,8 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
     if untiled is not None and spent_seconds and (wanted := posterior.wanted(untiled)):
         return Suggestion(untiled, wanted)
     rows = posterior.open_rows()
-    for row in (largest_untiled(posterior, among=rows), best_stock(posterior, report, among=rows)):
+    stock, undivided = best_stock(posterior, report, among=rows), best_undivided(posterior)
+    for row in (largest_untiled(posterior, among=rows), stock, undivided):
         wanted = posterior.wanted(row) if row is not None else ()
         if row is None or not wanted:
             continue

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
 
 
+FEW_DIVISORS = 4
+"""With fewer divisors than this, other sizes are compared with them."""
+
+
 @dataclass(frozen=True, slots=True)
 class RequestedSpace:
     """What may vary in the candidates of a request."""
@@ -41,6 +45,14 @@ class RequestedSpace:
         return (
             () if rest else tuple(m for m in sizes or divisors(share) if share % m == 0 and m <= MAX_MICRO_BATCH_SIZE)
         )
+
+    @property
+    def undivided_micro_batch_sizes(self) -> tuple[int, ...]:
+        """Sizes beside the divisors of a stated batch that has few of them: the answer compares them, and no more."""
+        sizes = self.micro_batch_sizes
+        if not self.asked.keeps_batch or self.asked.micro_batch_choice != "auto" or len(sizes) >= FEW_DIVISORS:
+            return ()
+        return tuple(m for m in LADDER if m < self.asked.devices.batch_share and m not in sizes)
 
     @property
     def _named_micro_batch_sizes(self) -> tuple[int, ...]:

@@ -161,6 +161,24 @@ def test_an_exploration_a_list_and_a_range_are_independent_of_the_batch(
     assert not request.keeps_batch
 
 
+@pytest.mark.parametrize(
+    ("changes", "sizes"),
+    [
+        ({"batch_size": 7}, (2, 3, 4, 6)),
+        ({"batch_size": 4}, (3,)),
+        ({"batch_size": 14, "num_devices": 2}, (2, 3, 4, 6)),
+        ({"batch_size": 8}, ()),
+        ({"batch_size": 7, "micro_batch_size": 7}, ()),
+        ({"batch_size": 7, "micro_batch_size": "explore"}, ()),
+        ({}, ()),
+    ],
+)
+def test_a_batch_with_few_divisors_is_compared_with_other_sizes(
+    changes: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    assert build(**changes).space.undivided_micro_batch_sizes == sizes
+
+
 def test_the_optimizer_is_weighed_without_a_stated_batch() -> None:
     assert (build().batch_size, build().effective_batch_size) == (None, 512)
     assert build(num_devices=4).devices.batch_share == 128
