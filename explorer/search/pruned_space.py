@@ -30,7 +30,7 @@ SURE_ACTIVATIONS = 1 / OPTIMISTIC_ACTIVATIONS
 LEAST_LOSS = 0.04
 """A tile or a policy is dominated if it is predicted to take this share of a micro-step, and its memory is not short.
 
-Of 2,400 recorded pairs with such a prediction, none was faster than the same micro-batch without the tile or policy.
+Of 2,413 pairs in benchmarks/results/tables with such a prediction, none was faster than the same micro-batch without.
 """
 
 
