@@ -339,15 +339,15 @@ def test_a_spare_takes_over_from_a_process_that_cannot_serve_the_next_job_unless
     with forked_profilers(), Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, spare=True) as profiler:
         assert spare_of(profiler) is None  # a clean process serves the next job itself
         profiler.begin(compiled)
-        doomed = spare_of(profiler)
+        doomed = profiler._process._spare
         assert doomed is not None
-        os.kill(doomed, signal.SIGKILL)
-        wait_for(lambda: not psutil.pid_exists(doomed) or psutil.Process(doomed).status() == psutil.STATUS_ZOMBIE)
+        os.kill(doomed.pid, signal.SIGKILL)
+        wait_for(lambda: not doomed.alive)  # later than it is a zombie, which it is once its first thread has ended
         refused = candidate(1, attention="cudnn")  # at once, while compiling would take seconds
         result = profiler.measure(plan(refused, components_of(refused)[1:2]))  # which also starts another spare
         assert result.outcome is Outcome.UNSUPPORTED
         spare = spare_of(profiler)
-        assert spare not in {None, doomed}
+        assert spare not in {None, doomed.pid}
         profiler.finish_job()
         profiler.begin(REQUEST)
         assert profiler.pid == spare
