@@ -20,7 +20,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from benchmarks.environment import describe_environment, write_results
+from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.replay.runs import NUM_SEEDLESS, SAMPLERS, SEEDLESS, STRATEGIES, read_truth, run_all
 from benchmarks.replay.summary import summarize
 from bexp.workers.replay.recording import RecordingError
@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parser.add_argument("--full", action="store_true", help="write every run with its path and lines too")
     options = parser.parse_args(arguments)
-    started = time.perf_counter()
+    started, commit = time.perf_counter(), describe_commit()
     try:
         truths = {path: read_truth(path) for path in options.tables}
     except (RecordingError, OSError) as error:
@@ -69,6 +69,7 @@ def main(arguments: list[str] | None = None) -> int:
     runs = list(run_all(options.tables, options.strategies, seeds, options.processes, drawn=drawn))
     results: dict[str, Any] = {
         "environment": describe_environment(),
+        "commit": commit,
         "seeds": seeds,
         "truth": options.truth,
         "tables": tables,

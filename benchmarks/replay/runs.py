@@ -40,6 +40,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "backing off from the top": strategies.backing_off_from_the_top,
     "largest that fits": strategies.largest_that_fits,
     "deepspeed fast": strategies.deepspeed_fast,
+    "coordinate descent": strategies.coordinate_descent,
     "exhaustive": strategies.exhaustive,
 }
 SEEDLESS = frozenset({"exhaustive"})

@@ -1,13 +1,15 @@
 """What people do instead of a search: try sizes upwards, from the top, by bisection, a few of them, or all candidates.
 
-Each strategy uses the plain candidate of a micro-batch size (torch's default attention, the default expert back end, no
-tiling, no recomputation), as does the tool that it is named after. A size that the product would leave out, because it
-is predicted not to fit, counts as an out-of-memory error that costs nothing.
+A strategy that has the name of a tool uses the plain candidate of a micro-batch size (torch's default attention, the
+default expert back end, no tiling, no recomputation), as does the tool. A size that the product would leave out,
+because it is predicted not to fit, counts as an out-of-memory error that costs nothing. A coordinate descent and the
+exhaustive search choose from the whole space of the product.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import TypeVar
 
 import numpy as np
 
@@ -15,11 +17,20 @@ from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.spec.candidate import Candidate, Recompute
 
+T = TypeVar("T")
 Strategy = Callable[[TrialBench, int], Candidate | None]
 """Tries candidates on a bench with a seed; returns the one that it would train with."""
 
 BACK_OFF = 0.9  # of accelerate.utils.find_executable_batch_size
 DEEPSPEED_NUM_SIZES = 3  # num_tuning_micro_batch_sizes of DeepSpeed's autotuner
+SIZE = ("micro_batch_size",)
+SETTINGS = (
+    SIZE,
+    *(("expert_backend",), ("attention_backend",), ("recompute",), ("bta_tile",), ("loss",), ("execution",)),
+    *(("kernels",), ("settings",), ("sharding",), ("context_parallel_size", "context_parallel_layout")),
+)
+"""What a coordinate descent changes, one after another. On the recorded tables no other order that was tried is
+cheaper, and none has less regret."""
 
 
 def powers_of_two(bench: TrialBench, _: int) -> Candidate | None:
@@ -53,13 +64,13 @@ def backing_off_from_the_top(bench: TrialBench, _: int) -> Candidate | None:
 
 def largest_that_fits(bench: TrialBench, _: int) -> Candidate | None:
     """The largest micro-batch that fits, by bisection (Composer's automatic microbatching)."""
-    size = _bisect(bench)
+    size = _largest(bench)
     return None if size is None else _plain(bench.truth, size)
 
 
 def deepspeed_fast(bench: TrialBench, _: int) -> Candidate | None:
     """Find the largest size that fits, try a few evenly spaced below it, take the fastest (DeepSpeed's fast mode)."""
-    largest = _bisect(bench)
+    largest = _largest(bench)
     if largest is None:
         return None
     sizes = _sizes(bench.truth)
@@ -67,6 +78,34 @@ def deepspeed_fast(bench: TrialBench, _: int) -> Candidate | None:
         nearest = min(sizes, key=lambda m: (abs(m - float(target)), m))
         _try(bench, _plain(bench.truth, nearest))
     return bench.fastest()
+
+
+def coordinate_descent(bench: TrialBench, _: int) -> Candidate | None:
+    """Start at the base and change one setting at a time, until no change of one is faster.
+
+    Of the sizes, it finds the largest that fits by bisection, and walks down from there while that is faster. Of any
+    other setting, it tries each value.
+    """
+    truth = bench.truth
+    legal = [truth.table.candidates[row] for row in np.flatnonzero(truth.legal_C)]
+    speeds: dict[Candidate, float] = {}
+
+    def speed(candidate: Candidate) -> float:
+        if candidate not in speeds:
+            speeds[candidate] = bench.run(truth.table.row[candidate]) or 0.0
+        return speeds[candidate]
+
+    best = next(c for c in (*truth.prune.bases, *legal) if bench.row(c) is not None)
+    before = None
+    while best != before:
+        before = best
+        for names in SETTINGS:
+            others = [name for name in Candidate.model_fields if name not in names]
+            near = [c for c in legal if all(getattr(c, name) == getattr(best, name) for name in others)]
+            if names == SIZE:
+                near = [_walk_sizes(sorted(near, key=lambda c: c.micro_batch_size), best, speed)]
+            best = max((best, *near), key=speed)
+    return best if speed(best) > 0 else None
 
 
 def exhaustive(bench: TrialBench, _: int) -> Candidate | None:
@@ -85,17 +124,32 @@ def _try(bench: TrialBench, candidate: Candidate) -> float | None:
     return bench.run(row)
 
 
-def _bisect(bench: TrialBench) -> int | None:
+def _walk_sizes(ladder: Sequence[Candidate], start: Candidate, speed: Callable[[Candidate], float]) -> Candidate:
+    """Return the largest that fits, from `start` on, or the first below it whose next smaller one is not faster."""
+    first = ladder.index(start)
+    at = first + max(0, _bisect(ladder[first:], lambda candidate: speed(candidate) > 0))
+    while at > 0 and speed(ladder[at - 1]) > speed(ladder[at]):
+        at -= 1
+    return ladder[at]
+
+
+def _largest(bench: TrialBench) -> int | None:
     """The largest legal size whose plain candidate fits, if fitting is monotonous."""
     sizes = _sizes(bench.truth)
-    low, high = -1, len(sizes)
+    at = _bisect(sizes, lambda size: _try(bench, _plain(bench.truth, size)) is not None)
+    return sizes[at] if at >= 0 else None
+
+
+def _bisect(ladder: Sequence[T], fits: Callable[[T], bool]) -> int:
+    """Where the last that fits is, if fitting is monotonous; -1 if none does."""
+    low, high = -1, len(ladder)
     while high - low > 1:
         middle = (low + high) // 2
-        if _try(bench, _plain(bench.truth, sizes[middle])) is None:
-            high = middle
-        else:
+        if fits(ladder[middle]):
             low = middle
-    return sizes[low] if low >= 0 else None
+        else:
+            high = middle
+    return low
 
 
 def _sizes(truth: GroundTruth) -> tuple[int, ...]:

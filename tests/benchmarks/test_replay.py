@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,9 +14,11 @@ from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.drawn_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import NUM_SEEDLESS, OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
+from benchmarks.replay.strategies import coordinate_descent
 from benchmarks.replay.summary import summarize
 from benchmarks.simulated_tables import write
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.device import VirtualClock
 from bexp.workers.replay.rows import WholeModelRow
 from tests.workers.replay.samples import recording, table_of
@@ -117,6 +120,63 @@ def test_what_people_do_instead_ends_where_their_tools_end(truth: GroundTruth) -
         assert run.num_out_of_memory >= 1
     best_of_few = run_strategy(truth, "deepspeed fast", 0)
     assert best_of_few.regret <= run_strategy(truth, "largest that fits", 0).regret + 0.01
+
+
+class Told(TrialBench):
+    """Is told the tokens/s of each candidate; those not above 0 do not fit."""
+
+    def __init__(self, truth: GroundTruth, speed: Callable[[Candidate], float]) -> None:
+        super().__init__(truth, seed=0)
+        self.speed = speed
+        self.tried: list[Candidate] = []
+
+    def run(self, row: int) -> float | None:
+        self.tried.append(self.truth.table.candidates[row])
+        return max(0.0, self.speed(self.tried[-1])) or None
+
+
+def test_a_coordinate_descent_ends_where_no_change_of_one_setting_is_faster(truth: GroundTruth) -> None:
+    bench = TrialBench(truth, seed=0)
+    chosen = coordinate_descent(bench, 0)
+    assert chosen is not None
+    speeds = {t.row: t.tokens_per_second for t in bench.tries}
+    assert len(speeds) == len(bench.tries) < truth.legal_C.sum() / 2
+    best = speeds[truth.table.row[chosen]]
+    assert best is not None
+    for name in set(Candidate.model_fields) - {"micro_batch_size"}:
+        for row in np.flatnonzero(truth.legal_C):
+            other = truth.table.candidates[row]
+            if other != chosen and other.model_copy(update={name: getattr(chosen, name)}) == chosen:
+                assert (speeds[row] or 0.0) <= best, other.describe()
+    assert run_strategy(truth, "coordinate descent", 0).seconds < truth.exhaustive_seconds
+
+
+def test_a_coordinate_descent_walks_down_from_the_largest_that_fits_and_changes_every_setting(
+    truth: GroundTruth,
+) -> None:
+    sizes = truth.request.space.micro_batch_sizes
+
+    def speed(c: Candidate) -> float:
+        if c.micro_batch_size > sizes[2]:
+            return 0.0
+        as_aimed = (c.recompute == "full") + (c.attention_backend == "flash")
+        return 10.0 + as_aimed - abs(sizes.index(c.micro_batch_size) - 1)
+
+    bench = Told(truth, speed)
+    chosen = coordinate_descent(bench, 0)
+    assert chosen is not None
+    assert speed(chosen) == 12.0, chosen.describe()
+    assert len(bench.tried) == len(set(bench.tried))
+    assert truth.prune.bases[0] in bench.tried
+
+
+def test_a_coordinate_descent_leaves_a_base_that_does_not_fit_but_has_lost_where_nothing_does(
+    truth: GroundTruth,
+) -> None:
+    chosen = coordinate_descent(Told(truth, lambda c: float(c.recompute != "none")), 0)
+    assert chosen is not None
+    assert chosen.recompute != "none"
+    assert coordinate_descent(Told(truth, lambda _: 0.0), 0) is None
 
 
 def test_a_strategy_that_finds_nothing_that_fits_has_lost() -> None:
