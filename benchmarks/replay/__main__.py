@@ -5,8 +5,8 @@
 Every strategy sees the recorded runs of a component, drawn with the run's seed, and is charged the recorded seconds.
 With `--truth drawn` it sees runs that scatter around their mean as separate jobs do, and whole models with a
 composition error (`benchmarks.replay.drawn_truth`). A strategy is charged once for components that several of its
-candidates share. Optuna's samplers run through the product's search, so they stop by the same confidence. `gp` is slow
-and runs on `--gp-seeds` seeds.
+candidates share. Optuna's samplers run through the product's search, so they stop by the same confidence. What is slow
+runs on fewer seeds (`MOST_SEEDS`).
 """
 
 from __future__ import annotations
@@ -21,11 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_commit, describe_environment, write_results
-from benchmarks.replay.runs import NUM_SEEDLESS, SAMPLERS, SEEDLESS, STRATEGIES, read_truth, run_all
+from benchmarks.replay.runs import MOST_SEEDS, SAMPLERS, STRATEGIES, read_truth, run_all
 from benchmarks.replay.summary import summarize
 from bexp.workers.replay.recording import RecordingError
 
-GP_SEEDS = 10
 TRUTHS = ("recorded", "drawn")
 
 
@@ -35,7 +34,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("tables", nargs="+", type=Path)
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seeds", type=int, default=100)
-    parser.add_argument("--gp-seeds", type=int, default=GP_SEEDS)
     parser.add_argument("--strategies", nargs="+", choices=(*SAMPLERS, *STRATEGIES), default=[*SAMPLERS, *STRATEGIES])
     parser.add_argument("--processes", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument(
@@ -61,10 +59,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 2
     # A linear algebra library in each process that takes all cores for small matrices makes all of them slow.
     os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    seeds = dict.fromkeys(options.strategies, options.seeds)
-    seeds |= {name: min(NUM_SEEDLESS, options.seeds) for name in SEEDLESS & seeds.keys()}
-    if "gp" in seeds:
-        seeds["gp"] = min(options.gp_seeds, options.seeds)
+    seeds = {name: min(options.seeds, MOST_SEEDS.get(name, options.seeds)) for name in options.strategies}
     drawn = options.truth == "drawn"
     runs = list(run_all(options.tables, options.strategies, seeds, options.processes, drawn=drawn))
     results: dict[str, Any] = {
