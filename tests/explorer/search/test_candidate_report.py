@@ -25,7 +25,17 @@ from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport
-from tests.explorer.search.small import MODEL, REPORT, candidate, know, measure, small_request, small_state, trial, whole
+from tests.explorer.search.small import (
+    MODEL,
+    REPORT,
+    candidate,
+    know,
+    measure,
+    small_request,
+    small_state,
+    trial,
+    whole,
+)
 
 FULL = {"recompute": "full"}
 ALL = range(12)
