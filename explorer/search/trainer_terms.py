@@ -8,7 +8,7 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
 from bexp.explorer.spec.training import Precision, Sharding
 
@@ -61,16 +61,26 @@ def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> D
     return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
 
 
+def is_own_code(request: ExplorationRequest) -> bool:
+    """Whether the target is one that a person has written."""
+    return request.target_name not in (BEXP, TRANSFORMERS)
+
+
+def measured_precision(request: ExplorationRequest, report: DeviceReport | None) -> Precision:
+    """Return the precision that was measured; the reference layers have master weights unless the request has none."""
+    if request.target_name == BEXP:
+        return "master" if request.training.optimizer.has_master(compute_dtype(request, report)) else "pure"
+    return request.training.precision
+
+
 def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> Precision:
     """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
 
-    The reference layers have master weights unless the request says that there are none.
+    Adapters, weights in float32 and a person's own code stay as they were measured.
     """
-    measured = request.training.precision
-    if request.target_name == BEXP:
-        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
-        measured = "master" if has_master else "pure"
-    if measured in trainer.precisions or request.training.lora is not None:
+    measured = measured_precision(request, report)
+    stays = request.training.lora is not None or is_own_code(request)
+    if stays or measured in trainer.precisions or compute_dtype(request, report) is DType.FLOAT32:
         return measured
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 

@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Any
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TORCH_KERNELS, TRAINERS, Trainer, TrainerName, library_experts
 
 if TYPE_CHECKING:
@@ -24,13 +26,21 @@ def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
         return filled
     training = dict(training or {})
     if data.get("hf_config") is not None:
-        if training.get("lora") is None:
+        if training.get("lora") is None and data.get("target") in (None, TRANSFORMERS):
             training.setdefault("precision", trainer.precisions[0])
-    elif data.get("model") is not None and not trainer.chunked_loss:
-        loss = training.get("loss")
-        if loss is None or (isinstance(loss, dict) and "kind" not in loss):
-            training["loss"] = {**(loss or {}), "kind": "full"}
+    elif data.get("model") is not None:
+        if not trainer.chunked_loss:
+            _fill(training, "loss", "kind", "full")
+        if trainer.precisions == ("pure",):
+            _fill(training, "optimizer", "master_dtype", None)
     return {**filled, "training": training} if training else filled
+
+
+def _fill(training: dict[str, Any], part: str, field: str, value: Any) -> None:
+    """Set a field of a part of `training` that states nothing else; a part that is no mapping is refused later."""
+    stated = training.get(part)
+    if stated is None or (isinstance(stated, dict) and field not in stated):
+        training[part] = {**(stated or {}), field: value}
 
 
 def check_trainer(request: ExplorationRequest) -> None:
@@ -82,8 +92,15 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
             yield field, f"execution '{execution}'"
     if training.lora is not None and not trainer.lora:
         yield "training.lora", "LoRA"
-    if request.hf_config is not None and training.lora is None and training.precision not in trainer.precisions:
+    library = request.hf_config is not None and request.target_name == TRANSFORMERS
+    if library and training.lora is None and training.precision not in trainer.precisions:
         yield "training.precision", f"precision '{training.precision}'"
+    if request.model is not None and request.model.dtype is not DType.FLOAT32:
+        keeps = training.optimizer.master_dtype is not None
+        if keeps and trainer.precisions == ("pure",):
+            yield "training.optimizer.master_dtype", "float32 master weights"
+        if not keeps and "pure" not in trainer.precisions:
+            yield "training.optimizer.master_dtype", "training without float32 master weights"
 
 
 def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
