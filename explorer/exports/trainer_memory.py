@@ -17,7 +17,7 @@ def unmeasured_bytes(
     trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> int:
     """Return the bytes of one device that `trainer` needs for the number formats that it keeps; 0 if it needs fewer."""
-    told, measured = precision_of(trainer, request, report), request.training.precision
+    told, measured = precision_of(trainer, request, report, candidate), request.training.precision
     model = None if report is None else report.parts
     if told == measured or model is None:
         return 0
@@ -41,11 +41,11 @@ def _state_bytes(model: ModelParts, request: ExplorationRequest, precision: Prec
     """Return the training state of one device with `precision`; `model` has the bytes of the measured one."""
     float32, item = DType.FLOAT32.itemsize, model.dtype.itemsize
     size, measured = (float32 if p == "autocast" else item for p in (precision, request.training.precision))
-    trained = model.trainable_bytes // measured
-    sizes = {
-        "parameter_bytes": model.parameter_bytes // measured * size,
-        "trainable_bytes": trained * size,
-    }
+    number, trained = model.parameter_bytes // measured, model.trainable_bytes // measured
+    if request.training.precision == "upcast":  # it trains all parameters
+        number = trained = model.num_parameters
+    wide = model.shell.num_parameters * (float32 - item) if precision == "upcast" else 0  # norms of layers are small
+    sizes = {"parameter_bytes": number * size + wide, "trainable_bytes": trained * size + wide}
     training = request.training.model_copy(update={"precision": "pure"})
     state = static_parts(model.model_copy(update=sizes), request.model_copy(update={"training": training})).total
     if precision != "master":

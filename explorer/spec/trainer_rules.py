@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TORCH_KERNELS, TRAINERS, Trainer, TrainerName, library_experts
+from bexp.explorer.spec.training import Precision
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -25,12 +26,20 @@ def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
     training = dict(training or {})
     if data.get("hf_config") is not None:
         if training.get("lora") is None:
-            training.setdefault("precision", trainer.precisions[0])
+            training.setdefault("precision", _default_precision(trainer, data, training))
     elif data.get("model") is not None and not trainer.chunked_loss:
         loss = training.get("loss")
         if loss is None or (isinstance(loss, dict) and "kind" not in loss):
             training["loss"] = {**(loss or {}), "kind": "full"}
     return {**filled, "training": training} if training else filled
+
+
+def _default_precision(trainer: Trainer, data: dict[str, Any], training: dict[str, Any]) -> Precision:
+    """Return what a trainer keeps: where it casts nothing to float32, the next of its precisions."""
+    named = data.get("attention_backends")
+    is_cast = isinstance(named, list) and not any(str(name) in trainer.upcast_attention for name in named)
+    is_sharded = training.get("sharding") not in (None, "none") or data.get("sharding_levels") is not None
+    return trainer.precisions[trainer.precisions[0] == "upcast" and bool(is_cast or is_sharded)]
 
 
 def check_trainer(request: ExplorationRequest) -> None:

@@ -117,7 +117,7 @@ FORMATS_OF_NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
         "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "master": {"bf16": {"enabled": True}},
     },
-    "axolotl": {name: {"bf16": False, "bfloat16": True} for name in ("pure", "autocast", "master")},
+    "axolotl": {name: {"bf16": True} for name in ("pure", "autocast", "master")},
     "llamafactory": {"pure": {"pure_bf16": True}, "autocast": {"bf16": True}},
 }
 PRECISION_FIELDS = {"bf16", "fp16", "mixed_precision", "torch_autocast", "bfloat16", "float16", "pure_bf16"}
@@ -139,6 +139,9 @@ def test_axolotl_says_what_it_casts_by_itself() -> None:
     """It casts norms and embeddings to float32, and back for adapters, shards and attention that needs it."""
     cast = "Axolotl keeps norms and embeddings in float32"
     flash = candidate(attention_backend="flash_attention_2")
+    measured = "\n".join(export("axolotl", exploration(trainer="axolotl")).header)
+    assert "as measured beside norms, embeddings, output layer and routers in float32" in measured
+    assert cast not in measured
     assert cast in "\n".join(export("axolotl", exploration()).header)
     for answer in (exploration(flash), exploration(**SHARDED), exploration(training={"lora": LORA})):
         assert cast not in "\n".join(export("axolotl", answer).header)
@@ -419,8 +422,7 @@ def test_axolotl_and_llamafactory() -> None:
     assert yaml.safe_load(export("axolotl", exploration(FULL)).text) == {
         "micro_batch_size": 8,
         "gradient_accumulation_steps": 64,
-        "bf16": False,
-        "bfloat16": True,
+        "bf16": True,
         "optimizer": "adamw_torch_fused",
         "sequence_len": 4096,
         "torch_compile": False,

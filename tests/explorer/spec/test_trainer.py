@@ -47,7 +47,7 @@ def test_without_a_trainer_everything_is_explored_for_bexp_apply() -> None:
         ("deepspeed", "master", "default"),
         ("megatron", "master", "default"),
         ("torchtitan", "pure", "expandable_segments"),
-        ("axolotl", "pure", "expandable_segments"),
+        ("axolotl", "upcast", "expandable_segments"),
         ("llamafactory", "pure", "default"),
     ],
 )
