@@ -56,6 +56,11 @@ class BuildSettings:
         return torch.float32 if self.precision == "autocast" else self.dtype
 
     @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states between layers, which begin as embeddings."""
+        return torch.float32 if self.precision in ("autocast", "upcast") else self.dtype
+
+    @property
     def keeps_master_weights(self) -> bool:
         """Whether the optimizer has a float32 copy of the parameters."""
         return self.precision == "master"
