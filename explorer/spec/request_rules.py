@@ -69,7 +69,7 @@ def check_training_of_target(request: ExplorationRequest) -> None:
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":
-        raise RuleError(f"precision '{request.training.precision}' needs target '{TRANSFORMERS}'", "training.precision", "target")
+        raise RuleError(f"precision 'autocast' needs target '{TRANSFORMERS}'", "training.precision", "target")
     if request.training.lora is not None:
         raise RuleError(f"LoRA needs target '{TRANSFORMERS}'", "training.lora", "target")
 

@@ -60,8 +60,8 @@ class Trainer:
     be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script. `targets` are the targets whose measured
     code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are what it
-    keeps where a request states nothing. Beside `upcast_attention`, unless it trains adapters or shards, it casts norms,
-    embeddings, output layer and routers to float32: precision `upcast`.
+    keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
+    routers to float32, unless it trains adapters or shards: precision `upcast`.
     """
 
     title: str

@@ -100,9 +100,9 @@ class TrainingSpec(Frozen):
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
         "bf16 autocast. `master`: parameters and gradients in bfloat16, beside float32 master weights and moments, as "
         "DeepSpeed's `bf16` keeps them. `upcast`: as `pure`, but with norms, embeddings, output layer and routers in "
-        "float32, computed with under autocast, as Axolotl does; for trainer `axolotl` alone. All but `pure` need target "
-        "`transformers`. LoRA adapters are in float32 with "
-        "`pure` and `autocast`, and computed with under autocast; `master` and `upcast` train all weights.",
+        "float32, computed with under autocast; for trainer `axolotl`, which does that. All but `pure` need target "
+        "`transformers`. LoRA adapters are in float32 with `pure` and `autocast`, and computed with "
+        "under autocast; `master` and `upcast` train all weights.",
     )
     lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")
 

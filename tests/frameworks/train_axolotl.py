@@ -82,7 +82,7 @@ def measured_micro_step(trainer: Trainer, model: Any, inputs: dict[str, Any], *r
 
 
 def main() -> None:
-    from axolotl.cli.train import do_cli  # noqa: PLC0415 - its processes for data import this file
+    from axolotl.cli.train import do_cli  # not above: its processes for data import this file
 
     setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)  # noqa: B010 - a CPU has bfloat16 as well
     setattr(Trainer, "training_step", measured_micro_step)  # noqa: B010
