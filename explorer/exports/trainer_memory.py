@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.parameters import count_parameters
+from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.trainer_terms import compute_dtype, measured_precision, precision_of
@@ -22,7 +22,7 @@ def unmeasured_bytes(
     `peak_bytes` is the candidate's peak in the measured formats. With master weights the optimizer holds all gradients
     in float32 while it steps, when the activations are gone.
     """
-    told, measured = precision_of(trainer, request, report), measured_precision(request, report)
+    told, measured = precision_of(trainer, request, report, candidate), measured_precision(request, report)
     model = request.model if report is None or report.parts is None else report.parts
     if told == measured or model is None:
         return 0
@@ -49,21 +49,37 @@ def _state_bytes(
 ) -> tuple[int, int]:
     """Return the training state of one device with `precision`, and what its optimizer holds besides while it steps.
 
-    `model` has the formats of the `measured` precision.
+    `model` has the formats of the `measured` precision. Of what is cast up, the norms of layers are left out: they are
+    small.
     """
-    float32 = DType.FLOAT32
+    training, float32 = request.training, DType.FLOAT32
+    kept: ExploredModel
     if isinstance(model, ModelParts):
-        was, size = (float32.itemsize if p == "autocast" else model.dtype.itemsize for p in (measured, precision))
-        trained = model.trainable_bytes // was
-        sizes = {"parameter_bytes": model.parameter_bytes // was * size, "trainable_bytes": trained * size}
-        training = request.training.model_copy(update={"precision": precision})
-        kept: ExploredModel = model.model_copy(update=sizes)
+        trained, kept = _as_kept(model, measured, precision)
+        training = training.model_copy(update={"precision": precision})
+        wide = 0
     else:
         trained = count_parameters(model)
-        master = float32 if precision == "master" else None
-        optimizer = request.training.optimizer.model_copy(update={"master_dtype": master})
-        training = request.training.model_copy(update={"optimizer": optimizer})
         kept = model.model_copy(update={"dtype": float32}) if precision == "autocast" else model
-    state = static_parts(kept, request.model_copy(update={"training": training})).total
+        master = float32 if precision == "master" else None
+        optimizer = training.optimizer.model_copy(update={"master_dtype": master})
+        training = training.model_copy(update={"optimizer": optimizer})
+        cast = count_embedding(model) + count_head(model) if precision == "upcast" else 0
+        wide = cast * (float32.itemsize - model.dtype.itemsize) * (2 + training.optimizer.num_states)
+    state = static_parts(kept, request.model_copy(update={"training": training})).total + wide
     shards = request.devices.optimizer_shards
     return state, -(-trained * float32.itemsize // shards) if precision == "master" else 0
+
+
+def _as_kept(model: ModelParts, measured: Precision, precision: Precision) -> tuple[int, ModelParts]:
+    """Return the number of trained parameters, and the model with the bytes that it has with `precision`."""
+    item, float32 = model.dtype.itemsize, DType.FLOAT32.itemsize
+    was, size = (float32 if each == "autocast" else item for each in (measured, precision))
+    number, trained = model.parameter_bytes // was, model.trainable_bytes // was
+    if measured == "upcast":  # it trains all parameters
+        number = trained = model.num_parameters
+    if measured == precision:
+        return trained, model
+    wide = model.shell.num_parameters * (float32 - item) if precision == "upcast" else 0
+    sizes = {"parameter_bytes": number * size + wide, "trainable_bytes": trained * size + wide}
+    return trained, model.model_copy(update=sizes)

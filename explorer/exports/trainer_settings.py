@@ -85,7 +85,12 @@ class TrainerSettings:
     @property
     def has_autocast(self) -> bool:
         """Whether products are computed in half precision under autocast; adapters are in float32."""
-        return self.dtype is not DType.FLOAT32 and (self.precision == "autocast" or self.lora is not None)
+        return self.dtype is not DType.FLOAT32 and (self.precision in ("autocast", "upcast") or self.lora is not None)
+
+    @property
+    def is_own_code(self) -> bool:
+        """Whether a person's own target was measured, whose code decides precision, recomputation and kernels."""
+        return is_own_code(self.request)
 
     @property
     def states_length(self) -> bool:
@@ -124,7 +129,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         has_experts=candidate.expert_backend is not None,
         seq_length=_seq_length(request, report),
         dtype=compute_dtype(request, report),
-        precision=precision_of(trainer, request, report),
+        precision=precision_of(trainer, request, report, candidate),
         optimizer=request.training.optimizer.name,
         lora=request.training.lora,
         batch_size=request.batch_size if choice.plan is None else request.effective_batch_size,
@@ -184,7 +189,7 @@ def _header(
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
-    elif precision_of(trainer, request, report) != measured_precision(request, report):
+    elif precision_of(trainer, request, report, choice.candidate) != measured_precision(request, report):
         lines.append(f"{trainer.title} keeps other number formats than were measured, so this promises no tokens/s")
     else:
         lines.append(
@@ -192,7 +197,7 @@ def _header(
             "of 100"
         )
     if not is_own_code(request):
-        lines.append(_weights_line(trainer, request, report))
+        lines.append(_weights_line(trainer, request, report, choice.candidate))
     if request.explored.seq_length is not None:
         lines.append(_length_line(request))
     lines.append(_allocator_line(request))
@@ -201,14 +206,19 @@ def _header(
     return lines
 
 
-def _weights_line(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
+def _weights_line(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> str:
     """Return the number format to make the model in, and what differs from the one that was measured."""
-    dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report)
+    dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report, candidate)
     measured = measured_precision(request, report)
     made = DType.FLOAT32 if precision == "autocast" else dtype
     if request.training.lora is not None:
         return f"weights: measured in {made} with adapters in float32, so make the model with dtype={made}"
-    beside = " beside float32 master weights" if precision == "master" else ""
+    beside = {
+        "master": " beside float32 master weights",
+        "upcast": " beside norms, embeddings, output layer and routers in float32",
+    }.get(precision, "")
     line = f"weights: make the model with dtype={made}"
     if precision == measured:
         return f"{line}, as measured{beside}"

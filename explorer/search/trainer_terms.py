@@ -73,14 +73,24 @@ def measured_precision(request: ExplorationRequest, report: DeviceReport | None)
     return request.training.precision
 
 
-def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> Precision:
+def precision_of(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> Precision:
     """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
 
-    Adapters, weights in float32 and a person's own code stay as they were measured.
+    Adapters, weights in float32 and a person's own code stay as they were measured. A trainer that casts parts of a
+    model to float32 decides that by the candidate's attention and sharding.
     """
     measured = measured_precision(request, report)
-    stays = request.training.lora is not None or is_own_code(request)
-    if stays or measured in trainer.precisions or compute_dtype(request, report) is DType.FLOAT32:
+    is_float32 = compute_dtype(request, report) is DType.FLOAT32
+    if request.training.lora is not None or is_own_code(request) or is_float32:
+        return measured
+    if trainer.upcast_attention:
+        is_whole = sharding_of(candidate, request) is Sharding.NONE
+        name = attention_name(candidate, report) or TORCH_CHOICE
+        is_upcast = is_whole and (name in TORCH_KERNELS or name in trainer.upcast_attention)
+        return "upcast" if is_upcast else "pure"
+    if measured in trainer.precisions:
         return measured
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
@@ -104,6 +114,7 @@ def find_missing(
         "sharding": sharding not in trainer.sharding,
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
+        "precision": _is_other_precision(trainer, request, report, candidate),
     }
     if not any(missing.values()):
         return {}
@@ -119,5 +130,15 @@ def find_missing(
         "sharding": f"the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",
+        "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
     }
     return {name: words[name] for name, is_missing in missing.items() if is_missing}
+
+
+def _is_other_precision(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> bool:
+    """Whether the trainer that was asked for keeps a candidate's weights in other formats than those measured."""
+    if not trainer.upcast_attention or request.runner is not trainer or request.target_name != TRANSFORMERS:
+        return False
+    return precision_of(trainer, request, report, candidate) != request.training.precision

@@ -10,6 +10,7 @@ from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TORCH_KERNELS, TRAINERS, Trainer, TrainerName, library_experts
+from bexp.explorer.spec.training import Precision
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -27,11 +28,11 @@ def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
     training = dict(training or {})
     if data.get("hf_config") is not None:
         if training.get("lora") is None and data.get("target") in (None, TRANSFORMERS):
-            training.setdefault("precision", trainer.precisions[0])
+            training.setdefault("precision", _default_precision(trainer, data, training))
     elif data.get("model") is not None:
         if not trainer.chunked_loss:
             _fill(training, "loss", "kind", "full")
-        if trainer.precisions == ("pure",):
+        if not trainer.keeps_float32:
             _fill(training, "optimizer", "master_dtype", None)
     return {**filled, "training": training} if training else filled
 
@@ -41,6 +42,14 @@ def _fill(training: dict[str, Any], part: str, field: str, value: Any) -> None:
     stated = training.get(part)
     if stated is None or (isinstance(stated, dict) and field not in stated):
         training[part] = {**(stated or {}), field: value}
+
+
+def _default_precision(trainer: Trainer, data: dict[str, Any], training: dict[str, Any]) -> Precision:
+    """Return what a trainer keeps: where it casts nothing to float32, the next of its precisions."""
+    named = data.get("attention_backends")
+    is_cast = isinstance(named, list) and not any(str(name) in trainer.upcast_attention for name in named)
+    is_sharded = training.get("sharding") not in (None, "none") or data.get("sharding_levels") is not None
+    return trainer.precisions[trainer.precisions[0] == "upcast" and bool(is_cast or is_sharded)]
 
 
 def check_trainer(request: ExplorationRequest) -> None:
@@ -97,7 +106,7 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
         yield "training.precision", f"precision '{training.precision}'"
     if request.model is not None and request.model.dtype is not DType.FLOAT32:
         keeps = training.optimizer.master_dtype is not None
-        if keeps and trainer.precisions == ("pure",):
+        if keeps and not trainer.keeps_float32:
             yield "training.optimizer.master_dtype", "float32 master weights"
         if not keeps and "pure" not in trainer.precisions:
             yield "training.optimizer.master_dtype", "training without float32 master weights"
