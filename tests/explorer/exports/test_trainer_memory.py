@@ -26,6 +26,7 @@ def library(precision: str, **changes: Any) -> tuple[ExplorationRequest, DeviceR
     shell = PARTS.shell.model_copy(update={"num_parameters": SHELL})
     sizes = {"num_parameters": NUMBER, "parameter_bytes": size, "trainable_bytes": size, "shell": shell}
     assert made.report is not None
+    assert made.request is not None
     return made.request, made.report.model_copy(update={"parts": PARTS.model_copy(update=sizes)})
 
 
@@ -75,6 +76,7 @@ def test_nothing_is_counted_for_adapters_and_a_persons_own_code() -> None:
     deepspeed = TRAINERS[TrainerName.DEEPSPEED]
     assert unmeasured_bytes(deepspeed, request, report, candidate(), 8 * NUMBER) == 0
     own = own_exploration(512)
+    assert own.request is not None
     assert unmeasured_bytes(deepspeed, own.request, own.report, candidate(), 8 * NUMBER) == 0
 
 

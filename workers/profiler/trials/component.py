@@ -15,7 +15,7 @@ from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.targets.target import ProfiledTarget
+from bexp.workers.targets.target import ComponentPasses, ProfiledTarget
 
 LONG_PASS_SECONDS = 0.25
 
@@ -60,7 +60,7 @@ def measure_component(
     )
 
 
-def _warm_up(instruments: Instruments, passes: Passes) -> ActivationBytes:
+def _warm_up(instruments: Instruments, passes: ComponentPasses) -> ActivationBytes:
     """Run the passes until they are as fast as they get; return their memory.
 
     On a CPU the pass whose memory is measured counts, and is enough if it is long.
