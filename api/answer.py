@@ -182,7 +182,9 @@ def _context(request: ExplorationRequest | None) -> str:
     execution = request.execution if request.executions is None else " or ".join(request.executions)
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
-    precision = {"pure": "", "autocast": ", autocast", "master": ", master weights"}[request.training.precision]
+    precision = {"pure": "", "autocast": ", autocast", "master": ", master weights", "upcast": ", upcast"}[
+        request.training.precision
+    ]
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
     what = f"{target}{request.mode}, {execution}{length}{padding}{precision}{lora}{trainer}"

@@ -23,6 +23,8 @@ from bexp.explorer.spec.candidate import Candidate, Recompute
 LEVEL = 0.005
 """Gains below this are counted as none: runs of one candidate differ by about as much."""
 
+NEAR = 0.01
+
 
 def main(arguments: list[str] | None = None) -> int:
     """Compare on every table and write one JSON file."""
@@ -59,8 +61,12 @@ def gains(truth: GroundTruth) -> dict[str, Any]:
 
 
 def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return, for each alternative, how many tables have it, on how many nothing is gained, median and largest gain."""
-    gains = {}
+    """Return, for each alternative, how many tables have it, on how many nothing is gained, median and largest gain.
+
+    For dense models also what the largest micro-batch without recomputation loses: on tables where that is less than a
+    hundredth, and on any.
+    """
+    gains: dict[str, Any] = {}
     for what in ("over_largest_without_recompute", "over_largest", "over_stock"):
         ratios = [row[what]["gain"] for row in rows if row[what] is not None]
         gains[what] = {
@@ -69,6 +75,15 @@ def summarize(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
             "median": statistics.median(ratios) if ratios else None,
             "max": max(ratios, default=None),
         }
+    dense = [row["over_largest_without_recompute"] for row in rows if row["best"]["expert_backend"] is None]
+    lost = [1 - 1 / over["gain"] for over in dense if over is not None]
+    near = [share for share in lost if share < NEAR]
+    gains["lost_by_largest_if_dense"] = {
+        "num_tables": len(lost),
+        "num_near": len(near),
+        "max_near": max(near, default=None),
+        "max": max(lost, default=None),
+    }
     return gains
 
 

@@ -4,14 +4,22 @@
     python -m benchmarks.real_trainers benchmarks/published/gpt2-medium.json --set padding=right --out ...
     python -m benchmarks.real_trainers benchmarks/published/olmoe*.json --set losses=[library,chunked] --out ...
 
-For each configuration: an exploration with the target `transformers` through the service, a sweep by the Trainer of
-all micro-batch sizes with and without gradient checkpointing, and the recommended configuration, and the best stock
-one that the answer names, run by the Trainer after `bexp.apply`. The Trainer accumulates to the batch that the
-exploration was asked about. `--set` sets fields of the request; an exploration of compiled layers is also held against
-the Trainer's own `torch_compile`, at the sweep's best size and the next two.
+For each configuration there is an exploration with the target `transformers` through the service. Then each contender
+gets its best size, among those that divide the batch that the exploration was asked about:
 
-Each GPU has a model at a time. The file is written after each part of a row; a second start goes on where the first
-ended.
+- `unchanged`: the Trainer alone, with gradient checkpointing where that is faster.
+- `compiled`: its own `torch_compile`, if the exploration was asked to compile.
+- `liger`: its `use_liger_kernel`; with `torch_compile`, too, where `compiled` runs. The faster one remains.
+- `recommended`: what the README does with the answer, at the answer's size.
+- `stock`: the recommended candidate without kernels or tiles of this project, if it has any.
+- `library_loss`: `stock` with the library's loss, if the recommended one is another.
+
+Sizes are chosen by one short run each, see `next_size`. Then the contenders run in turns, `--rounds` times one after
+the other, each run in a new process. The spread of a contender is thus that of new processes on one machine within
+minutes. It says nothing of other machines and days.
+
+Each GPU has a model at a time. The file is written after each part of a row: the exploration, the sizes of a contender,
+a round. A second start with the same fields and batch measures what a row lacks.
 """
 
 from __future__ import annotations
@@ -20,6 +28,7 @@ import argparse
 import json
 import os
 import queue
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -32,12 +41,19 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
-from benchmarks.trainer_runs import SIZES
+from benchmarks.trainer_runs import OUT_OF_MEMORY, TRAINER_FIELDS
 
 SEQ_LENGTH = 4096
-SWEEP_SECONDS = 4.0
+SIZE_SECONDS = 2.0
+ROUND_SECONDS = 4.0
+FAR = 0.9
+"""A variant of a contender is given up at a run that is below this share of the one before's best."""
+ASKED = ("micro_batch_size", "candidate", *TRAINER_FIELDS)
+"""The fields of a run that say what is run."""
 ANSWER = 0
 """Exit status of a client that found an answer."""
+
+Run = dict[str, Any]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -49,9 +65,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--batch-size", type=int, default=64)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields")
     parser.add_argument("--max-seconds", type=float, default=120.0, help="of one exploration")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender, in turns")
+    parser.add_argument("--without", action="append", default=[], help="a contender that is left out")
     parser.add_argument("--start-until", type=float, default=float("inf"), help="start no model after these seconds")
     options = parser.parse_args(arguments)
-    results: dict[str, Any] = {"environment": {}, "models": []}
+    results: Run = {"environment": {}, "models": []}
     if options.out.exists():
         results = json.loads(options.out.read_text())
     results["environment"] = describe_environment()
@@ -66,7 +84,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 class Table:
     """The rows of one file, filled by as many threads as there are GPUs."""
 
-    def __init__(self, results: dict[str, Any], options: argparse.Namespace) -> None:
+    def __init__(self, results: Run, options: argparse.Namespace) -> None:
         self.results = results
         self.options = options
         self.gpus: queue.Queue[str] = queue.Queue()
@@ -81,29 +99,26 @@ class Table:
         with self._gpu() as environment:
             if time.perf_counter() > latest_start:
                 return
-            run = ModelRun(path, row, environment, self.options)
-            for part, measure in run.parts().items():
-                if not run.has(part):
-                    measured = measure()
-                    with self._lock:
-                        row[part] = measured
-                        write_results(self.options.out, self.results)
+            if len(row["rounds"]) < self.options.rounds:
+                ModelRun(path, row, environment, self.options, self._put).complete()
         print(describe(row), flush=True)
 
-    def _row(self, path: Path) -> dict[str, Any]:
-        """The row of a configuration with the fields that were asked for, a new one if there is none."""
-        rows: list[dict[str, Any]] = self.results["models"]
+    def _put(self, row: Run, part: str, measured: Any) -> None:
+        with self._lock:
+            row[part] = measured
+            write_results(self.options.out, self.results)
+
+    def _row(self, path: Path) -> Run:
+        """The row of a configuration with the fields and the batch that were asked for, a new one if there is none."""
         fields = sorted(self.options.fields)
-        padded = "padding=right" in fields or "padding=left" in fields
-        alike = [row for row in rows if row["model"] == path.stem]
-        row = next((row for row in alike if row["fields"] == fields), None)
+        key = {"model": path.stem, "fields": fields, "batch_size": self.options.batch_size}
+        rows: list[Run] = self.results["models"]
+        row = next((row for row in rows if key.items() <= row.items()), None)
         if row is None:
             seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
-            row = {"model": path.stem, "fields": fields, "padded": padded, "seq_length": seq_length}
+            padded = "padding=right" in fields or "padding=left" in fields
+            row = {**key, "padded": padded, "seq_length": seq_length, "sizes": {}, "rounds": []}
             rows.append(row)
-        for other in alike:
-            if other["padded"] is padded and accumulates(other.get("sweep"), self.options.batch_size):
-                row["sweep"] = other["sweep"]
         return row
 
     @contextmanager
@@ -117,39 +132,62 @@ class Table:
 
 
 class ModelRun:
-    """The parts of one row: exploration, sweeps, and the answer in the Trainer."""
+    """The parts of one row: exploration, the sizes of the contenders, and their runs in turns."""
 
     def __init__(
-        self, path: Path, row: dict[str, Any], environment: Mapping[str, str], options: argparse.Namespace
+        self,
+        path: Path,
+        row: Run,
+        environment: Mapping[str, str],
+        options: argparse.Namespace,
+        put: Callable[[Run, str, Any], None],
     ) -> None:
         self._path = path
         self._row = row
         self._environment = environment
         self._options = options
-        self._seq_length: int = row["seq_length"]
+        self._put = put
         self._device = "cuda:0" if environment["CUDA_VISIBLE_DEVICES"] else "cpu"
+        command = [sys.executable, "-m", "benchmarks.trainer_runs", str(path.absolute())]
+        self._trainer = subprocess.Popen(  # it imports while the service starts
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=dict(environment)
+        )
 
-    def parts(self) -> dict[str, Callable[[], Any]]:
-        """What measures each part, in the order in which one may need another."""
-        parts: dict[str, Callable[[], Any]] = {
-            "exploration": self._explore,
-            "recommended": lambda: self._train_as("candidate"),
-            "stock": lambda: self._train_as("stock"),
-            "sweep": lambda: self._train(["--sweep"]),
-        }
-        if any(field in self._row["fields"] for field in ("execution=compile", "execution=explore")):
-            parts["compiled_sweep"] = lambda: self._train(["--runs", json.dumps(compiled_runs(self._row["sweep"]))])
-        return parts
+    def complete(self) -> None:
+        """Measure what the row lacks."""
+        with self._trainer:
+            if "exploration" not in self._row:
+                self._put(self._row, "exploration", self._explore())
+            contenders = {}
+            for name, variants in variants_of(self._row).items():
+                if name in self._options.without:
+                    continue
+                if name not in self._row["sizes"]:
+                    self._put(self._row, "sizes", {**self._row["sizes"], name: self._size(name, variants)})
+                contenders[name] = best_of(self._row["sizes"][name])
+            contenders["recommended"] = answered(self._row)
+            in_turn = {name: run for name, run in contenders.items() if run is not None}
+            rounds = [made for made in self._row["rounds"] if made.keys() == in_turn.keys()]
+            while len(rounds) < self._options.rounds:
+                rounds = [*rounds, {name: self._train(run, ROUND_SECONDS) for name, run in in_turn.items()}]
+                self._put(self._row, "rounds", rounds)
 
-    def has(self, part: str) -> bool:
-        """Whether the row has a part. Runs of the Trainer at another batch than the exploration's are made again."""
-        if part == "exploration":
-            return part in self._row
-        return part in self._row and accumulates(self._row[part], self._options.batch_size)
+    def _size(self, name: str, variants: Sequence[Run]) -> list[Run]:
+        """Short runs that find the best size and the best variant of a contender."""
+        made: list[Run] = []
+        for variant in variants:
+            runs: list[Run] = []
+            start, before = start_of(name, self._row, made), best_of(made)
+            while (size := next_size(divisors(self._row["batch_size"]), runs, start)) is not None:
+                runs.append(self._train(of_size(variant, size), SIZE_SECONDS))
+                if before is not None and runs[-1].get("tokens_per_second", 0) < FAR * before["tokens_per_second"]:
+                    break
+            made += runs
+        return made
 
-    def _explore(self) -> dict[str, Any]:
+    def _explore(self) -> Run:
         """Explore through the service; the document of `bexp best --json`, None if there is no answer."""
-        asked = ["--fresh", "--target", "transformers", "--seq-length", str(self._seq_length)]
+        asked = ["--fresh", "--target", "transformers", "--seq-length", str(self._row["seq_length"])]
         asked += ["--batch-size", str(self._options.batch_size), "--max-seconds", str(self._options.max_seconds)]
         asked += [word for field in self._row["fields"] for word in ("--set", field)]
         with tempfile.TemporaryDirectory() as folder:
@@ -163,35 +201,22 @@ class ModelRun:
         )
         return {"wall_seconds": seconds, "log": log, "errors": errors[-20:], "document": document}
 
-    def _train_as(self, place: str) -> list[dict[str, Any]]:
-        """The Trainer with one candidate of the answer."""
-        document = self._row["exploration"]["document"]
-        recommendation = {} if document is None else document["recommendation"]
-        candidate = (
-            recommendation.get("candidate")
-            if place == "candidate"
-            else (recommendation.get(place) or {}).get("candidate")
-        )
-        if candidate is None or (place != "candidate" and candidate == recommendation["candidate"]):
-            return []
-        wanted = {**document, "recommendation": {**recommendation, "candidate": candidate, "dividing": None}}
-        run = {"micro_batch_size": candidate["micro_batch_size"], "recommendation": wanted}
-        runs = self._train(["--runs", json.dumps([run])])
-        return [{key: value for key, value in one.items() if key != "recommendation"} for one in runs]
-
-    def _train(self, arguments: list[str]) -> list[dict[str, Any]]:
-        """Runs of the Trainer, each in a process of its own."""
-        command = [sys.executable, "-m", "benchmarks.trainer_runs", str(self._path.absolute())]
-        padding = ["--padding"] if self._row["padded"] else []
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "runs.json"
-            limits = ["--seq-length", str(self._seq_length), "--max-seconds", str(SWEEP_SECONDS), "--out", str(out)]
-            limits += ["--batch-size", str(self._options.batch_size)]
-            subprocess.run(
-                [*command, *limits, *padding, *arguments], check=True, stdout=sys.stderr, env=dict(self._environment)
-            )
-            runs: list[dict[str, Any]] = json.loads(out.read_text())["runs"]
-        return runs
+    def _train(self, run: Run, seconds: float) -> Run:
+        """One run of the Trainer."""
+        asked = {key: run[key] for key in ASKED if key in run}
+        wanted: Run = {key: self._row[key] for key in ("seq_length", "batch_size")}
+        wanted |= {**asked, "padding": self._row["padded"], "max_seconds": seconds}
+        if "candidate" in asked:
+            wanted["recommendation"] = document_of(self._row, asked["candidate"])
+        assert self._trainer.stdin is not None
+        assert self._trainer.stdout is not None
+        self._trainer.stdin.write(json.dumps(wanted) + "\n")
+        self._trainer.stdin.flush()
+        answer = self._trainer.stdout.readline()
+        if not answer:
+            raise RuntimeError("benchmarks.trainer_runs has ended")
+        made: Run = json.loads(answer)
+        return made
 
     def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
         """`bexp` with a database and a log folder of its own."""
@@ -201,43 +226,140 @@ class ModelRun:
         return subprocess.run(command, capture_output=True, text=True, check=False, env=environment, cwd=folder)
 
 
-def accumulates(runs: Sequence[dict[str, Any]] | None, batch_size: int) -> bool:
-    """Whether all these runs of the Trainer accumulate micro-batches to steps of this batch."""
-    return runs is not None and all(run.get("batch_size") == batch_size for run in runs)
+def answered(row: Run) -> Run | None:
+    """What `bexp.apply` takes from the row's answer; None if there is no answer that divides the batch."""
+    recommendation = (row["exploration"]["document"] or {}).get("recommendation")
+    if not recommendation:
+        return None
+    candidate = (recommendation.get("dividing") or recommendation)["candidate"]
+    size = candidate["micro_batch_size"]
+    return None if row["batch_size"] % size else {"micro_batch_size": size, "candidate": candidate}
 
 
-def reach(config: dict[str, Any]) -> int:
+def document_of(row: Run, candidate: Run) -> Run:
+    """The row's answer as it is, or with another candidate in its place."""
+    document: Run = row["exploration"]["document"]
+    run = answered(row)
+    if run is not None and run["candidate"] == candidate:
+        return document
+    recommendation = {**document["recommendation"], "candidate": candidate, "dividing": None, "settings": None}
+    return {**document, "recommendation": recommendation}
+
+
+def variants_of(row: Run) -> dict[str, list[Run]]:
+    """The variants of each contender whose size is to be found, without their sizes."""
+    compiles = any(field in row["fields"] for field in ("execution=compile", "execution=explore"))
+    liger = {"use_liger_kernel": True}
+    contenders: dict[str, list[Run]] = {"unchanged": [{}, {"gradient_checkpointing": True}], "liger": [liger]}
+    if compiles:
+        contenders["compiled"] = [{"torch_compile": True}]
+        contenders["liger"].append({**liger, "torch_compile": True})
+    if (run := answered(row)) is not None:
+        candidate, stock = run["candidate"], {**run["candidate"], "bta_tile": None}
+        if (candidate.get("expert_backend") or "").startswith("bexp_"):
+            stock["expert_backend"] = stock_of(row).get("expert_backend") or "grouped_mm"
+        if stock != candidate:
+            contenders["stock"] = [{"candidate": stock}]
+        if stock.get("loss") not in {None, "library"}:
+            contenders["library_loss"] = [{"candidate": {**stock, "loss": "library"}}]
+    return contenders
+
+
+def of_size(variant: Run, size: int) -> Run:
+    """A run of a variant, whose candidate has the size, too."""
+    candidate = {"candidate": {**variant["candidate"], "micro_batch_size": size}} if "candidate" in variant else {}
+    return {**variant, **candidate, "micro_batch_size": size}
+
+
+def stock_of(row: Run) -> Run:
+    """The best stock candidate that the row's answer names; empty if it names none."""
+    recommendation = row["exploration"]["document"]["recommendation"]
+    candidate: Run = (recommendation.get("stock") or {}).get("candidate") or {}
+    return candidate
+
+
+def divisors(batch_size: int) -> list[int]:
+    """The sizes that a batch can be accumulated from."""
+    return [size for size in range(1, batch_size + 1) if batch_size % size == 0]
+
+
+def start_of(name: str, row: Run, made: Sequence[Run]) -> int | None:
+    """The size at which a variant of a contender starts, given the runs of its earlier variants; None: at none.
+
+    What saves memory starts above the best size of the unchanged Trainer.
+    """
+    sizes, best = divisors(row["batch_size"]), best_of(made)
+    found = {contender: run["micro_batch_size"] for contender, runs in row["sizes"].items() if (run := best_of(runs))}
+    recommended = (answered(row) or {"micro_batch_size": sizes[len(sizes) // 2]})["micro_batch_size"]
+    if name == "unchanged":
+        ran = [run["micro_batch_size"] for run in made if "tokens_per_second" in run]
+        return next((size for size in sizes if size > max(ran)), None) if ran else recommended
+    if made:
+        return None if best is None else best["micro_batch_size"]
+    if name in {"compiled", "liger"} and "unchanged" in found:
+        return next((size for size in sizes if size > found["unchanged"]), found["unchanged"])
+    if name == "stock" and (size := stock_of(row).get("micro_batch_size")) in sizes:
+        return int(size)
+    return found.get("stock", recommended)
+
+
+def next_size(sizes: Sequence[int], made: Sequence[Run], start: int | None) -> int | None:
+    """The next size of a variant: up while it gets faster and should fit, down while nothing fits; None at the end.
+
+    A variant that does not compile also tries the size below its best. One that compiles does not, because that takes
+    tens of seconds and the largest that fits has seldom lost 1%.
+    """
+    if not made:
+        return start
+    tried = {run["micro_batch_size"] for run in made}
+    best = best_of(made)
+    if best is None:
+        smaller = [size for size in sizes if size < min(tried)]
+        return smaller[-1] if smaller and made[-1]["error"] == OUT_OF_MEMORY else None
+    at = sizes.index(best["micro_batch_size"])
+    near = sizes[at + 1 : at + 2]
+    if not (best.get("torch_compile") or "compile" in (best.get("candidate", {}).get("execution") or "")):
+        near = [*near, *sizes[max(0, at - 1) : at]]
+    return next((size for size in near if size not in tried and should_fit(best, size)), None)
+
+
+def should_fit(run: Run, size: int) -> bool:
+    """Whether a larger size fits, if the memory of a micro-step grows with its size. True where none was read."""
+    if run.get("kept_bytes") is None:
+        return True
+    of_a_sequence = (run["peak_bytes"] - run["kept_bytes"]) / run["micro_batch_size"]
+    return bool(run["kept_bytes"] + of_a_sequence * size <= run["device_bytes"])
+
+
+def reach(config: Run) -> int:
     """The longest sequence that a configuration has positions for."""
     return int(next((config[key] for key in ("max_position_embeddings", "n_positions") if key in config), SEQ_LENGTH))
 
 
-def compiled_runs(sweep: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The Trainer's own compilation at the best size without checkpointing and the next two, which may fit then."""
-    plain = best_of([run for run in sweep if not run["gradient_checkpointing"]])
-    best = 1 if plain is None else plain["micro_batch_size"]
-    return [{"micro_batch_size": size, "torch_compile": True} for size in SIZES if size >= best][:3]
-
-
-def best_of(runs: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+def best_of(runs: Sequence[Run]) -> Run | None:
     """The fastest run that did not fail; None if all did."""
     ran = [run for run in runs if "tokens_per_second" in run]
     return max(ran, key=lambda run: run["tokens_per_second"], default=None)
 
 
-def ratio(row: dict[str, Any]) -> float | None:
-    """The best of the recommended runs over the best of the sweep; None if one is missing or failed."""
-    ours, stock = best_of(row.get("recommended", [])), best_of(row.get("sweep", []))
-    if ours is None or stock is None:
-        return None
-    return float(ours["tokens_per_second"] / stock["tokens_per_second"])
+def gain(rounds: Sequence[Run], contender: str) -> float | None:
+    """The median over the rounds of the recommended run over a contender's; None where no round has both."""
+    pairs = [(made["recommended"], made[contender]) for made in rounds if {"recommended", contender} <= made.keys()]
+    gains = [
+        ours["tokens_per_second"] / other["tokens_per_second"]
+        for ours, other in pairs
+        if "tokens_per_second" in ours and "tokens_per_second" in other
+    ]
+    return statistics.median(gains) if gains else None
 
 
-def describe(row: dict[str, Any]) -> str:
+def describe(row: Run) -> str:
     """One line for a person."""
-    gain = ratio(row)
-    said = "no recommendation, or it failed" if gain is None else f"{gain:.3f}x the best of the sweep"
+    over = {name: gain(row["rounds"], name) for name in (row["rounds"] or [{}])[0] if name != "recommended"}
+    gains = ", ".join(f"{value:.3f}x {name}" for name, value in over.items() if value is not None)
     named = " ".join([row["model"], *row["fields"]])
-    return f"{named}: {said}, answered after {row['exploration']['wall_seconds']:.0f} s"
+    seconds = row["exploration"]["wall_seconds"]
+    return f"{named}: {gains or 'no recommendation, or it failed'}, answered after {seconds:.0f} s"
 
 
 def _print_error(done: Any) -> None:

@@ -8,38 +8,71 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
+from benchmarks import real_trainers
 from benchmarks.result_tables import RESULTS, Row, load
 
 CHECK = re.compile(r"composed\s+step ([+-][\d.]+)%,\s+composed\s+peak ([+-][\d.]+)%")
 WITHIN = 0.98
+CONTENDERS = ("unchanged", "compiled", "liger", "library_loss", "stock", "recommended")
+EARLIER = {"unchanged": "sweep", "compiled": "compiled_sweep", "stock": "stock", "recommended": "recommended"}
+"""The contenders of rows of one run each, and their names there."""
+HOW = {"gradient_checkpointing": "checkpointed", "torch_compile": "compiled"}
+UNSUPPORTED = ("LookupError", "SettingsError")
+"""Errors whose messages say what a model or a machine lacks."""
 SHOWN_BOUND = 0.3
 """From this share of a layer's time on, the bytes of the experts' matrices are shown as its bound."""
 
 
-def best_of(runs: list[Row]) -> Row:
-    """Return the fastest run that did not fail; empty if all did."""
-    return max(
-        (run for run in runs if "tokens_per_second" in run), key=lambda run: run["tokens_per_second"], default={}
-    )
-
-
 def trainers(result: Row) -> Iterable[Row]:
-    """Return each exploration with the best of its runs in the Trainer."""
-    for row in result["models"]:
-        if "exploration" not in row:
+    """Return each exploration with what its contenders reached. A row of one run each gives way to one in turns."""
+    complete = [row for row in result["models"] if "exploration" in row and row.get("rounds", True)]
+    in_turns = {(row["model"], *row["fields"]) for row in complete if "rounds" in row}
+    for row in complete:
+        if "rounds" not in row and (row["model"], *row["fields"]) in in_turns:
             continue
-        runs = {name: best_of(row.get(name, [])) for name in ("sweep", "compiled_sweep", "recommended", "stock")}
-        answer = (row["exploration"]["document"] or {}).get("recommendation") or {}
-        batch = {run.get("batch_size") for run in (*row.get("sweep", []), *row.get("recommended", []))} - {None}
-        ours = runs["recommended"].get("tokens_per_second", 0.0)
-        over = {name: ours / run["tokens_per_second"] for name, run in runs.items() if run}
-        yield row | runs | {"answer": answer, "over": over, "batch": batch.pop() if batch else "one micro-batch"}
+        rounds = row.get("rounds") or [
+            {name: run for name, of in EARLIER.items() if (run := real_trainers.best_of(row.get(of, [])))}
+        ]
+        reached = {name: _reached(rounds, row.get("sizes", {}), name) for name in CONTENDERS}
+        over = {name: value for name in CONTENDERS if (value := real_trainers.gain(rounds, name)) is not None}
+        document = row["exploration"]["document"] or {}
+        accumulated = rounds[0].get("unchanged", {}).get("batch_size")
+        yield (
+            row
+            | reached
+            | {
+                "over": over,
+                "answer": document.get("recommendation") or {},
+                "explored": document.get("job", {}).get("created_at", "-")[:10],
+                "turns": len(rounds),
+                "batch": row.get("batch_size") or accumulated or "one micro-batch",
+            }
+        )
+
+
+def _reached(rounds: list[Row], sizes: Row, name: str) -> Row:
+    """Return the text of a contender's cell: its median and spread, or why it did not run."""
+    runs = [made[name] for made in rounds if name in made]
+    ran = [run for run in runs if "tokens_per_second" in run]
+    if not ran:
+        failed = [run for run in [*runs, *sizes.get(name, [])] if "error" in run]
+        said = [run["message"] if run["error"] in UNSUPPORTED else run["error"] for run in failed]
+        return {"text": said[-1]} if said else {}
+    speeds = [run["tokens_per_second"] for run in ran]
+    median = statistics.median(speeds)
+    how = [f"m={ran[0]['micro_batch_size']}", *(text for key, text in HOW.items() if ran[0].get(key))]
+    if (execution := ran[0].get("candidate", {}).get("execution") or "eager") != "eager":
+        how.append(execution)
+    spread = f" (spread {(max(speeds) - min(speeds)) / median:.1%})" if len(ran) > 1 else ""
+    peaks = [run["peak_reserved_bytes"] for run in ran if run.get("peak_reserved_bytes")]
+    memory = f", {max(peaks) / 2**30:.1f} GiB" if peaks else ""
+    return {"text": f"{', '.join(how)}: {median / 1000:.1f}k tokens/s{spread}{memory}"}
 
 
 def trainer_summary(result: Row) -> Iterable[Row]:
     """Return figures over the explorations: whole models as their logs name them, the rest of those of the defaults."""
     default = [row for row in trainers(result) if not row["fields"]]
-    within = sum(row["over"]["sweep"] >= WITHIN for row in default)
+    within = sum(row["over"].get("unchanged", 0.0) >= WITHIN for row in default)
     yield {"what": "at least 0.98 of the Trainer's own best, defaults", "figure": f"{within} of {len(default)} models"}
     lines = [line.strip() for row in trainers(result) for line in row["exploration"]["log"] if "BEXP203" in line]
     errors = [[abs(float(error)) for error in pair] for pair in CHECK.findall(" ".join(lines))]

@@ -1,16 +1,15 @@
 """Runs transformers' own Trainer for a few steps, each run in a process of its own.
 
-    python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --runs '[{"micro_batch_size": 4}]' --out runs.json
-    python -m benchmarks.trainer_runs CONFIG.json --seq-length 2048 --sweep --out sweep.json
+    echo '{"seq_length": 2048, "micro_batch_size": 4}' | python -m benchmarks.trainer_runs CONFIG.json
 
-A run is one Trainer of 20 micro-steps on random text in the model's own format, under the allocator's setting that the
-run names. With `--batch-size`, micro-batches are accumulated, up to three of them a step, so that gradients exist when
-memory is at its peak. Throughput is then that of whole steps of the batch: micro-steps count as often as it takes them,
-the rest of the step once. Without it, each micro-batch is a step.
+Each line of the input is a run, and is answered by a line that adds what it reached or why it failed. A run is one
+Trainer of 20 micro-steps on random text in the model's own format. With a `batch_size`, micro-batches are accumulated,
+up to three of them a step, so that gradients exist when memory is at its peak. Throughput is then that of whole steps
+of the batch: micro-steps count as often as it takes them, the rest of the step once. Without it, each micro-batch is a
+step.
 
-`--sweep` tries every micro-batch size from 1 upwards without gradient checkpointing, and those that do not fit so, and
-the largest that does, with it: at a size that fits, checkpointing only adds work. Each half ends when memory runs out
-or throughput has fallen twice by more than 2%. A `recommendation` in a run is applied by `bexp.apply`.
+A `recommendation` in a run is the document of `bexp best --json`. It is applied as the README does it, by `bexp.apply`
+and `bexp.training_arguments`. Other runs may name `gradient_checkpointing`, `torch_compile` and `use_liger_kernel`.
 """
 
 from __future__ import annotations
@@ -21,89 +20,49 @@ import math
 import multiprocessing
 import os
 import statistics
+import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-
-from benchmarks.environment import describe_environment, write_results
 
 if TYPE_CHECKING:
     import torch
 
     from bexp.measure.timestamps import Mark
 
-SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256)
-MICRO_STEPS = 20
+DEFAULTS = {"padding": False, "batch_size": None, "steps": 20, "max_seconds": 15.0}
+"""Of a run: whether texts have half the length to all of it, sequences of a step, micro-steps, when it may end."""
 WARM_UP = 5
 """Micro-steps that no figure contains."""
 MIN_MICRO_STEPS = 8
 ACCUMULATED = 3
 """Micro-steps of a step: the first writes gradients, the second adds to them, the last also updates the weights."""
-FALL = 0.98
-ALLOCATORS = {"default": "", "expandable_segments": "expandable_segments:True"}
+TRAINER_FIELDS = ("gradient_checkpointing", "torch_compile", "use_liger_kernel")
+OUT_OF_MEMORY = "out of memory"
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run everything that is asked for and write one JSON file, after each run."""
+    """Answer every run of the input."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_runs", description=__doc__)
     parser.add_argument("config", type=Path)
-    parser.add_argument("--seq-length", type=int, required=True)
-    parser.add_argument("--runs", type=json.loads, default=[])
-    parser.add_argument("--sweep", action="store_true")
-    parser.add_argument("--allocator", choices=ALLOCATORS, default="default")
-    parser.add_argument("--padding", action="store_true", help="texts of half the length to all of it")
-    parser.add_argument("--batch-size", type=int, help="sequences of a step; default: those of a micro-batch")
-    parser.add_argument("--steps", type=int, default=MICRO_STEPS, help="micro-steps of a run")
-    parser.add_argument(
-        "--max-seconds", type=float, default=15.0, help="a run ends after so long, with 8 micro-steps at least"
-    )
-    parser.add_argument("--out", type=Path, required=True)
-    options = parser.parse_args(arguments)
-    config = json.loads(options.config.read_text())
-    common = {
-        "seq_length": options.seq_length,
-        "allocator": options.allocator,
-        "padding": options.padding,
-        "batch_size": options.batch_size,
-        "steps": options.steps,
-        "max_seconds": options.max_seconds,
-    }
-    runs_made: list[dict[str, Any]] = []
-    runs: Iterator[dict[str, Any]] = iter(options.runs)
-    for run in [*runs] if not options.sweep else _sweep(runs_made, options.batch_size):
-        runs_made.append(run_trainer(config, {**common, **run}))
-        print(_line(runs_made[-1]), flush=True)
-        results = {"model": options.config.stem, "environment": describe_environment(), "runs": runs_made}
-        write_results(options.out, results)
+    config = json.loads(parser.parse_args(arguments).config.read_text())
+    import transformers  # noqa: F401, PLC0415 - once, for all processes that are forked from this one
+    from transformers import Trainer  # noqa: F401, PLC0415 - likewise
+
+    with os.fdopen(os.dup(1), "w") as answers:
+        os.dup2(2, 1)  # the Trainer prints, too
+        for line in sys.stdin:
+            made = run_trainer(config, {**DEFAULTS, **json.loads(line)})
+            print(_line(made), file=sys.stderr, flush=True)
+            print(json.dumps(made), file=answers, flush=True)
     return 0
-
-
-def _sweep(made: list[dict[str, Any]], batch_size: int | None = None) -> Iterator[dict[str, Any]]:
-    """The next run, given those that have been made. No micro-batch is larger than the batch."""
-    largest = 1
-    sizes = [size for size in SIZES if batch_size is None or size <= batch_size]
-    for checkpointing in (False, True):
-        best, falls = 0.0, 0
-        for size in (size for size in sizes if size >= largest):
-            yield {"micro_batch_size": size, "gradient_checkpointing": checkpointing}
-            speed = made[-1].get("tokens_per_second")
-            if speed is None:
-                break
-            largest = size
-            falls = falls + 1 if speed < FALL * best else 0
-            best = max(best, speed)
-            if falls == 2:
-                break
 
 
 def run_trainer(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     """One run in a process of its own: what was asked for, and what it reached or why it failed."""
-    import transformers  # noqa: F401, PLC0415 - once, for all processes that are forked from this one
-    from transformers import Trainer  # noqa: F401, PLC0415 - after the process has set the allocator
-
     context = multiprocessing.get_context("fork")
     receiver, sender = context.Pipe(duplex=False)
     started = time.perf_counter()
@@ -115,45 +74,43 @@ def run_trainer(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     except EOFError:
         result = {"error": "the process ended without a result"}
     process.join()
-    return {**run, **result, "wall_seconds": time.perf_counter() - started}
+    asked = {key: value for key, value in run.items() if key != "recommendation"}
+    return {**asked, **result, "wall_seconds": time.perf_counter() - started}
 
 
 def _child(config: dict[str, Any], run: dict[str, Any], sender: Any) -> None:
-    os.environ.pop("PYTORCH_CUDA_ALLOC_CONF", None)
-    os.environ["PYTORCH_ALLOC_CONF"] = ALLOCATORS[run["allocator"]]
-    import torch  # noqa: PLC0415 - the allocator reads its setting when it is first used
+    from bexp.out_of_memory import is_out_of_memory  # noqa: PLC0415 - imports torch
 
+    for name in ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"):
+        os.environ.pop(name, None)
     try:
         sender.send(_train(config, run))
-    except torch.OutOfMemoryError as error:
-        sender.send({"error": "out of memory", "message": str(error)[:300]})
     except Exception as error:  # noqa: BLE001 - whatever a model raises is the run's result
-        sender.send({"error": type(error).__name__, "message": str(error)[:600]})
+        short = is_out_of_memory(error) or "ALLOC_FAILED" in str(error)  # as cuBLAS says it
+        sender.send({"error": OUT_OF_MEMORY if short else type(error).__name__, "message": str(error)[:600]})
 
 
 def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     import torch  # noqa: PLC0415 - after the process has set the allocator
-    from transformers import Trainer, TrainingArguments  # noqa: PLC0415 - after the process has set the allocator
+    from transformers import Trainer, TrainingArguments  # noqa: PLC0415 - likewise
 
     cuda = torch.cuda.is_available()
+    device = torch.device("cuda" if cuda else "cpu")
     torch.manual_seed(0)
-    model = build(config, "cuda" if cuda else "cpu")
-    described = {}
-    if "recommendation" in run:
-        import bexp  # noqa: PLC0415 - only where it is applied
-
-        described["applied"] = str(bexp.apply(model, run["recommendation"]))
-    texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], padding=run["padding"])
-    accumulated = micro_steps_of(run["micro_batch_size"], run["batch_size"])
-    clock = Clock(torch.device("cuda" if cuda else "cpu"), run["max_seconds"])
     with tempfile.TemporaryDirectory() as folder:
+        if "recommendation" in run:
+            model, fields, applied = _as_recommended(config, run["recommendation"], device, folder)
+        else:
+            if run.get("use_liger_kernel"):
+                _refuse_without_liger(config["model_type"])
+            model, applied = build(config, device), None
+            fields = {name: run[name] for name in TRAINER_FIELDS if name in run}
+            fields |= {"output_dir": folder, "per_device_train_batch_size": run["micro_batch_size"]}
+        size = fields["per_device_train_batch_size"]
+        accumulated = micro_steps_of(size, run["batch_size"])
+        fields |= {"gradient_accumulation_steps": accumulated, "max_steps": math.ceil(run["steps"] / accumulated)}
         settings = TrainingArguments(
-            output_dir=folder,
-            per_device_train_batch_size=run["micro_batch_size"],
-            gradient_checkpointing=run.get("gradient_checkpointing", False),
-            torch_compile=run.get("torch_compile", False),
-            gradient_accumulation_steps=accumulated,
-            max_steps=math.ceil(run["steps"] / accumulated),
+            **fields,
             save_strategy="no",
             report_to=[],
             disable_tqdm=True,
@@ -161,19 +118,45 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             use_cpu=not cuda,
             dataloader_drop_last=True,
         )
+        clock = Clock(device, run["max_seconds"])
+        texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], padding=run["padding"])
         trainer = Trainer(model=model, args=settings, train_dataset=texts, callbacks=[clock.callback()])
         training_loss = trainer.train().training_loss
-    sequences = run["batch_size"] or run["micro_batch_size"]
-    seconds = batch_seconds(clock.steps, run["micro_batch_size"], run["batch_size"])
+    seconds = batch_seconds(clock.steps, size, run["batch_size"])
     return {
-        **described,
+        "micro_batch_size": size,
+        **({} if applied is None else {"applied": applied}),
         "training_loss": training_loss,
         "micro_step_seconds": clock.steps,
-        "tokens_per_second": sequences * run["seq_length"] / seconds,
+        "tokens_per_second": (run["batch_size"] or size) * run["seq_length"] / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
+        "kept_bytes": clock.kept_bytes,
+        "device_bytes": torch.cuda.mem_get_info()[1] if cuda else None,
         "peak_reserved_bytes": torch.cuda.max_memory_reserved() if cuda else None,
         "allocation_retries": torch.cuda.memory_stats()["num_alloc_retries"] if cuda else None,
     }
+
+
+def _as_recommended(
+    config: dict[str, Any], document: dict[str, Any], device: torch.device, folder: str
+) -> tuple[Any, dict[str, Any], str]:
+    """The model and the fields of `TrainingArguments` as the README sets them, and what was set on the model."""
+    import bexp  # noqa: PLC0415 - only where it is applied
+    from bexp.allocator import set_allocator  # noqa: PLC0415 - likewise
+    from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - likewise
+
+    fields = bexp.training_arguments(document, output_dir=folder)
+    set_allocator(RecommendedSetup.read(document).settings.allocator)  # the model is built on the GPU: it is faster
+    model = build(config, device)
+    return model, fields, str(bexp.apply(model, document))
+
+
+def _refuse_without_liger(model_type: str) -> None:
+    """The Trainer itself says nothing of a model that liger-kernel does not know."""
+    from bexp.transformers.kernels import import_liger  # noqa: PLC0415 - imports torch
+
+    if model_type not in import_liger("monkey_patch").MODEL_TYPE_TO_APPLY_LIGER_FN:
+        raise LookupError(f"liger-kernel does not know {model_type}")
 
 
 def micro_steps_of(micro_batch_size: int, batch_size: int | None) -> int:
@@ -195,7 +178,7 @@ def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch
     return sum(seconds) + (wanted - length) * (seconds[-2] if length > 1 else seconds[0])
 
 
-def build(config: dict[str, Any], device: str) -> Any:
+def build(config: dict[str, Any], device: torch.device) -> Any:
     """The model with random weights in bfloat16, as `from_pretrained(..., dtype=torch.bfloat16)` leaves one."""
     import torch  # noqa: PLC0415 - after the process has set the allocator
     from transformers import AutoConfig, AutoModelForCausalLM  # noqa: PLC0415 - after the process has set the allocator
@@ -240,7 +223,9 @@ class Clock:
         from bexp.measure.timestamps import mark_of  # noqa: PLC0415 - torch is imported once the allocator is set
 
         self.steps: list[list[float]] = []
-        self._device = device
+        self.device = device
+        self.kept_bytes: int | None = None
+        """What stays allocated between micro-steps: weights, gradients, the optimizer's state."""
         self._mark = mark_of(device)
         self._max_seconds = max_seconds
         self._marks: list[Mark] = []
@@ -262,6 +247,10 @@ class Clock:
                 """A micro-step has ended that is not the last of its step."""
                 clock._marks.append(clock._mark())
 
+            def on_optimizer_step(self, *_: Any, **__: Any) -> None:
+                """The weights are updated, and the gradients still exist."""
+                clock._note_kept_bytes()
+
             def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
                 """A step has ended, and the next begins."""
                 if clock._end_step():
@@ -269,13 +258,19 @@ class Clock:
 
         return MicroStepClock()
 
+    def _note_kept_bytes(self) -> None:
+        import torch  # noqa: PLC0415 - after the process has set the allocator
+
+        if self.device.type == "cuda":
+            self.kept_bytes = torch.cuda.memory_allocated(self.device)
+
     def _end_step(self) -> bool:
         """Note the step's seconds, and return whether the run has taken long enough."""
         import torch  # noqa: PLC0415 - after the process has set the allocator
 
         end = self._mark()
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
         marks = [*self._marks, end]
         self.steps.append([earlier.seconds_until(later) for earlier, later in pairwise(marks)])
         self._marks = [self._mark()]
@@ -284,8 +279,8 @@ class Clock:
 
 
 def _line(run: dict[str, Any]) -> str:
-    settings = f"m={run['micro_batch_size']} checkpointing={run.get('gradient_checkpointing', False)}"
-    settings += " torch_compile" if run.get("torch_compile") else ""
+    named = [name for name in ("recommendation", "candidate", *TRAINER_FIELDS) if run.get(name)]
+    settings = " ".join([f"m={run['micro_batch_size']}", *named])
     if "error" in run:
         return f"{settings}: {run['error']} ({run.get('message', '')[:200]})"
     peak = (run["peak_reserved_bytes"] or 0) / 2**30

@@ -11,6 +11,7 @@ from typing import Self
 import psutil
 
 from bexp.measure.gpu_processes import ForeignProcesses, GpuProcessMonitor
+from bexp.measure.host_time import CoreWatch
 from bexp.measure.nvml import SLOWDOWNS, Gpu
 
 POLL_SECONDS = 0.05
@@ -29,7 +30,8 @@ class DeviceConditions:
     that was seen, `sm_clock_max_mhz` the highest that the device has, and `temperature_celsius` the highest value seen.
     `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and `foreign_bytes` are
     other processes, and their memory, that appeared since the job began. `foreign_busy_share` is the share (0..1) of
-    the device's time that others used, `host_busy_share` the share of the host's CPU time.
+    the device's time that others used, `host_busy_share` the share of the host's CPU time. `core_wait_share` is the
+    time that this process's threads waited for a core, added up and at most 1; None where the host is not the device.
     """
 
     sm_clock_mhz: float | None = None
@@ -43,14 +45,21 @@ class DeviceConditions:
     foreign_bytes: int = 0
     foreign_busy_share: float | None = None
     host_busy_share: float | None = None
+    core_wait_share: float | None = None
 
 
 class DeviceMonitor:
-    """Watches the device during the trials of a process. If there is no `gpu`, it watches only the host."""
+    """Watches the device during the trials of a process. If there is no `gpu`, it watches only the host.
 
-    def __init__(self, gpu: Gpu | None = None, foreign_processes: GpuProcessMonitor | None = None) -> None:
+    `cores` says whether it watches the cores of a process that is alone on the CPU.
+    """
+
+    def __init__(
+        self, gpu: Gpu | None = None, foreign_processes: GpuProcessMonitor | None = None, *, cores: bool = False
+    ) -> None:
         self._gpu = gpu
         self._foreign = foreign_processes
+        self._cores = cores
 
     def begin(self, others_bytes: int | None) -> int | None:
         """A job begins; see `GpuProcessMonitor.begin`."""
@@ -58,7 +67,7 @@ class DeviceMonitor:
 
     def watch(self) -> Watch:
         """A watch for one measurement."""
-        return Watch(self._gpu, self._foreign)
+        return Watch(self._gpu, self._foreign, cores=self._cores)
 
     def wait_until_calm(self, seconds: float) -> bool:
         """Wait at most `seconds` until the device is neither throttled nor shared; returns whether it is calm."""
@@ -92,9 +101,10 @@ class Watch:
     and would only wait for the device, which still works on them.
     """
 
-    def __init__(self, gpu: Gpu | None, foreign_processes: GpuProcessMonitor | None) -> None:
+    def __init__(self, gpu: Gpu | None, foreign_processes: GpuProcessMonitor | None, *, cores: bool = False) -> None:
         self._gpu = gpu
         self._foreign = foreign_processes
+        self._cores = CoreWatch() if cores else None
         self._samples = _Samples()
         self._foreign_processes = ForeignProcesses()
         self._next_poll = 0.0
@@ -105,11 +115,15 @@ class Watch:
         if self._foreign is not None:
             self._foreign.start()
         self._host_started = _host_seconds()
+        if self._cores is not None:
+            self._cores.start()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        if self._cores is not None:
+            self._cores.stop()
         elapsed, others = (now - then for now, then in zip(_host_seconds(), self._host_started, strict=True))
         self._host = (self._host[0] + elapsed, self._host[1] + others)
         if self._foreign is not None:
@@ -155,6 +169,7 @@ class Watch:
             foreign_bytes=foreign.held_bytes,
             foreign_busy_share=foreign.busy_share,
             host_busy_share=min(1.0, max(0.0, others / elapsed)) if elapsed >= LEAST_HOST_SECONDS else None,
+            core_wait_share=self._cores.wait_share if self._cores is not None else None,
         )
 
 

@@ -2,31 +2,20 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Protocol
+from functools import partial
+from typing import Any, Protocol
 
 import torch
+
+from bexp.measure.host_time import HostMark
 
 
 class Mark(Protocol):
     """A moment on the device."""
 
-    def seconds_until(self, later: Mark) -> float:
-        """Seconds from this moment to `later`; on CUDA the device must have reached both."""
-
-
-@dataclass(frozen=True, slots=True)
-class HostMark:
-    """The present moment, by the wall clock."""
-
-    at: float = field(default_factory=time.perf_counter)
-
-    def seconds_until(self, later: Mark) -> float:
-        """Seconds from this mark to `later`."""
-        assert isinstance(later, HostMark)
-        return later.at - self.at
+    def seconds_until(self, later: Any) -> float:
+        """Seconds from this moment to `later`, of the same kind; on CUDA the device must have reached both."""
 
 
 class CudaMark:
@@ -36,12 +25,11 @@ class CudaMark:
         self._event = torch.cuda.Event(enable_timing=True)
         self._event.record()
 
-    def seconds_until(self, later: Mark) -> float:
+    def seconds_until(self, later: CudaMark) -> float:
         """Seconds from this mark to `later`."""
-        assert isinstance(later, CudaMark)
         return float(self._event.elapsed_time(later._event)) / 1e3
 
 
-def mark_of(device: torch.device) -> Callable[[], Mark]:
-    """Return what makes marks on `device`."""
-    return CudaMark if device.type == "cuda" else HostMark
+def mark_of(device: torch.device, *, alone: bool = True) -> Callable[[], Mark]:
+    """Return what makes marks on `device`; `alone` is false where processes wait for each other."""
+    return CudaMark if device.type == "cuda" else partial(HostMark, alone=alone)

@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
 
+from bexp.measure.host_time import HostMark
 from bexp.measure.passes import Passes
 
 
@@ -160,7 +162,9 @@ def collector_paused() -> Iterator[None]:
 
 
 class HostTimer:
-    """Times modules on the CPU by the wall clock. The device is the host there, so both have the same seconds.
+    """Times modules on the CPU, see `HostMark`. The device is the host there, so both have the same seconds.
+
+    `alone` is false if other processes have a part in the passes.
 
     Caches stay as the repeats leave them: the layers of a model follow each other through the same caches, and whether
     weights stay in them depends on their size, which repeats show as well.
@@ -169,16 +173,17 @@ class HostTimer:
     BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.5)
     MAX_WARM_UP_SECONDS = 0.5
 
-    def __init__(self) -> None:
+    def __init__(self, *, alone: bool = True) -> None:
         self.reducer: Reducer = LocalReducer()
+        self._mark = partial(HostMark, alone=alone)
 
     def warm_up(self, passes: Passes) -> None:
         """Run once, and again if that was short. Afterwards threads, caches and oneDNN's primitives exist."""
         started = time.perf_counter()
-        _time_once(passes)
+        self._time_once(passes)
         (seconds,) = self.reducer.all_reduce_max(time.perf_counter() - started)
         if seconds < self.MAX_WARM_UP_SECONDS / 2:
-            _time_once(passes)
+            self._time_once(passes)
 
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         """Repeat within the budget; `poll` is called between the repeats."""
@@ -186,7 +191,7 @@ class HostTimer:
         with collector_paused():
             started = time.perf_counter()
             while not self._is_spent(samples, time.perf_counter() - started):
-                samples.append(_time_once(passes))
+                samples.append(self._time_once(passes))
                 poll()
         return summarize(samples)
 
@@ -196,16 +201,16 @@ class HostTimer:
     def _is_spent(self, samples: list[PassSample], elapsed_seconds: float) -> bool:
         return self.BUDGET.is_spent_for_all([s.device for s in samples], elapsed_seconds, self.reducer)
 
+    def _time_once(self, passes: Passes) -> PassSample:
+        passes.prepare_forward()
+        forward = self._seconds(passes.forward)
+        backward = 0.0
+        if passes.training:
+            passes.prepare_backward()
+            backward = self._seconds(passes.backward)
+        return PassSample(forward, backward, forward + backward)
 
-def _time_once(passes: Passes) -> PassSample:
-    passes.prepare_forward()
-    started = time.perf_counter()
-    passes.forward()
-    forward = time.perf_counter() - started
-    backward = 0.0
-    if passes.training:
-        passes.prepare_backward()
-        started = time.perf_counter()
-        passes.backward()
-        backward = time.perf_counter() - started
-    return PassSample(forward, backward, forward + backward)
+    def _seconds(self, run: Callable[[], object]) -> float:
+        started = self._mark()
+        run()
+        return started.seconds_until(self._mark())

@@ -26,7 +26,7 @@ def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bo
     precision = training.get("precision") or "pure"
     if library:  # bfloat16 is the format of the weights, of autocast, or of both
         weights = "float32" if precision == "autocast" else "bfloat16"
-        autocast = "bfloat16" if precision == "autocast" or training.get("lora") else None
+        autocast = "bfloat16" if precision in ("autocast", "upcast") or training.get("lora") else None
         master = precision == "master"
     else:
         weights = dtype or (request.get("model") or {}).get("dtype")

@@ -1,4 +1,4 @@
-"""A part of an Axolotl configuration, as YAML. Names as of Axolotl 0.19."""
+"""A part of an Axolotl configuration, as YAML. Names as of Axolotl 0.21."""
 
 from __future__ import annotations
 
@@ -10,20 +10,16 @@ from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import model_fields, optimizer_fields
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.trainer import TORCH_CHOICE
 from bexp.explorer.spec.training import LoRASpec, Sharding
-
-WITHOUT_CAST = (None, TORCH_CHOICE, "eager")
-"""Attention beside which Axolotl leaves what it has cast to float32."""
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
-    """Return the YAML. With `bf16` and with `bfloat16`, Axolotl makes the weights in bfloat16."""
+    """Return the YAML. With `bf16`, Axolotl makes the weights in bfloat16 and computes under autocast."""
     values: dict[str, Any] = {
         "micro_batch_size": settings.micro_batch_size,
         **({} if settings.grad_accum_steps is None else {"gradient_accumulation_steps": settings.grad_accum_steps}),
-        "bf16": settings.dtype is DType.BFLOAT16 and settings.has_autocast,
-        **_formats(settings),
+        "bf16": settings.dtype is DType.BFLOAT16,
+        **({"fp16": True} if settings.dtype is DType.FLOAT16 else {}),
         **optimizer_fields(settings, "optimizer"),
         **({"sequence_len": settings.seq_length} if settings.states_length else {}),
         **_adapters(settings.lora),
@@ -51,21 +47,14 @@ def _precision_notes(settings: TrainerSettings) -> list[str]:
     """Return what Axolotl does to full weights in half precision that was not measured."""
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []
-    lines = [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
-    if settings.sharding is Sharding.NONE and settings.attention in WITHOUT_CAST:
-        lines.append(
-            "memory: Axolotl keeps norms and embeddings in float32 with this attention, which was not measured"
-        )
-    return lines
-
-
-def _formats(settings: TrainerSettings) -> dict[str, Any]:
-    if settings.dtype is DType.FLOAT32:
-        return {}
-    name = {DType.BFLOAT16: "bfloat16", DType.FLOAT16: "float16"}[settings.dtype]
-    if settings.has_autocast:
-        return {"fp16": True} if settings.dtype is DType.FLOAT16 else {}
-    return {name: True}
+    if settings.precision != "upcast":
+        return [f"precision: Axolotl makes the weights in {settings.dtype} and computes under autocast"]
+    if settings.request.training.precision == "upcast":
+        return []
+    return [
+        "memory: Axolotl keeps norms and embeddings in float32 and computes under autocast; its activations were not "
+        "measured: explore with --trainer axolotl"
+    ]
 
 
 def _adapters(lora: LoRASpec | None) -> dict[str, Any]:

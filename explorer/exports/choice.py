@@ -77,7 +77,8 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
     rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
     missing = find_missing(trainer, best.candidate, request, report)
     own = Choice(best.candidate, steps, rate, missing, is_own=True, confidence=best.confidence)
-    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing)
+    peak = known.measured_peak_bytes if known.dividing is None else known.dividing.peak_bytes
+    extra = _unmeasured_bytes(trainer, request, report, best.candidate, missing, peak)
     fits = extra == 0 or best.required_bytes + extra <= known.memory_limit_bytes
     if fits and not missing:
         return own
@@ -157,7 +158,10 @@ def _best_expressible(trainer: Trainer, report: DeviceReport, posterior: Posteri
     missing = {int(row): find_missing(trainer, table.candidates[row], request, report) for row in rows}
     replaced = REPLACEABLE.intersection(*missing.values())
     rows = np.array([row for row, one in missing.items() if one.keys() <= replaced], dtype=np.int64)
-    extra_A = [_unmeasured_bytes(trainer, request, report, table.candidates[row], missing[row]) for row in rows]
+    extra_A = [
+        _unmeasured_bytes(trainer, request, report, table.candidates[row], missing[row], posterior.bytes(row).peak)
+        for row in rows
+    ]
     needed_A = posterior.memory.required_C[rows] + np.array(extra_A)
     rows, own_row = rows[needed_A <= posterior.limit_bytes], table.row.get(own.candidate)
     if own_row is not None and own_row in rows:
@@ -184,8 +188,9 @@ def _unmeasured_bytes(
     report: DeviceReport | None,
     candidate: Candidate,
     missing: Collection[str],
+    peak_bytes: int,
 ) -> int:
     """Return what a candidate needs beyond what was measured: full logits, and this trainer's number formats."""
     logits = full_logits_bytes(request, report, candidate) if "loss" in missing else 0
-    allocated = logits + unmeasured_bytes(trainer, request, report, candidate)
+    allocated = logits + unmeasured_bytes(trainer, request, report, candidate, peak_bytes)
     return round((1 + FRAGMENTATION[request.allocator]) * allocated)

@@ -8,6 +8,7 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.script import lora_config
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
 
 _CODE = '''\
@@ -61,6 +62,8 @@ def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     request = settings.request.model_dump(mode="json", include=_COMPARED)
     training = settings.request.training
     request["training"] = training.model_dump(mode="json", include=_TRAINED)
+    if settings.request.target_name == TRANSFORMERS:
+        request["training"]["precision"] = settings.precision
     request["training"]["optimizer"] = training.optimizer.model_dump(mode="json", exclude_defaults=True)
     request |= settings.request.explored.as_fields(settings.seq_length)
     candidate = settings.candidate.model_dump(mode="json", exclude_none=True) | {"recompute": settings.recompute.value}

@@ -13,6 +13,7 @@ from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import Sharding
 
 SCHEDULES = {Schedule.INTERLEAVED: "Interleaved1F1B"}
@@ -59,6 +60,7 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
     flags = [
         *batch,
         ("--training.disable_cuda_graphs",),
+        *_dtype_flags(settings),
         ("--parallelism.data_parallel_replicate_degree", str(1 if sharded else settings.data_parallel_size)),
         ("--parallelism.data_parallel_shard_degree", str(settings.data_parallel_size if sharded else 1)),
         ("--parallelism.context_parallel_degree", str(settings.context_parallel_size)),
@@ -86,6 +88,13 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
     if settings.chunked_loss:
         notes.append("loss: measured in chunks, so keep ChunkedLossWrapper in the config, as torchtitan's own have it")
     return shell_export(settings, VARIABLE, flags, notes)
+
+
+def _dtype_flags(settings: TrainerSettings) -> Flags:
+    """Return the format of the weights. torchtitan has no master weights: float32 ones have the same bytes."""
+    if settings.is_own_code or settings.dtype is DType.FLOAT16:
+        return []
+    return [("--training.dtype", str(settings.dtype if settings.precision == "pure" else DType.FLOAT32))]
 
 
 def _mesh_flags(plan: MeshPlan | None) -> Flags:

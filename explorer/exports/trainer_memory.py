@@ -2,27 +2,34 @@
 
 from __future__ import annotations
 
+from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.search.trainer_terms import compute_dtype, precision_of
+from bexp.explorer.search.trainer_terms import compute_dtype, measured_precision, precision_of
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import ModelParts
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import Trainer
 from bexp.explorer.spec.training import Precision
 
 
 def unmeasured_bytes(
-    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate, peak_bytes: int
 ) -> int:
-    """Return the bytes of one device that `trainer` needs for the number formats that it keeps; 0 if it needs fewer."""
-    told, measured = precision_of(trainer, request, report), request.training.precision
-    model = None if report is None else report.parts
+    """Return the bytes of one device that `trainer` needs for the number formats that it keeps; 0 if it needs fewer.
+
+    `peak_bytes` is the candidate's peak in the measured formats. With master weights the optimizer holds all gradients
+    in float32 while it steps, when the activations are gone.
+    """
+    told, measured = precision_of(trainer, request, report, candidate), measured_precision(request, report)
+    model = request.model if report is None or report.parts is None else report.parts
     if told == measured or model is None:
         return 0
     at_level = request.sharded(candidate.sharding)
-    return max(0, _state_bytes(model, at_level, told) - _state_bytes(model, at_level, measured))
+    state, transient = _state_bytes(model, at_level, measured, told)
+    activations = peak_bytes - _state_bytes(model, at_level, measured, measured)[0]
+    return max(0, state + max(activations, transient) - peak_bytes)
 
 
 def full_logits_bytes(request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate) -> int:
@@ -37,18 +44,42 @@ def full_logits_bytes(request: ExplorationRequest, report: DeviceReport | None, 
     return tokens * request.explored.vocab_size * each
 
 
-def _state_bytes(model: ModelParts, request: ExplorationRequest, precision: Precision) -> int:
-    """Return the training state of one device with `precision`; `model` has the bytes of the measured one."""
-    float32, item = DType.FLOAT32.itemsize, model.dtype.itemsize
-    size, measured = (float32 if p == "autocast" else item for p in (precision, request.training.precision))
-    trained = model.trainable_bytes // measured
-    sizes = {
-        "parameter_bytes": model.parameter_bytes // measured * size,
-        "trainable_bytes": trained * size,
-    }
-    training = request.training.model_copy(update={"precision": "pure"})
-    state = static_parts(model.model_copy(update=sizes), request.model_copy(update={"training": training})).total
-    if precision != "master":
-        return state
-    beside = trained * (float32 + training.optimizer.num_states * (float32 - item))
-    return state + -(-beside // (request.num_devices if training.sharding.level else 1))
+def _state_bytes(
+    model: ExploredModel, request: ExplorationRequest, measured: Precision, precision: Precision
+) -> tuple[int, int]:
+    """Return the training state of one device with `precision`, and what its optimizer holds besides while it steps.
+
+    `model` has the formats of the `measured` precision. Of what is cast up, the norms of layers are left out: they are
+    small.
+    """
+    training, float32 = request.training, DType.FLOAT32
+    kept: ExploredModel
+    if isinstance(model, ModelParts):
+        trained, kept = _as_kept(model, measured, precision)
+        training = training.model_copy(update={"precision": precision})
+        wide = 0
+    else:
+        trained = count_parameters(model)
+        kept = model.model_copy(update={"dtype": float32}) if precision == "autocast" else model
+        master = float32 if precision == "master" else None
+        optimizer = training.optimizer.model_copy(update={"master_dtype": master})
+        training = training.model_copy(update={"optimizer": optimizer})
+        cast = count_embedding(model) + count_head(model) if precision == "upcast" else 0
+        wide = cast * (float32.itemsize - model.dtype.itemsize) * (2 + training.optimizer.num_states)
+    state = static_parts(kept, request.model_copy(update={"training": training})).total + wide
+    shards = request.devices.optimizer_shards
+    return state, -(-trained * float32.itemsize // shards) if precision == "master" else 0
+
+
+def _as_kept(model: ModelParts, measured: Precision, precision: Precision) -> tuple[int, ModelParts]:
+    """Return the number of trained parameters, and the model with the bytes that it has with `precision`."""
+    item, float32 = model.dtype.itemsize, DType.FLOAT32.itemsize
+    was, size = (float32 if each == "autocast" else item for each in (measured, precision))
+    number, trained = model.parameter_bytes // was, model.trainable_bytes // was
+    if measured == "upcast":  # it trains all parameters
+        number = trained = model.num_parameters
+    if measured == precision:
+        return trained, model
+    wide = model.shell.num_parameters * (float32 - item) if precision == "upcast" else 0
+    sizes = {"parameter_bytes": number * size + wide, "trainable_bytes": trained * size + wide}
+    return trained, model.model_copy(update=sizes)

@@ -20,13 +20,15 @@ from bexp.explorer.search.trainer_terms import (
     find_missing,
     has_chunked_loss,
     is_compiled,
+    is_own_code,
+    measured_precision,
     precision_of,
     sharding_of,
 )
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, describe_target
+from bexp.explorer.spec.target import describe_target
 from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
 from bexp.explorer.spec.training import LoRASpec, Sharding
 
@@ -83,7 +85,7 @@ class TrainerSettings:
     @property
     def has_autocast(self) -> bool:
         """Whether products are computed in half precision under autocast; adapters are in float32."""
-        return self.dtype is not DType.FLOAT32 and (self.precision == "autocast" or self.lora is not None)
+        return self.dtype is not DType.FLOAT32 and (self.precision in ("autocast", "upcast") or self.lora is not None)
 
     @property
     def is_own_code(self) -> bool:
@@ -127,7 +129,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         has_experts=candidate.expert_backend is not None,
         seq_length=_seq_length(request, report),
         dtype=compute_dtype(request, report),
-        precision=precision_of(trainer, request, report),
+        precision=precision_of(trainer, request, report, candidate),
         optimizer=request.training.optimizer.name,
         lora=request.training.lora,
         batch_size=request.batch_size if choice.plan is None else request.effective_batch_size,
@@ -187,13 +189,15 @@ def _header(
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
+    elif precision_of(trainer, request, report, choice.candidate) != measured_precision(request, report):
+        lines.append(f"{trainer.title} keeps other number formats than were measured, so this promises no tokens/s")
     else:
         lines.append(
             f"expect about {choice.tokens_per_second:,.0f} tokens/s of each device; confidence {choice.confidence} out "
             "of 100"
         )
-    if request.target_name == TRANSFORMERS:
-        lines.append(_weights_line(trainer, request, report))
+    if not is_own_code(request):
+        lines.append(_weights_line(trainer, request, report, choice.candidate))
     if request.explored.seq_length is not None:
         lines.append(_length_line(request))
     lines.append(_allocator_line(request))
@@ -202,19 +206,25 @@ def _header(
     return lines
 
 
-def _weights_line(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> str:
+def _weights_line(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> str:
     """Return the number format to make the model in, and what differs from the one that was measured."""
-    dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report)
+    dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report, candidate)
+    measured = measured_precision(request, report)
     made = DType.FLOAT32 if precision == "autocast" else dtype
     if request.training.lora is not None:
         return f"weights: measured in {made} with adapters in float32, so make the model with dtype={made}"
-    beside = " beside float32 master weights" if precision == "master" else ""
+    beside = {
+        "master": " beside float32 master weights",
+        "upcast": " beside norms, embeddings, output layer and routers in float32",
+    }.get(precision, "")
     line = f"weights: make the model with dtype={made}"
-    if precision == request.training.precision:
+    if precision == measured:
         return f"{line}, as measured{beside}"
     return (
-        f"{line}; {trainer.title} keeps them{beside or ' so'}, and precision '{request.training.precision}' was "
-        "measured: its memory is counted by formulas"
+        f"{line}; {trainer.title} keeps them{beside or ' so'}, and precision '{measured}' was measured: its memory is "
+        "counted by formulas"
     )
 
 
@@ -222,11 +232,6 @@ def _length_line(request: ExplorationRequest) -> str:
     if request.padding == "none":
         return "texts: every sequence was measured full, as packed texts are; shorter ones need no more memory"
     return f"texts: measured padded on the {request.padding}, with lengths from half of the sequence to all of it"
-
-
-def is_own_code(request: ExplorationRequest) -> bool:
-    """Whether the target is one that a person has written."""
-    return request.target_name not in (BEXP, TRANSFORMERS)
 
 
 def _seq_length(request: ExplorationRequest, report: DeviceReport | None) -> int:

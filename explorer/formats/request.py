@@ -97,7 +97,17 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
         _refuse_second_training(next(iter(files)), translation)
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         training_files.translate_training(files, translation, devices)
+        _drop_master_weights(translation, changes)
     return translation
+
+
+def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -> None:
+    """Leave out the precision `master` of a file where the overrides ask for LoRA, or for another target."""
+    location = ("training", "precision")
+    has_lora = _lookup(changes, ("training", "lora")) not in (_ABSENT, None)
+    target = _choose(changes, translation.document, "target")
+    if translation.get(*location) == "master" and (has_lora or target not in (None, TRANSFORMERS)):
+        translation.put(location, "pure")
 
 
 def _refuse_second_training(file: str, translation: Translation) -> None:

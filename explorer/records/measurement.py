@@ -180,7 +180,8 @@ class Conditions(Frozen):
     `sm_clock_max_mhz` the highest that the device has. `power_watts` is a median, `temperature_celsius` the highest
     value. `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and
     `foreign_bytes` are other processes, and their memory, that appeared since the job began. `foreign_busy_share` is
-    the share of the device's time that others used, `host_busy_share` the share of the host's CPU time.
+    the share of the device's time that others used, `host_busy_share` the share of the host's CPU time. On a CPU
+    `core_wait_share` is the time that the process's threads waited for a core, added up over them and at most 1.
 
     A wide spread of the repeats is not recorded here; the standard error shows it.
     """
@@ -196,6 +197,7 @@ class Conditions(Frozen):
     foreign_bytes: Annotated[int, Field(ge=0)] = 0
     foreign_busy_share: Share | None = None
     host_busy_share: Share | None = None
+    core_wait_share: Share | None = None
 
     @property
     def contamination(self) -> str | None:

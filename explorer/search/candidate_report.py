@@ -35,6 +35,9 @@ ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
 LEAST_CHANCE = 0.01
 """The least probability of being faster with which a rival is named."""
 
+SHARED_CORES = 0.1
+"""Cores count as shared from this share of the time on in which threads waited for one."""
+
 
 @dataclass(frozen=True, slots=True)
 class References:
@@ -101,6 +104,7 @@ def build_recommendation(
         notes=(
             *_notes(request, candidate, report, whole_model),
             *_communication_notes(posterior, candidate, seconds),
+            *_shared_cores(posterior),
             *_predictions(posterior, references),
             *_doubts(request, runner_up),
             *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
@@ -247,6 +251,18 @@ def _notes(
         owner = "torch" if request.target_name == BEXP else request.target_name
         notes.append(f"attention '{candidate.attention_backend}' is the default of {owner} here")
     return tuple(notes)
+
+
+def _shared_cores(posterior: Posterior) -> tuple[str, ...]:
+    """Return a note if other processes wanted the cores of a CPU while it was measured."""
+    conditions = [run.conditions for runs in posterior.knowledge.log.runs.values() for run in runs.runs]
+    shares = [c.core_wait_share for c in conditions if c is not None and c.core_wait_share is not None]
+    if not shares or (waited := float(np.median(shares))) < SHARED_CORES:
+        return ()
+    return (
+        f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those of the "
+        "processor, without the waiting; a run beside others is slower, and least so with OMP_WAIT_POLICY=PASSIVE",
+    )
 
 
 def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> list[str]:

@@ -8,7 +8,7 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
 from bexp.explorer.spec.training import Precision, Sharding
 
@@ -61,16 +61,36 @@ def compute_dtype(request: ExplorationRequest, report: DeviceReport | None) -> D
     return request.explored.dtype or (DType.BFLOAT16 if parts is None else parts.dtype)
 
 
-def precision_of(trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None) -> Precision:
+def is_own_code(request: ExplorationRequest) -> bool:
+    """Whether the target is one that a person has written."""
+    return request.target_name not in (BEXP, TRANSFORMERS)
+
+
+def measured_precision(request: ExplorationRequest, report: DeviceReport | None) -> Precision:
+    """Return the precision that was measured; the reference layers have master weights unless the request has none."""
+    if request.target_name == BEXP:
+        return "master" if request.training.optimizer.has_master(compute_dtype(request, report)) else "pure"
+    return request.training.precision
+
+
+def precision_of(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> Precision:
     """Return the precision that a trainer is told: the measured one if it has that, else the nearest that it has.
 
-    The reference layers have master weights unless the request says that there are none.
+    Adapters, weights in float32 and a person's own code stay as they were measured. A trainer that casts parts of a
+    model to float32 decides that by the candidate's attention and sharding.
     """
-    measured = request.training.precision
-    if request.target_name == BEXP:
-        has_master = request.training.optimizer.has_master(compute_dtype(request, report))
-        measured = "master" if has_master else "pure"
-    if measured in trainer.precisions or request.training.lora is not None:
+    measured = measured_precision(request, report)
+    is_float32 = compute_dtype(request, report) is DType.FLOAT32
+    if request.training.lora is not None or is_own_code(request) or is_float32:
+        return measured
+    if trainer.upcast_attention:
+        is_whole = sharding_of(candidate, request) is Sharding.NONE
+        name = attention_name(candidate, report) or TORCH_CHOICE
+        is_upcast = is_whole and (name in TORCH_KERNELS or name in trainer.upcast_attention)
+        return "upcast" if is_upcast else "pure"
+    if measured in trainer.precisions:
         return measured
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
@@ -94,6 +114,7 @@ def find_missing(
         "sharding": sharding not in trainer.sharding,
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
+        "precision": _is_other_precision(trainer, request, report, candidate),
     }
     if not any(missing.values()):
         return {}
@@ -109,5 +130,15 @@ def find_missing(
         "sharding": f"the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",
+        "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
     }
     return {name: words[name] for name, is_missing in missing.items() if is_missing}
+
+
+def _is_other_precision(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> bool:
+    """Whether the trainer that was asked for keeps a candidate's weights in other formats than those measured."""
+    if not trainer.upcast_attention or request.runner is not trainer or request.target_name != TRANSFORMERS:
+        return False
+    return precision_of(trainer, request, report, candidate) != request.training.precision

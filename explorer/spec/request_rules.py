@@ -31,6 +31,7 @@ from bexp.explorer.spec.space_rules import (
 )
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.trainer_rules import check_trainer
+from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -63,6 +64,8 @@ def check_training_of_target(request: ExplorationRequest) -> None:
         raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
     if request.training.keeps_master_weights:
         _check_master_weights(request)
+    if request.training.precision == "upcast":
+        _check_upcast(request)
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":
@@ -102,6 +105,18 @@ def _check_master_weights(request: ExplorationRequest) -> None:
         if getattr(optimizer, name) not in formats:
             where = f"training.optimizer.{name}"
             raise RuleError(f"precision 'master' keeps it in {kept}: leave {name} out", where, field)
+
+
+def _check_upcast(request: ExplorationRequest) -> None:
+    """Precision `upcast` is what one trainer does to all weights of a transformers model on one device."""
+    field = "training.precision"
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(f"precision 'upcast' needs target '{TRANSFORMERS}'", field, "target")
+    if not request.runner.upcast_attention:
+        raise RuleError("precision 'upcast' is measured for trainer 'axolotl' alone", field, "trainer")
+    if request.training.lora is not None or request.space.highest_sharding is not Sharding.NONE:
+        where = "training.lora" if request.training.lora is not None else "training.sharding"
+        raise RuleError("Axolotl casts nothing to float32 beside LoRA or sharding: use precision 'pure'", field, where)
 
 
 def check_experts(request: ExplorationRequest) -> None:

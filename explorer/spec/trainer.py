@@ -60,7 +60,8 @@ class Trainer:
     be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script. `targets` are the targets whose measured
     code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are what it
-    keeps where a request states nothing.
+    keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
+    routers to float32, unless it trains adapters or shards: precision `upcast`.
     """
 
     title: str
@@ -81,7 +82,13 @@ class Trainer:
     lora: bool = True
     targets: frozenset[str] = frozenset()
     precisions: tuple[Precision, ...] = ("pure", "autocast")
+    upcast_attention: frozenset[str] = frozenset()
     allocator: Literal["default", "expandable_segments"] = "default"
+
+    @property
+    def keeps_float32(self) -> bool:
+        """Return whether it can keep all weights in float32, as weights or as master weights."""
+        return not {"autocast", "master"}.isdisjoint(self.precisions)
 
     def has_policy(self, policy: Recompute) -> bool:
         """Return whether it can be told a recomputation policy."""
@@ -183,7 +190,8 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         targets=_LIBRARY_RUNS_IT,
-        precisions=("pure",),  # it makes the weights in half precision, also under autocast
+        precisions=("upcast", "pure"),  # it makes the weights in half precision, and computes under autocast
+        upcast_attention=frozenset({TORCH_CHOICE, "eager"}),
         allocator="expandable_segments",  # its launcher sets it
     ),
     TrainerName.LLAMAFACTORY: Trainer(

@@ -7,7 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Kernels
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TORCH_KERNELS, TRAINERS, Trainer, TrainerName, library_experts
+from bexp.explorer.spec.training import Precision
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -24,13 +27,29 @@ def expand_trainer(data: dict[str, Any]) -> dict[str, Any]:
         return filled
     training = dict(training or {})
     if data.get("hf_config") is not None:
-        if training.get("lora") is None:
-            training.setdefault("precision", trainer.precisions[0])
-    elif data.get("model") is not None and not trainer.chunked_loss:
-        loss = training.get("loss")
-        if loss is None or (isinstance(loss, dict) and "kind" not in loss):
-            training["loss"] = {**(loss or {}), "kind": "full"}
+        if training.get("lora") is None and data.get("target") in (None, TRANSFORMERS):
+            training.setdefault("precision", _default_precision(trainer, data, training))
+    elif data.get("model") is not None:
+        if not trainer.chunked_loss:
+            _fill(training, "loss", "kind", "full")
+        if not trainer.keeps_float32:
+            _fill(training, "optimizer", "master_dtype", None)
     return {**filled, "training": training} if training else filled
+
+
+def _fill(training: dict[str, Any], part: str, field: str, value: Any) -> None:
+    """Set a field of a part of `training` that states nothing else; a part that is no mapping is refused later."""
+    stated = training.get(part)
+    if stated is None or (isinstance(stated, dict) and field not in stated):
+        training[part] = {**(stated or {}), field: value}
+
+
+def _default_precision(trainer: Trainer, data: dict[str, Any], training: dict[str, Any]) -> Precision:
+    """Return what a trainer keeps: where it casts nothing to float32, the next of its precisions."""
+    named = data.get("attention_backends")
+    is_cast = isinstance(named, list) and not any(str(name) in trainer.upcast_attention for name in named)
+    is_sharded = training.get("sharding") not in (None, "none") or data.get("sharding_levels") is not None
+    return trainer.precisions[trainer.precisions[0] == "upcast" and bool(is_cast or is_sharded)]
 
 
 def check_trainer(request: ExplorationRequest) -> None:
@@ -82,8 +101,15 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
             yield field, f"execution '{execution}'"
     if training.lora is not None and not trainer.lora:
         yield "training.lora", "LoRA"
-    if request.hf_config is not None and training.lora is None and training.precision not in trainer.precisions:
+    library = request.hf_config is not None and request.target_name == TRANSFORMERS
+    if library and training.lora is None and training.precision not in trainer.precisions:
         yield "training.precision", f"precision '{training.precision}'"
+    if request.model is not None and request.model.dtype is not DType.FLOAT32:
+        keeps = training.optimizer.master_dtype is not None
+        if keeps and not trainer.keeps_float32:
+            yield "training.optimizer.master_dtype", "float32 master weights"
+        if not keeps and "pure" not in trainer.precisions:
+            yield "training.optimizer.master_dtype", "training without float32 master weights"
 
 
 def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:

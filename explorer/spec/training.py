@@ -25,7 +25,7 @@ class Sharding(StrEnum):
         return {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[self.value]
 
 
-Precision = Literal["pure", "autocast", "master"]
+Precision = Literal["pure", "autocast", "master", "upcast"]
 
 
 class OptimizerSpec(Frozen):
@@ -99,8 +99,10 @@ class TrainingSpec(Frozen):
         "pure",
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
         "bf16 autocast. `master`: parameters and gradients in bfloat16, beside float32 master weights and moments, as "
-        "DeepSpeed's `bf16` keeps them. The last two need target `transformers`. LoRA adapters are in float32 with "
-        "`pure` and `autocast`, and computed with under autocast; `master` trains all weights.",
+        "DeepSpeed's `bf16` keeps them. `upcast`: as `pure`, but with norms, embeddings, output layer and routers in "
+        "float32, computed with under autocast; for trainer `axolotl`, which does that. All but `pure` need target "
+        "`transformers`. LoRA adapters are in float32 with `pure` and `autocast`, and computed with "
+        "under autocast; `master` and `upcast` train all weights.",
     )
     lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")
 

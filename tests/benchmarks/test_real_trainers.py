@@ -2,55 +2,214 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from benchmarks.real_trainers import accumulates, compiled_runs, describe, ratio
-from benchmarks.trainer_runs import _sweep, batch_seconds, micro_steps_of
+from benchmarks import real_trainers
+from benchmarks.real_trainers import (
+    ModelRun,
+    Run,
+    answered,
+    describe,
+    divisors,
+    document_of,
+    gain,
+    main,
+    next_size,
+    should_fit,
+    start_of,
+    variants_of,
+)
+from benchmarks.result_rows import trainers
+from benchmarks.trainer_runs import OUT_OF_MEMORY, batch_seconds, micro_steps_of
+
+EXPLORED = ["execution=explore", "losses=[library,chunked]"]
+OURS = {"micro_batch_size": 16, "bta_tile": None, "expert_backend": "bexp_fused", "loss": "chunked"}
+OURS |= {"execution": "compile"}
+STOCK = {**OURS, "expert_backend": "grouped_mm"}
+IN_TURN = ["unchanged", "compiled", "stock", "library_loss", "recommended"]
+NUM_SIZING = 4 + 1 + 2 + 2 + 2
+"""Of the unchanged Trainer, Liger, `compiled`, `stock`, `library_loss`."""
+TINY = {"model_type": "gpt2", "n_positions": 16}
 
 
-def run(size: int, speed: float | None, *, checkpointing: bool = False) -> dict[str, Any]:
-    reached = {"error": "out of memory"} if speed is None else {"tokens_per_second": speed}
-    return {"micro_batch_size": size, "gradient_checkpointing": checkpointing, **reached}
+def run(size: int, speed: float | None, **more: Any) -> Run:
+    reached: Run = {"error": OUT_OF_MEMORY} if speed is None else {"tokens_per_second": speed}
+    return {"micro_batch_size": size, **reached, **more}
 
 
-def swept(speed: dict[tuple[int, bool], float], batch_size: int | None = None) -> list[tuple[int, bool]]:
-    """The runs of a sweep where each run has this speed, and others have no memory."""
-    found: list[dict[str, Any]] = []
-    for asked in _sweep(found, batch_size):
-        size, checkpointing = asked["micro_batch_size"], asked["gradient_checkpointing"]
-        found.append(run(size, speed.get((size, checkpointing)), checkpointing=checkpointing))
-    return [(one["micro_batch_size"], one["gradient_checkpointing"]) for one in found]
+def row_of(recommendation: Run | None, **more: Any) -> Run:
+    answer = {"recommendation": recommendation, "job": {"created_at": "2026-11-30T"}}
+    document = None if recommendation is None else answer
+    row: Run = {"model": "m", "fields": EXPLORED, "batch_size": 64, "seq_length": 16, "padded": False}
+    row |= {"exploration": {"wall_seconds": 61.2, "log": [], "document": document}, "sizes": {}, "rounds": []}
+    return row | more
 
 
-def test_a_sweep_tries_checkpointing_from_the_largest_size_that_fits_without() -> None:
-    speed = {(1, False): 10.0, (2, False): 12.0, (2, True): 9.0, (3, True): 10.0, (4, True): 11.0}
-    assert swept(speed) == [(1, False), (2, False), (3, False), (2, True), (3, True), (4, True), (6, True)]
+def sized(speed: Mapping[int, float], start: int, **more: Any) -> list[int]:
+    """The sizes that are tried where each of these has this speed, and others have no memory."""
+    made: list[Run] = []
+    while (size := next_size(divisors(64), made, start)) is not None:
+        made.append(run(size, speed.get(size), **more))
+    return [one["micro_batch_size"] for one in made]
 
 
-def test_a_sweep_ends_when_throughput_has_fallen_twice() -> None:
-    speed = {(size, checkpointing): 1 / size for size in (1, 2, 3, 4, 6) for checkpointing in (False, True)}
-    assert swept(speed) == [(1, False), (2, False), (3, False), (3, True), (4, True), (6, True)]
+def test_sizes_are_those_that_divide_the_batch() -> None:
+    assert divisors(12) == [1, 2, 3, 4, 6, 12]
 
 
-def test_a_sweep_ends_at_the_batch() -> None:
-    speed = {(size, checkpointing): float(size) for size in (1, 2, 3, 4, 6) for checkpointing in (False, True)}
-    assert swept(speed, 4) == [(1, False), (2, False), (3, False), (4, False), (4, True)]
+def test_a_size_is_left_for_a_larger_one_that_is_faster_and_then_for_a_smaller_one() -> None:
+    speed = {2: 9.0, 4: 10.0, 8: 12.0, 16: 11.0}
+    assert sized(speed, 4) == [4, 8, 16]
+    assert sized(speed, 16) == [16, 32, 8, 4]
+    assert sized({4: 10.0, 8: 9.0, 2: 11.0, 1: 1.0}, 4) == [4, 8, 2, 1]
 
 
-def test_compiled_stock_runs_start_at_the_best_size_without_checkpointing() -> None:
-    sweep = [run(3, 10.0), run(4, 11.0), run(6, None), run(8, 99.0, checkpointing=True)]
-    assert [one["micro_batch_size"] for one in compiled_runs(sweep)] == [4, 6, 8]
-    assert all(one["torch_compile"] for one in compiled_runs(sweep))
+@pytest.mark.parametrize("compiled", [{"torch_compile": True}, {"candidate": {"execution": "compile"}}])
+def test_what_compiles_is_not_tried_below_the_largest_that_fits(compiled: Run) -> None:
+    assert sized({2: 12.0, 4: 10.0}, 8, **compiled) == [8, 4]
+    assert sized({4: 10.0, 8: 12.0}, 4, **compiled) == [4, 8, 16]
 
 
-def test_a_row_is_held_against_the_best_run_of_the_sweep() -> None:
-    row = {"model": "m", "fields": [], "sweep": [run(3, 10.0), run(4, 12.5)], "exploration": {"wall_seconds": 61.2}}
-    assert ratio({**row, "recommended": [run(4, 15.0)]}) == 1.2
-    assert ratio({**row, "recommended": [run(4, None)]}) is None
-    assert describe({**row, "recommended": [run(4, 15.0)]}) == "m: 1.200x the best of the sweep, answered after 61 s"
-    assert "failed" in describe({**row, "recommended": []})
+def test_no_smaller_size_is_tried_where_memory_is_not_the_reason() -> None:
+    assert next_size([1, 2, 4], [{"micro_batch_size": 4, "error": "LookupError"}], 4) is None
+    assert next_size([1, 2, 4], [run(1, None)], 1) is None
+    assert next_size([1, 2, 4], [], None) is None
+
+
+def test_a_size_that_should_not_fit_is_not_tried() -> None:
+    made = run(4, 10.0, kept_bytes=20, peak_bytes=50, device_bytes=80, torch_compile=True)
+    assert should_fit(made, 8)
+    assert not should_fit({**made, "peak_bytes": 51}, 8)
+    assert next_size([4, 8], [made], 4) == 8
+    assert next_size([4, 8], [{**made, "peak_bytes": 51}], 4) is None
+
+
+def test_contenders_differ_from_the_recommended_one_by_one_thing_each() -> None:
+    row = row_of({"candidate": OURS, "dividing": None, "stock": {"candidate": {**STOCK, "micro_batch_size": 8}}})
+    variants = variants_of(row)
+    assert variants["stock"] == [{"candidate": STOCK}]
+    assert variants["library_loss"] == [{"candidate": {**STOCK, "loss": "library"}}]
+    assert variants["compiled"] == [{"torch_compile": True}]
+    assert variants["liger"][1] == {"use_liger_kernel": True, "torch_compile": True}
+    dense = {**OURS, "expert_backend": None, "loss": "library"}
+    assert set(variants_of(row_of({"candidate": dense}, fields=[]))) == {"unchanged", "liger"}
+    assert set(variants_of(row_of(None))) == {"unchanged", "liger", "compiled"}
+
+
+def test_the_answer_is_that_which_divides_the_batch() -> None:
+    divided = {**OURS, "micro_batch_size": 8}
+    row = row_of({"candidate": {**OURS, "micro_batch_size": 12}, "dividing": {"candidate": divided}})
+    assert answered(row) == {"micro_batch_size": 8, "candidate": divided}
+    assert document_of(row, divided) is row["exploration"]["document"]
+    assert document_of(row, STOCK)["recommendation"]["dividing"] is None
+    assert answered(row_of({"candidate": {**OURS, "micro_batch_size": 12}, "dividing": None})) is None
+    assert answered(row_of(None)) is None
+
+
+def test_contenders_start_where_their_best_size_is_likely() -> None:
+    row = row_of({"candidate": OURS})
+    assert start_of("unchanged", row, []) == 16
+    assert start_of("unchanged", row, [run(8, None), run(4, 10.0)]) == 8
+    row["sizes"] = {"unchanged": [run(4, 10.0)]}
+    assert start_of("compiled", row, []) == start_of("liger", row, []) == 8
+    assert start_of("liger", row, [run(8, None), run(4, 11.0)]) == 4
+    assert start_of("liger", row, [run(8, None)]) is None
+    assert start_of("stock", row, []) == start_of("library_loss", row, []) == 16
+    stock = {"candidate": {**STOCK, "micro_batch_size": 8}}
+    assert start_of("stock", row_of({"candidate": OURS, "stock": stock}), []) == 8
+    row["sizes"]["stock"] = [run(8, 10.0)]
+    assert start_of("library_loss", row, []) == 8
+    assert start_of("unchanged", row_of(None), []) == 8
+
+
+def test_gains_are_medians_of_the_rounds() -> None:
+    rounds = [{"unchanged": run(4, 10.0), "recommended": run(8, speed)} for speed in (11.0, 15.0, 12.0)]
+    assert gain(rounds, "unchanged") == 1.2
+    assert gain(rounds, "liger") is None
+    assert gain([{"unchanged": run(4, None), "recommended": run(8, 1.0)}], "unchanged") is None
+    row = row_of({"candidate": OURS}, rounds=rounds, fields=[])
+    assert describe(row) == "m: 1.200x unchanged, answered after 61 s"
+    assert "failed" in describe({**row, "rounds": []})
+
+
+class Trainer:
+    """Stands in for the Trainer. Larger sizes are faster up to 8, and more does not fit."""
+
+    def __init__(self) -> None:
+        self.num_runs = 0
+        self.cut_off_at = -1
+
+    def run(self, asked: Run, _: float) -> Run:
+        if self.num_runs == self.cut_off_at:
+            raise RuntimeError("cut off")
+        self.num_runs += 1
+        size = asked["micro_batch_size"]
+        if asked.get("use_liger_kernel"):
+            return {**asked, "error": "LookupError", "message": "liger-kernel does not know gpt2"}
+        return {**asked, **run(size, float(size) if size <= 8 else None)}
+
+
+class Process:
+    def __init__(self, *_: object, **__: object) -> None: ...
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, *_: object) -> None: ...
+
+
+def test_contenders_run_in_turns_at_their_best_sizes_and_a_second_start_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, out, trainer = tmp_path / "tiny.json", tmp_path / "out.json", Trainer()
+    config.write_text(json.dumps(TINY))
+    exploration = row_of({"candidate": OURS, "dividing": {"candidate": {**OURS, "micro_batch_size": 8}}})["exploration"]
+    monkeypatch.setattr(real_trainers, "subprocess", SimpleNamespace(Popen=Process, PIPE=None))
+    monkeypatch.setattr(ModelRun, "_explore", lambda _: exploration)
+    monkeypatch.setattr(ModelRun, "_train", trainer.run)
+    command = [str(config), "--gpus", "", "--out", str(out), *(word for field in EXPLORED for word in ("--set", field))]
+    trainer.cut_off_at = NUM_SIZING + len(IN_TURN) + 1  # in the second round
+    main(command)
+    (row,) = json.loads(out.read_text())["models"]
+    assert (sum(len(runs) for runs in row["sizes"].values()), len(row["rounds"])) == (NUM_SIZING, 1)
+    trainer.cut_off_at = -1
+    main(command)
+    main(command)
+    (row,) = json.loads(out.read_text())["models"]
+    assert [list(made) for made in row["rounds"]] == [IN_TURN] * 3
+    assert [made["micro_batch_size"] for made in row["rounds"][2].values()] == [8] * len(IN_TURN)
+    for made in [*row["sizes"]["stock"], *row["sizes"]["library_loss"], row["rounds"][0]["recommended"]]:
+        assert made["candidate"]["micro_batch_size"] == made["micro_batch_size"]
+    assert trainer.num_runs == NUM_SIZING + 3 * len(IN_TURN) + 1
+
+
+def test_a_row_in_turns_shows_medians_spreads_and_reasons_and_replaces_one_run() -> None:
+    rounds = [
+        {
+            "unchanged": run(4, speed, peak_reserved_bytes=2**30),
+            "compiled": run(8, None),
+            "recommended": run(8, 2 * speed, candidate=OURS),
+        }
+        for speed in (1000.0, 1100.0, 1050.0)
+    ]
+    liger = [{"error": "LookupError", "message": "liger-kernel does not know m"}]
+    new = row_of({"candidate": OURS}, rounds=rounds, sizes={"liger": liger})
+    old = row_of({"candidate": OURS}, sweep=[run(3, 1000.0)], recommended=[run(6, 1500.0)])
+    for part in ("sizes", "rounds", "batch_size"):
+        del old[part]
+    (shown,) = trainers({"models": [old, new]})
+    assert shown["unchanged"] == {"text": "m=4: 1.1k tokens/s (spread 9.5%), 1.0 GiB"}
+    assert shown["recommended"] == {"text": "m=8, compile: 2.1k tokens/s (spread 9.5%)"}
+    assert (shown["compiled"], shown["liger"]) == ({"text": OUT_OF_MEMORY}, {"text": liger[0]["message"]})
+    assert (shown["over"]["unchanged"], shown["turns"], shown["explored"]) == (2.0, 3, "2026-11-30")
+    (shown,) = trainers({"models": [old, {**new, "rounds": []}]})
+    assert (shown["unchanged"], shown["turns"]) == ({"text": "m=3: 1.0k tokens/s"}, 1)
+    assert (shown["over"]["unchanged"], shown["batch"]) == (1.5, "one micro-batch")
 
 
 def test_a_step_of_the_batch_counts_its_update_once() -> None:
@@ -70,9 +229,3 @@ def test_a_run_without_a_batch_is_a_step_a_micro_batch() -> None:
 
 def test_no_more_micro_steps_are_accumulated_than_the_batch_has() -> None:
     assert [micro_steps_of(size, 64) for size in (1, 16, 24, 32, 48, 96)] == [3, 3, 2, 2, 1, 1]
-
-
-def test_runs_at_another_batch_are_made_again() -> None:
-    assert accumulates([{"batch_size": 64}], 64)
-    assert not accumulates([{"batch_size": 64}, {}], 64)
-    assert not accumulates(None, 64)

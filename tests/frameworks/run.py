@@ -1,10 +1,10 @@
 """Checks exports with the frameworks' own parsers, each in a folder of its own: `make test-frameworks`.
 
-DeepSpeed also trains a tiny model as an export says, and must hold the bytes that were promised.
+DeepSpeed and Axolotl also train a tiny model as an export says, and must hold the bytes that were promised.
 
 A framework's package is unpacked without its dependencies, and the few that its parser imports are installed beside it.
 torch and transformers are those of this project's environment. The exports are written by this process; a check reads
-them in a process that sees the framework and nothing of the project.
+them in a process that sees the framework, and of the project what counts bytes.
 """
 
 from __future__ import annotations
@@ -63,7 +63,17 @@ PACKAGES = {
             *("aiohttp", "wandb", "tensorboard", "protobuf", "absl-py", "pillow", "triton", "einops"),
         ),
     ),
-    "axolotl": Package("axolotl==0.19.0", ("axolotl",), ("pillow",)),
+    "axolotl": Package(
+        "axolotl==0.21.0",
+        ("axolotl",),
+        (
+            *("axolotl-contribs-lgpl==0.0.7", "axolotl-contribs-mit==0.0.6", "peft==0.21.2", "trl==1.14.1"),
+            *("bitsandbytes==0.50.2", "torchao==0.18.0", "posthog==6.7.11", "backoff", "distro"),
+            *("datasets==5.0.1", *DATASETS[1:], "aiohttp", "aiohappyeyeballs", "aiosignal", "frozenlist", "multidict"),
+            *("yarl", "propcache", "addict", "colorama", "fastcore", "fire", "termcolor", "numba", "llvmlite"),
+            *("zstandard", "evaluate", "wandb", "protobuf", "pillow"),
+        ),
+    ),
     "lightning": Package("lightning==2.6.6", ("lightning",), ("lightning-utilities", "torchmetrics")),
     "llamafactory": Package(
         "llamafactory==0.9.5",
@@ -98,6 +108,11 @@ def install(package: Package, folder: Path) -> None:
     kind = ["--no-binary=:all:"] if package.is_source else ["--python-version=3.12", "--only-binary=:all:"]
     download = ["download", "--quiet", "--no-deps", "--no-build-isolation", *kind, "--dest", str(wheels)]
     subprocess.run([*pip, *download, package.requirement], check=True)
+    if package.beside:  # first, because pip replaces a folder of theirs that the package shares
+        subprocess.run(
+            [*pip, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(library), *package.beside],
+            check=True,
+        )
     for path in wheels.iterdir():
         if path.suffix == ".whl":
             with zipfile.ZipFile(path) as wheel:
@@ -105,11 +120,6 @@ def install(package: Package, folder: Path) -> None:
         else:
             with tarfile.open(path) as source:
                 source.extractall(folder, filter="data")
-    if package.beside:
-        subprocess.run(
-            [*pip, "install", "--quiet", "--no-deps", "--upgrade", "--target", str(library), *package.beside],
-            check=True,
-        )
     done.write_text(repr(package))
 
 

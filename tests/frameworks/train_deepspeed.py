@@ -23,7 +23,7 @@ STEPS = 2
 
 folder = Path(sys.argv[1])
 promise = json.loads((folder / "promise.json").read_text())
-settings = json.loads((folder / "export.json").read_text())
+settings = json.loads((folder / "export").read_text())
 config = json.loads((folder / "config.json").read_text())
 
 torch.manual_seed(0)

@@ -23,7 +23,7 @@ class Instruments:
 
     def __init__(self, device: torch.device, num_ranks: int = 1) -> None:
         self.device = device
-        self.monitor = DeviceMonitor()
+        self.monitor = DeviceMonitor(cores=device.type == "cpu" and num_ranks == 1)
         self.rank_group: RankGroup = SINGLE_RANK
         self.timer: BlockTimer
         if device.type == "cuda":
@@ -32,7 +32,7 @@ class Instruments:
         else:
             # torch starts with a thread for each CPU, or with as many as OMP_NUM_THREADS asks for.
             torch.set_num_threads(max(1, min(torch.get_num_threads(), host.usable_cores() // num_ranks)))
-            self.timer = HostTimer()
+            self.timer = HostTimer(alone=num_ranks == 1)
         self._baseline_bytes = self._settled_bytes()
 
     def join(self, rank_group: RankGroup) -> None:

@@ -64,7 +64,10 @@ def _is_private(folder: Path) -> bool:
 
 CHILD_DEFAULTS = {
     "CUDA_DEVICE_ORDER": "PCI_BUS_ID",  # the numbering that the device locks use
-    "OMP_WAIT_POLICY": "PASSIVE",  # a thread that spins at a barrier keeps the core from the thread it waits for
+    # A thread that spins at a barrier keeps the core from the thread that it waits for, and its time counts. Some
+    # microseconds are enough where nothing else wants the cores; one that sleeps at once is late for a short operation.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    "GOMP_SPINCOUNT": "1000",
     "PYTHONFAULTHANDLER": "1",
     "BEXP_MEASURE_EXPERTS": "1",  # the expert back end `auto` measures shapes that its table lacks
 }

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import platform
 import statistics
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -16,6 +15,7 @@ import torch
 from bexp.explorer.spec.hardware import HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType
 from bexp.measure import host_limits as host
+from bexp.measure.host_time import HostMark
 from bexp.workers.instruments.device_instruments import clear_workspaces
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 
@@ -117,9 +117,9 @@ def _cpu_matmul_peak(device: torch.device, dtype: torch.dtype) -> float:
         a, b = (torch.randn(n, n, device=device).to(dtype) for _ in range(2))
         out = torch.empty_like(a)
         for _ in range(5):
-            started = time.perf_counter()
+            started = HostMark()
             torch.mm(a, b, out=out)
-            peak = max(peak, 2 * n**3 / (time.perf_counter() - started))
+            peak = max(peak, 2 * n**3 / started.seconds_until(HostMark()))
     return peak
 
 
@@ -137,10 +137,10 @@ def _launch_seconds(device: torch.device) -> float:
     seconds = []
     for _ in range(5):
         _synchronize(device)
-        started = time.perf_counter()
+        started = HostMark()
         for _ in range(TINY_OPERATIONS):
             x.add_(1.0)
-        seconds.append((time.perf_counter() - started) / TINY_OPERATIONS)
+        seconds.append(started.seconds_until(HostMark()) / TINY_OPERATIONS)
     return statistics.median(seconds)
 
 
@@ -160,9 +160,9 @@ def _median_device_seconds(device: torch.device, run: Callable[[], object], warm
     if device.type != "cuda":
         seconds = []
         for _ in range(repeats):
-            started = time.perf_counter()
+            started = HostMark()
             run()
-            seconds.append(time.perf_counter() - started)
+            seconds.append(started.seconds_until(HostMark()))
         return statistics.median(seconds)
     events = [torch.cuda.Event(enable_timing=True) for _ in range(repeats + 1)]
     events[0].record()

@@ -155,13 +155,14 @@ def _condense(conditions: Conditions | None) -> Conditions | None:
     """Round the conditions and drop clocks that never change; None if nothing is left."""
     if conditions is None:
         return None
-    watts, others = conditions.power_watts, conditions.host_busy_share
+    watts, others, waited = conditions.power_watts, conditions.host_busy_share, conditions.core_wait_share
     condensed = conditions.model_copy(
         update={
             "sm_clock_max_mhz": None,
             "memory_clock_mhz": None,
             "power_watts": None if watts is None else float(round(watts)),
             "host_busy_share": None if others is None else round(others, 2),
+            "core_wait_share": None if waited is None else round(waited, 2),
         }
     )
     return None if condensed == Conditions() else condensed

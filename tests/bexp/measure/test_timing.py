@@ -5,6 +5,7 @@ import weakref
 import numpy as np
 import pytest
 
+from bexp.measure import host_time
 from bexp.measure import timing as timing_module
 from bexp.measure.timing import (
     HostTimer,
@@ -67,11 +68,15 @@ class Clock:
     def perf_counter(self) -> float:
         return self.now
 
+    def thread_time(self) -> float:
+        return self.now
+
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     found = Clock()
     monkeypatch.setattr(timing_module, "time", found)
+    monkeypatch.setattr(host_time, "time", found)
     return found
 
 

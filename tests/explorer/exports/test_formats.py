@@ -42,7 +42,10 @@ def test_an_export_names_what_was_measured_and_the_allocator(name: str, changes:
     header = "\n".join(made.header)
     assert "measured: target transformers 5.23.0, OlmoeForCausalLM on NVIDIA H200" in header
     assert "batch_size 512 = micro_batch_size 8 x" in header
-    assert ("promises no tokens/s" in header) is (name in {"torchtitan", "torchtitan-main", "megatron", "cerebras"})
+    layers_of_its_own = name in {"torchtitan", "torchtitan-main", "megatron", "cerebras"}
+    formats_of_its_own = name == "deepspeed" or (name == "axolotl" and "num_devices" not in changes)
+    assert ("is not the code that was measured: this promises no tokens/s" in header) is layers_of_its_own
+    assert ("keeps other number formats than were measured, so this promises no" in header) is formats_of_its_own
     assert ("expect about 1,000 tokens/s of each device; confidence 45" in header) is ("promises no" not in header)
     assert ("PYTORCH_ALLOC_CONF=expandable_segments:True" in header) is ("allocator" in changes)
     assert not any(part in made.text for part in LEARNING)
@@ -117,7 +120,7 @@ FORMATS_OF_NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
         "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
         "master": {"bf16": {"enabled": True}},
     },
-    "axolotl": {name: {"bf16": False, "bfloat16": True} for name in ("pure", "autocast", "master")},
+    "axolotl": {name: {"bf16": True} for name in ("pure", "autocast", "master")},
     "llamafactory": {"pure": {"pure_bf16": True}, "autocast": {"bf16": True}},
 }
 PRECISION_FIELDS = {"bf16", "fp16", "mixed_precision", "torch_autocast", "bfloat16", "float16", "pure_bf16"}
@@ -139,6 +142,9 @@ def test_axolotl_says_what_it_casts_by_itself() -> None:
     """It casts norms and embeddings to float32, and back for adapters, shards and attention that needs it."""
     cast = "Axolotl keeps norms and embeddings in float32"
     flash = candidate(attention_backend="flash_attention_2")
+    measured = "\n".join(export("axolotl", exploration(trainer="axolotl")).header)
+    assert "as measured beside norms, embeddings, output layer and routers in float32" in measured
+    assert cast not in measured
     assert cast in "\n".join(export("axolotl", exploration()).header)
     for answer in (exploration(flash), exploration(**SHARDED), exploration(training={"lora": LORA})):
         assert cast not in "\n".join(export("axolotl", answer).header)
@@ -257,6 +263,9 @@ def test_the_python_module_holds_how_the_model_was_trained() -> None:
     assert (read.optimizer, read.dtype, read.autocast, read.master_weights) == ("sgd", "bfloat16", None, False)
     made = scope["training_arguments"](output_dir="out", use_cpu=True, gradient_accumulation_steps=3)
     assert (made.optim, made.bf16, made.gradient_accumulation_steps) == ("sgd", False, 3)
+    exec(export("python", exploration(training={"precision": "master"})).text, scope)
+    read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
+    assert (read.dtype, read.autocast) == ("float32", "bfloat16"), "bexp.apply has no master weights: the same bytes"
 
 
 def test_accelerate_and_deepspeed() -> None:
@@ -419,8 +428,7 @@ def test_axolotl_and_llamafactory() -> None:
     assert yaml.safe_load(export("axolotl", exploration(FULL)).text) == {
         "micro_batch_size": 8,
         "gradient_accumulation_steps": 64,
-        "bf16": False,
-        "bfloat16": True,
+        "bf16": True,
         "optimizer": "adamw_torch_fused",
         "sequence_len": 4096,
         "torch_compile": False,

@@ -68,6 +68,10 @@ def test_adapters_beside_deepspeed_are_in_float32() -> None:
     lora = {"lora": {"r": 4, "target_modules": "all-linear"}}
     request = parse_request({**CONFIG, "training": lora, "deepspeed": {"bf16": {"enabled": True}}})
     assert (request.training.precision, request.training.lora is None) == ("pure", False)
+    document = {**CONFIG, "deepspeed": {"bf16": {"enabled": True}}}
+    request = parse_request(document, overrides={"training.lora.r": 4, "training.lora.target_modules": "all-linear"})
+    assert (request.training.precision, request.training.lora is None) == ("pure", False)
+    assert parse_request(document, overrides={"target": "local.mine"}).training.precision == "pure"
 
 
 def test_both_files_agree() -> None:

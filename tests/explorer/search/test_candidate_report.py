@@ -9,7 +9,7 @@ import pytest
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.records.measurement import Conditions, Outcome
 from bexp.explorer.records.recommendation import Recommendation, RunnerUpCheck
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.candidate_report import (
@@ -25,7 +25,17 @@ from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.whole_model_check import check_whole_model, whole_model_tokens_per_second
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport
-from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_request, small_state, trial, whole
+from tests.explorer.search.small import (
+    MODEL,
+    REPORT,
+    candidate,
+    know,
+    measure,
+    small_request,
+    small_state,
+    trial,
+    whole,
+)
 
 FULL = {"recompute": "full"}
 ALL = range(12)
@@ -370,3 +380,18 @@ def test_the_best_stock_candidate_uses_back_ends_of_an_ordinary_framework() -> N
     assert found is not None
     assert state.table.candidates[found].attention_backend == "flash"
     assert best_stock(state, ours, among=[state.table.row[candidate(4)]]) is None
+
+
+@pytest.mark.parametrize(("waited", "is_noted"), [(0.0, False), (0.09, False), (0.1, True), (0.48, True)])
+def test_cores_that_others_share_are_told(waited: float, is_noted: bool) -> None:
+    state = small_state()
+    row = state.table.row[candidate(1)]
+    shares = [0.0, *[waited] * (len(state.missing(row)) - 1)]
+    measured = measure(state, state.missing(row), candidate(1))
+    components = tuple(
+        component.model_copy(update={"conditions": Conditions(core_wait_share=share)})
+        for component, share in zip(measured.components, shares, strict=True)
+    )
+    state.knowledge.learn(row, measured.model_copy(update={"components": components}))
+    notes = [note for note in recommend(state).notes if "other processes share these cores" in note]
+    assert [f"threads waited {waited:.0%} of the time" in note for note in notes] == [True] * is_noted

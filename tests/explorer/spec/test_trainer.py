@@ -47,7 +47,7 @@ def test_without_a_trainer_everything_is_explored_for_bexp_apply() -> None:
         ("deepspeed", "master", "default"),
         ("megatron", "master", "default"),
         ("torchtitan", "pure", "expandable_segments"),
-        ("axolotl", "pure", "expandable_segments"),
+        ("axolotl", "upcast", "expandable_segments"),
         ("llamafactory", "pure", "default"),
     ],
 )
@@ -76,6 +76,18 @@ def test_shapes_have_full_logits_where_the_trainer_has_no_loss_in_chunks() -> No
     assert (sized.training.loss.kind, sized.training.loss.chunk_tokens) == ("full", 256)
 
 
+def test_shapes_have_master_weights_unless_the_trainer_keeps_no_weights_in_float32() -> None:
+    for trainer in TrainerName:
+        asked = build(SHAPES, trainer.value)
+        assert (asked.training.optimizer.master_dtype is None) is (trainer is TrainerName.AXOLOTL), trainer
+
+
+def test_a_persons_own_code_keeps_its_number_formats_with_every_trainer() -> None:
+    own = {**LIBRARY, "target": "local.mine"}
+    for trainer in TrainerName:
+        assert build(own, trainer.value).training.precision == "pure"
+
+
 def test_adapters_keep_their_own_number_formats() -> None:
     lora = {"lora": {"r": 4, "target_modules": "all-linear"}}
     assert build(LIBRARY, "deepspeed", training=lora).training.precision == "pure"
@@ -100,6 +112,22 @@ SHARED: dict[str, Any] = {"num_devices": 2, "batch_size": 64}
         (LIBRARY, "accelerate", {"execution": "graph"}, "execution", "execution 'graph'", "bexp"),
         (LIBRARY, "axolotl", {"training": {"precision": "autocast"}}, "training.precision", "'autocast'", "lightning"),
         (LIBRARY, "deepspeed", {"training": {"precision": "pure"}}, "training.precision", "precision 'pure'", "bexp"),
+        (
+            SHAPES,
+            "megatron",
+            {"training": {"optimizer": {"master_dtype": None}}},
+            "training.optimizer.master_dtype",
+            "training without float32 master weights",
+            "axolotl",
+        ),
+        (
+            SHAPES,
+            "axolotl",
+            {"training": {"optimizer": {"master_dtype": "float32"}}},
+            "training.optimizer.master_dtype",
+            "float32 master weights",
+            "deepspeed",
+        ),
         (
             LIBRARY,
             "transformers",
@@ -159,3 +187,18 @@ def test_what_a_device_may_do_by_itself_need_not_be_told() -> None:
 def test_an_unknown_trainer_is_refused_by_name() -> None:
     with pytest.raises(ValidationError, match="trainer"):
         build(LIBRARY, "nemo")
+
+
+def test_axolotl_casts_nothing_to_float32_beside_shards_adapters_or_other_attention() -> None:
+    for changes in (
+        {"attention_backends": ["flash_attention_2"]},
+        {"num_devices": 8, "training": {"sharding": "zero3"}},
+        {"training": {"lora": {"r": 8, "target_modules": "all-linear"}}},
+    ):
+        assert build(LIBRARY, "axolotl", **changes).training.precision == "pure"
+    both = build(LIBRARY, "axolotl", attention_backends=["sdpa", "flash_attention_2"])
+    assert both.training.precision == "upcast"
+    sharded = {"num_devices": 8, "training": {"sharding": "zero3", "precision": "upcast"}}
+    assert "casts nothing to float32" in str(refusal(LIBRARY, "axolotl", **sharded))
+    with pytest.raises(ValidationError, match="for trainer 'axolotl' alone"):
+        build(LIBRARY, training={"precision": "upcast"})

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import time
 from contextlib import ExitStack
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.measure.memory import measure_memory
+from bexp.measure.memory import ActivationBytes, measure_memory
 from bexp.measure.passes import Passes
 from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.profiler.conditions import watched_conditions
-from bexp.workers.targets.target import ProfiledTarget
+from bexp.workers.targets.target import ComponentPasses, ProfiledTarget
+
+LONG_PASS_SECONDS = 0.25
 
 
 def measure_component(
@@ -35,8 +38,7 @@ def measure_component(
         with clock.phase("build"):
             passes = stack.enter_context(target.component(component, model, request))
         with clock.phase("warm_up"):
-            instruments.timer.warm_up(passes)
-            memory = measure_memory(passes, instruments.device)
+            memory = _warm_up(instruments, passes)
         with clock.phase("timed"), instruments.monitor.watch() as watch:
             timing = instruments.timer.time(passes, watch.poll)
             waited: dict[str, float] = {}
@@ -56,6 +58,22 @@ def measure_component(
         conditions=watched_conditions(watch),
         **waited,
     )
+
+
+def _warm_up(instruments: Instruments, passes: ComponentPasses) -> ActivationBytes:
+    """Run the passes until they are as fast as they get; return their memory.
+
+    On a CPU the pass whose memory is measured counts, and is enough if it is long.
+    """
+    if instruments.device.type != "cpu":
+        instruments.timer.warm_up(passes)
+        return measure_memory(passes, instruments.device)
+    started = time.perf_counter()
+    memory = measure_memory(passes, instruments.device)
+    (seconds,) = instruments.rank_group.all_reduce_max(time.perf_counter() - started)
+    if seconds < LONG_PASS_SECONDS:
+        instruments.timer.warm_up(passes)
+    return memory
 
 
 def _time_waiting(instruments: Instruments, passes: Passes, alone: Timing, *, together: bool) -> dict[str, float]:

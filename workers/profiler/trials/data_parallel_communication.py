@@ -233,7 +233,7 @@ def _run(
     rounds: int = 0,
 ) -> float:
     """Seconds of the products beside the collectives of `rounds` passes."""
-    mark = mark_of(instruments.device)
+    mark = mark_of(instruments.device, alone=False)
     instruments.rank_group.all_reduce_max(0.0)  # all ranks begin together
     instruments.synchronize()
     works: list[Any] = []

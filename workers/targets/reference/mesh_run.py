@@ -58,7 +58,7 @@ class MeshTrainingRun:
         """
         mesh, group = run.mesh, instruments.rank_group
         self._instruments = instruments
-        self._mark = mark_of(instruments.device)
+        self._mark = mark_of(instruments.device, alone=False)
         self._number = run.num_micro_batches
         self.rank = group.rank // (mesh.tensor * mesh.data)
         replica = group.rank // mesh.tensor % mesh.data

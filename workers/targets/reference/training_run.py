@@ -43,7 +43,7 @@ class ReferenceTrainingRun:
         generator = instruments.generator(request.seed)
         self._instruments = instruments
         self._trains = request.mode == "train"
-        self._mark = mark_of(instruments.device)
+        self._mark = mark_of(instruments.device, alone=instruments.rank_group.size == 1)
         group, training = instruments.rank_group, request.training
         self.is_data_parallel = self._trains and group.size > 1 and together
         self._parallel = data_parallel(

@@ -15,7 +15,15 @@ from torch import nn
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 
 META = torch.device("meta")
-Precision = Literal["pure", "autocast", "master"]
+Precision = Literal["pure", "autocast", "master", "upcast"]
+
+UPCAST_EMBEDDINGS = {
+    "gpt_neox": "embed_in",
+    "falcon": "word_embeddings",
+    "nemotron_h": "embeddings",
+    "bailing_hybrid": "word_embeddings",
+}
+"""Axolotl's names of embeddings, by the type of a model; `embed_tokens` for all others."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +32,8 @@ class BuildSettings:
 
     precision: `pure` keeps parameters in `dtype`, except those that the class always keeps in float32; `autocast` keeps
                them in float32 and runs under autocast of `dtype`; `master` keeps all of them in `dtype`, and the
-               optimizer has float32 master weights
+               optimizer has float32 master weights; `upcast` casts norms, embeddings, output layer and routers to
+               float32, as Axolotl does, and runs under autocast of `dtype`
     attention: the library's name of an attention implementation, or None for its default
     experts:   the library's name of an experts implementation, or None for its default
     prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device; what it
@@ -47,13 +56,18 @@ class BuildSettings:
         return torch.float32 if self.precision == "autocast" else self.dtype
 
     @property
+    def hidden_dtype(self) -> torch.dtype:
+        """The dtype of the hidden states between layers, which begin as embeddings."""
+        return torch.float32 if self.precision in ("autocast", "upcast") else self.dtype
+
+    @property
     def keeps_master_weights(self) -> bool:
         """Whether the optimizer has a float32 copy of the parameters."""
         return self.precision == "master"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
         """The context that a forward runs in on `device`."""
-        if self.precision != "autocast" and not self.mixed:
+        if self.precision not in ("autocast", "upcast") and not self.mixed:
             return nullcontext()
         return torch.autocast(device.type, dtype=self.dtype)
 
@@ -135,9 +149,20 @@ def build_model(
         if settings.keeps_master_weights:
             for parameter in model.parameters():  # DeepSpeed keeps a class's float32 buffers, but no such parameters
                 parameter.data = parameter.data.to(settings.dtype)
+        if settings.precision == "upcast":
+            _upcast(model)
         if settings.prepare is not None:
             settings.prepare(model)
     return model.train(settings.training)
+
+
+def _upcast(model: Any) -> None:
+    """Casts what Axolotl casts, by the names of modules, before it trains all weights."""
+    embeddings = UPCAST_EMBEDDINGS.get(model.config.model_type, "embed_tokens")
+    for name, module in model.named_modules():
+        is_embedding = (embeddings in name or "lm_head" in name) and hasattr(module, "weight")
+        if "norm" in name or name.endswith(".gate") or is_embedding:
+            module.to(torch.float32)
 
 
 def _keep_in_float32(model: Any, dtype: torch.dtype) -> None:

@@ -222,7 +222,7 @@ class ResolvedModel:
         indices = [index for index, kind in enumerate(self.kinds) if kind == name]
         config = self.model.config.get_text_config(decoder=True)
         number = dtype_bytes(self.settings.dtype)
-        hidden = self._hidden_per_token(config) * number
+        hidden = self._hidden_per_token(config) * dtype_bytes(self.settings.hidden_dtype)
         return kind_figures(
             name,
             indices,

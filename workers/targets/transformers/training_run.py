@@ -93,7 +93,7 @@ class TransformersTrainingRun:
         self._build = build
         self._device = device
         self._parallel = parallel
-        self._mark = mark_of(device)
+        self._mark = mark_of(device, alone=not self.is_data_parallel)
         model.train(build.training)
         self._graphed = graphed(model)
         self._model = parallel.wrap(model)

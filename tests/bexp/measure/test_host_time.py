@@ -1,0 +1,128 @@
+"""Host seconds on cores that others share, with clocks that a test moves, and with a real busy core."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from bexp.measure import host_time
+from bexp.measure.host_time import CoreWatch, HostMark, waited_seconds
+
+
+class Host:
+    """Clocks that stand still until a test moves them."""
+
+    def __init__(self) -> None:
+        self.wall = self.processor = self.waited = self.reading = 0.0
+
+    def perf_counter(self) -> float:
+        return self.wall
+
+    def thread_time(self) -> float:
+        return self.processor
+
+    def waited_seconds(self) -> float:
+        self.wall += self.reading
+        self.processor += self.reading
+        return self.waited
+
+    def work(self, wall: float, processor: float, waited: float) -> None:
+        self.wall += wall
+        self.processor += processor
+        self.waited += waited
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Host:
+    found = Host()
+    monkeypatch.setattr(host_time, "time", found)
+    monkeypatch.setattr(host_time, "waited_seconds", found.waited_seconds)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("waited", "seconds"),
+    [(0.0, 2.0), (0.04, 2.0), (0.041, 1.5), (3.0, 1.5)],
+)
+def test_the_wall_clock_counts_until_threads_wait_for_cores(host: Host, waited: float, seconds: float) -> None:
+    first = HostMark()
+    host.work(2.0, 1.5, waited)
+    assert first.seconds_until(HostMark()) == pytest.approx(seconds)
+
+
+def test_a_process_that_waits_for_others_counts_the_wall_clock(host: Host) -> None:
+    first = HostMark(alone=False)
+    host.work(2.0, 0.5, 1.0)
+    assert first.seconds_until(HostMark(alone=False)) == 2.0
+
+
+def test_reading_the_threads_is_in_no_interval(host: Host) -> None:
+    host.reading = 0.25
+    first = HostMark()
+    host.work(1.0, 1.0, 0.0)
+    second = HostMark()
+    host.work(2.0, 2.0, 0.0)
+    third = HostMark()
+    assert [first.seconds_until(second), second.seconds_until(third)] == [1.0, 2.0]
+
+
+def test_a_watch_adds_up_its_intervals(host: Host) -> None:
+    watch = CoreWatch()
+    assert watch.wait_share is None
+    for waited in (0.5, 0.1):
+        watch.start()
+        host.work(1.0, 1.0, waited)
+        watch.stop()
+        host.work(5.0, 5.0, 3.0)  # between the intervals
+    assert watch.wait_share == pytest.approx(0.3)
+    watch.start()
+    host.work(1.0, 1.0, 40.0)
+    watch.stop()
+    assert watch.wait_share == 1.0, "of several threads"
+
+
+def test_the_kernel_counts_the_waits_of_all_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_time, "TASKS", tmp_path)
+    for thread, text in {"1": "7 1500000000 3\n", "2": "8 500000000 3\n", "3": ""}.items():
+        (tmp_path / thread).mkdir()
+        (tmp_path / thread / "schedstat").write_text(text)
+    (tmp_path / "4").mkdir()  # it has ended
+    assert waited_seconds() == 2.0
+    monkeypatch.setattr(host_time, "TASKS", tmp_path / "none")
+    assert waited_seconds() == 0.0
+
+
+ON_CORE = "import os; os.sched_setaffinity(0, {%d})\n"
+SPINNING = ON_CORE + "while True: pass"
+WORK = (
+    ON_CORE
+    + """
+import time
+from bexp.measure.host_time import HostMark
+before, wall, processor = HostMark(), time.perf_counter(), time.thread_time()
+while time.thread_time() < processor + 0.2:
+    pass
+print(before.seconds_until(HostMark()), time.perf_counter() - wall)
+"""
+)
+
+
+@pytest.mark.skipif(not Path("/proc/self/schedstat").exists(), reason="the kernel does not count waits for cores")
+def test_work_beside_a_busy_process_takes_as_long_as_the_processor_worked() -> None:
+    core = min(os.sched_getaffinity(0))
+    busy = [subprocess.Popen([sys.executable, "-c", SPINNING % core]) for _ in range(2)]
+    try:
+        time.sleep(0.1)
+        done = subprocess.run([sys.executable, "-c", WORK % core], capture_output=True, text=True, check=True)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
+    seconds, wall = map(float, done.stdout.split())
+    assert seconds == pytest.approx(0.2, rel=0.05)
+    assert wall > 0.35

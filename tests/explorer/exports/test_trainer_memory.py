@@ -1,0 +1,87 @@
+"""The bytes of number formats that were not measured, by formulas of bytes a parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
+from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.trainer_memory import unmeasured_bytes
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from tests.explorer.exports.samples import PARTS, candidate, exploration, own_exploration
+
+NUMBER, SHELL = 1000, 300
+SHAPES = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8, "vocab_size": 64}
+BYTES = {"pure": 8, "autocast": 16, "master": 16, "upcast": 8}
+"""Of a parameter in bfloat16, with AdamW: weights, gradients, master weights and moments."""
+
+
+def library(precision: str, **changes: Any) -> tuple[ExplorationRequest, DeviceReport]:
+    made = exploration(training={"precision": precision, **changes.pop("training", {})}, **changes)
+    size = (4 if precision == "autocast" else 2) * NUMBER
+    shell = PARTS.shell.model_copy(update={"num_parameters": SHELL})
+    sizes = {"num_parameters": NUMBER, "parameter_bytes": size, "trainable_bytes": size, "shell": shell}
+    assert made.report is not None
+    assert made.request is not None
+    return made.request, made.report.model_copy(update={"parts": PARTS.model_copy(update=sizes)})
+
+
+@pytest.mark.parametrize(
+    ("trainer", "measured", "activations", "extra"),
+    [
+        ("deepspeed", "pure", 4 * NUMBER, 8 * NUMBER),
+        ("deepspeed", "pure", 9 * NUMBER, 8 * NUMBER),
+        ("deepspeed", "pure", NUMBER, 11 * NUMBER),  # the float32 gradients of its step take more than the activations
+        ("megatron", "autocast", 9 * NUMBER, 0),
+        ("megatron", "autocast", NUMBER, 3 * NUMBER),
+        ("transformers", "master", NUMBER, 0),
+        ("transformers", "pure", NUMBER, 0),
+        ("axolotl", "pure", NUMBER, 8 * SHELL),  # 2 bytes more of weights and gradients, and 4 of the moments
+        ("axolotl", "autocast", NUMBER, 0),
+    ],
+)
+def test_formats_that_were_not_measured_are_counted(trainer: str, measured: str, activations: int, extra: int) -> None:
+    request, report = library(measured)
+    peak = BYTES[measured] * NUMBER + activations
+    assert unmeasured_bytes(TRAINERS[TrainerName(trainer)], request, report, candidate(), peak) == extra
+
+
+def test_sharded_training_has_its_share_of_them() -> None:
+    request, report = library("pure", num_devices=8, training={"sharding": "zero3"})
+    peak = NUMBER + 4 * NUMBER
+    assert unmeasured_bytes(TRAINERS[TrainerName.DEEPSPEED], request, report, candidate(), peak) == NUMBER
+    assert unmeasured_bytes(TRAINERS[TrainerName.AXOLOTL], request, report, candidate(), peak) == 0, "it casts nothing"
+
+
+@pytest.mark.parametrize(("trainer", "bytes_each"), [("deepspeed", 8), ("megatron", 8), ("bexp", 0), ("torchtitan", 0)])
+def test_shapes_without_master_weights_need_more_where_a_trainer_has_them(trainer: str, bytes_each: int) -> None:
+    training = {"optimizer": {"master_dtype": None}}
+    request = ExplorationRequest.model_validate({"model": {**SHAPES, "seq_length": 128}, "training": training})
+    assert request.model is not None
+    number = count_parameters(request.model)
+    found = unmeasured_bytes(TRAINERS[TrainerName(trainer)], request, None, candidate(), 80 * number)
+    assert found == bytes_each * number
+    cast = count_embedding(request.model) + count_head(request.model)
+    axolotl = TRAINERS[TrainerName.AXOLOTL]
+    assert unmeasured_bytes(axolotl, request, None, candidate(), 80 * number) == 8 * cast
+
+
+def test_nothing_is_counted_for_adapters_and_a_persons_own_code() -> None:
+    lora = {"lora": {"r": 8, "target_modules": ["q_proj"]}}
+    request, report = library("pure", training=lora)
+    deepspeed = TRAINERS[TrainerName.DEEPSPEED]
+    assert unmeasured_bytes(deepspeed, request, report, candidate(), 8 * NUMBER) == 0
+    own = own_exploration(512)
+    assert own.request is not None
+    assert unmeasured_bytes(deepspeed, own.request, own.report, candidate(), 8 * NUMBER) == 0
+
+
+@pytest.mark.parametrize(("precision", "dtype"), [("pure", "bfloat16"), ("autocast", "float32"), ("master", "float32")])
+def test_torchtitan_is_told_the_format_of_the_weights(precision: str, dtype: str) -> None:
+    for name in ("torchtitan", "torchtitan-main"):
+        assert f"--training.dtype {dtype}" in export(name, exploration(training={"precision": precision})).text
+    assert "--training.dtype" not in export("torchtitan", own_exploration(512)).text
