@@ -170,20 +170,16 @@ class HostTimer:
     weights stay in them depends on their size, which repeats show as well.
     """
 
-    BUDGET = TimingBudget(min_repeats=5, max_repeats=50, seconds=0.5)
-    MAX_WARM_UP_SECONDS = 0.5
+    BUDGET = TimingBudget(min_repeats=3, max_repeats=50, seconds=0.3)
+    """Between two runs the time of a block changes by more than further repeats in one run would tell."""
 
     def __init__(self, *, alone: bool = True) -> None:
         self.reducer: Reducer = LocalReducer()
         self._mark = partial(HostMark, alone=alone)
 
     def warm_up(self, passes: Passes) -> None:
-        """Run once, and again if that was short. Afterwards threads, caches and oneDNN's primitives exist."""
-        started = time.perf_counter()
+        """Run once. Afterwards threads, caches and oneDNN's primitives exist."""
         self._time_once(passes)
-        (seconds,) = self.reducer.all_reduce_max(time.perf_counter() - started)
-        if seconds < self.MAX_WARM_UP_SECONDS / 2:
-            self._time_once(passes)
 
     def time(self, passes: Passes, poll: Callable[[], None] = lambda: None) -> Timing:
         """Repeat within the budget; `poll` is called between the repeats."""

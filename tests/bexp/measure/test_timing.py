@@ -133,11 +133,12 @@ def test_eval_has_no_backward(clock: Clock) -> None:
 
 def test_noisy_passes_are_repeated_until_the_repeats_or_the_time_are_spent(clock: Clock) -> None:
     noise = (1.0, 2.0, 3.0, 4.0)
-    assert HostTimer().time(SlowPasses(clock, training=False, noise=noise)).repeats == HostTimer.BUDGET.max_repeats
+    short = SlowPasses(clock, training=False, scale=0.5, noise=noise)
+    assert HostTimer().time(short).repeats == HostTimer.BUDGET.max_repeats
     slow = SlowPasses(clock, training=False, scale=2.0, noise=noise)
-    assert HostTimer().time(slow).repeats == 28, "0.018 s each, for 0.5 s"
+    assert HostTimer().time(slow).repeats == 17, "0.018 s each, for 0.3 s"
     slower = SlowPasses(clock, training=False, scale=25.0, noise=noise)
-    assert HostTimer().time(slower).repeats == 5, "0.5 s hold two, and five are made in any case"
+    assert HostTimer().time(slower).repeats == 3, "0.3 s hold two, and three are made in any case"
     slowest = SlowPasses(clock, training=False, scale=100.0, noise=noise)
     assert HostTimer().time(slowest).repeats == 2, "twice the seconds are spent"
 
@@ -146,7 +147,7 @@ def test_the_poll_is_called_after_each_repeat(clock: Clock) -> None:
     passes = SlowPasses(clock, training=True)
     seen: list[int] = []
     HostTimer().time(passes, lambda: seen.append(passes.repeats))
-    assert seen == [1, 2, 3, 4, 5]
+    assert seen == [1, 2, 3]
 
 
 def test_the_garbage_collector_rests_while_the_host_timer_works(clock: Clock) -> None:
@@ -156,11 +157,10 @@ def test_the_garbage_collector_rests_while_the_host_timer_works(clock: Clock) ->
     assert all(resting)
 
 
-@pytest.mark.parametrize(("scale", "runs"), [(1.0, 2), (10.0, 2), (11.0, 1), (100.0, 1)])
-def test_a_short_pass_is_warmed_up_twice(clock: Clock, scale: float, runs: int) -> None:
-    passes = SlowPasses(clock, training=True, scale=scale)
-    HostTimer().warm_up(passes)  # all four take 0.024 s, and the line is drawn at 0.25 s
-    assert passes.repeats == runs
+def test_one_pass_warms_up(clock: Clock) -> None:
+    passes = SlowPasses(clock, training=True)
+    HostTimer().warm_up(passes)
+    assert passes.repeats == 1
 
 
 def test_the_standard_error_of_few_samples() -> None:
