@@ -22,8 +22,14 @@ def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[
 
 
 def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[str]:
-    """Yield that the longest sequences have another length than was measured; None if it is not known."""
-    if length and setup.seq_length and length != setup.seq_length:
+    """Yield that the longest sequences have another length than was measured; None if it is not known.
+
+    Where padding was measured, that length is the longest of texts that may be shorter.
+    """
+    if not length or not setup.seq_length:
+        return
+    is_padded = setup.padding not in (None, "none")
+    if length > setup.seq_length or (length < setup.seq_length and not is_padded):
         yield f"sequences of up to {length} tokens, not {setup.seq_length}"
 
 
