@@ -5,12 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from bexp.explorer.spec.trainer import HALF_NAMES, LIBRARY_OPTIMIZERS
 from bexp.trainer.recommended_setup import RecommendedSetup
 
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
-"""transformers' names of the optimizers that are measured."""
-AUTOCAST_FIELDS = {"bfloat16": "bf16", "float16": "fp16"}
-"""The fields of `TrainingArguments` that compute in these formats under autocast."""
 CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
 """The field that recomputes every layer: its present name and the older one, which transformers 6 drops."""
 
@@ -22,8 +19,14 @@ def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[
 
 
 def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[str]:
-    """Yield that the longest sequences have another length than was measured; None if it is not known."""
-    if length and setup.seq_length and length != setup.seq_length:
+    """Yield that the longest sequences have another length than was measured; None if it is not known.
+
+    Where padding was measured, that length is the longest of texts that may be shorter.
+    """
+    if not length or not setup.seq_length:
+        return
+    is_padded = setup.padding not in (None, "none")
+    if length > setup.seq_length or (length < setup.seq_length and not is_padded):
         yield f"sequences of up to {length} tokens, not {setup.seq_length}"
 
 
@@ -36,7 +39,7 @@ def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     if setup.optimizer is None:
         return
     yield from _autocast_differences(setup, args)
-    optimizer, measured = getattr(args, "optim", None), OPTIMIZERS[setup.optimizer]
+    optimizer, measured = getattr(args, "optim", None), LIBRARY_OPTIMIZERS[setup.optimizer]
     optimizer = getattr(optimizer, "value", optimizer)
     if optimizer is not None and optimizer != measured:
         yield f"optimizer {optimizer}, not {measured}"
@@ -52,7 +55,7 @@ def recomputes_layers(args: Any) -> bool:
 def _autocast_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     if setup.master_weights and setup.autocast is None:
         return  # an engine such as DeepSpeed's computes in the format of the weights, whatever `bf16` says
-    values = {dtype: getattr(args, field, None) for dtype, field in AUTOCAST_FIELDS.items()}
+    values = {dtype: getattr(args, field, None) for dtype, field in HALF_NAMES.items()}
     if all(value is None for value in values.values()):
         return
     found = next((dtype for dtype, value in values.items() if value), None)

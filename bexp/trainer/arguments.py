@@ -10,10 +10,9 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
+from bexp.explorer.spec.trainer import HALF_NAMES, LIBRARY_OPTIMIZERS
 from bexp.trainer.argument_differences import (
-    AUTOCAST_FIELDS,
     CHECKPOINTING_FIELDS,
-    OPTIMIZERS,
     argument_differences,
     length_difference,
     recomputes_layers,
@@ -24,7 +23,7 @@ from bexp.trainer.recommended_setup import RecommendedSetup, Source
 _LOGGER = logging.getLogger(__name__)
 _SIZE, _ACCUMULATION = "per_device_train_batch_size", "gradient_accumulation_steps"
 _SAME = (
-    frozenset(AUTOCAST_FIELDS.values()),
+    frozenset(HALF_NAMES.values()),
     frozenset(CHECKPOINTING_FIELDS),
     frozenset(f"{name}_kwargs" for name in CHECKPOINTING_FIELDS),
 )
@@ -72,9 +71,9 @@ def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
     if recomputes:
         fields[f"{name}_kwargs"] = {"use_reentrant": False}
     if setup.optimizer is not None:
-        fields["optim"] = OPTIMIZERS[setup.optimizer]
-        if setup.autocast in AUTOCAST_FIELDS:
-            fields[AUTOCAST_FIELDS[setup.autocast]] = True
+        fields["optim"] = LIBRARY_OPTIMIZERS[setup.optimizer]
+        if setup.autocast in HALF_NAMES:
+            fields[HALF_NAMES[setup.autocast]] = True
         elif "trl" in sys.modules:
             fields["bf16"] = False
     return fields

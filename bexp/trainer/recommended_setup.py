@@ -8,24 +8,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.spec.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.trainer.measured_training import is_library_code, read_training
 from bexp.transformers.settings import Settings, SettingsError
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
 
-_EXPERTS = {
-    "loop": "eager",
-    "bmm": "batched_mm",
-    "fused": "bexp_fused",
-    "triton_grouped": "bexp_triton_grouped",
-    "hopper_grouped": "bexp_hopper_grouped",
-    "auto": "bexp_auto",
-}
-"""The experts setting of a transformers model for each expert back end of our reference layers."""
 _OWN_ATTENTION = "own"
 """The attention back end of a model that was measured whole: whatever its code calls."""
-_SDPA = ("flash", "cudnn", "efficient", "math")
 _SIZES = {
     "model_type": ("model_type",),
     "hidden_size": ("hidden_size", "n_embd", "d_model"),
@@ -218,8 +209,8 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
         candidate.get("allocator") or recommendation.get("allocator") or request.get("allocator") or "default"
     )
     return Settings(
-        attention=None if is_whole else f"sdpa:{attention}" if attention in _SDPA else attention,
-        experts=_EXPERTS.get(experts, experts) if isinstance(experts, str) else None,
+        attention=None if is_whole else f"sdpa:{attention}" if attention in TORCH_KERNELS else attention,
+        experts=_experts_setting(experts) if isinstance(experts, str) else None,
         recompute=candidate.get("recompute", "none"),
         bta_tile=candidate.get("bta_tile"),
         loss=kind if kind in ("chunked", "liger") else "library",
@@ -228,6 +219,11 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
         allocator=allocator,
         kernels=candidate.get("kernels") or "library",
     )
+
+
+def _experts_setting(name: str) -> str:
+    """Return the experts setting of a transformers model for an expert back end, also one of our reference layers."""
+    return f"bexp_{name}" if name in OUR_EXPERTS else library_experts(name)
 
 
 def execution_settings(execution: str) -> tuple[bool, bool]:

@@ -18,7 +18,7 @@ class SeenBatches:
     """Notes the micro-batches of a model in training, by their shapes; the first one's mask is read as well.
 
     `longest` is the largest number of tokens in a sequence, 0 before the first micro-batch. `padded` says whether the
-    first one was padded, None if that is not known.
+    first one was padded, None if that is not known: one sequence without padding may be one of unequal length.
     """
 
     def __init__(self) -> None:
@@ -51,5 +51,6 @@ class SeenBatches:
             return
         if not self.longest:
             mask = given.get("attention_mask")
-            self.padded = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            has_gaps = isinstance(mask, Tensor) and mask.dim() == 2 and not bool(mask.all())
+            self.padded = has_gaps or (None if tokens.numel() == tokens.shape[-1] else False)
         self.longest = max(self.longest, tokens.shape[-1])

@@ -12,8 +12,8 @@ from bexp.explorer.exports.document import ExportDocument, yaml_export
 from bexp.explorer.exports.script import script_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.explorer.spec.training import Sharding
 
 
@@ -23,7 +23,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         "compute_environment": "LOCAL_MACHINE",
         "distributed_type": _distributed_type(settings),
         "num_processes": settings.num_devices,
-        "mixed_precision": PRECISION[settings.dtype] if settings.has_autocast else "no",
+        "mixed_precision": HALF_NAMES[settings.dtype] if settings.has_autocast else "no",
         "use_cpu": settings.device_kind == "cpu",
     }
     if settings.sharding is not Sharding.NONE:

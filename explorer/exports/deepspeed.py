@@ -16,7 +16,7 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, decided_fields
 from bexp.explorer.exports.script import script_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import PRECISION
+from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.explorer.spec.training import Sharding
 
 BUCKET_GRADIENTS = 500_000_000
@@ -46,7 +46,7 @@ def _precision(settings: TrainerSettings) -> dict[str, Any]:
     """Return the section of the number formats: half precision with master weights, or autocast of any weights."""
     if settings.has_autocast:
         return {"torch_autocast": {"enabled": True, "dtype": settings.dtype.value}}
-    return {PRECISION[settings.dtype]: {"enabled": True}} if settings.dtype in PRECISION else {}
+    return {HALF_NAMES[settings.dtype]: {"enabled": True}} if settings.dtype in HALF_NAMES else {}
 
 
 def _exchange_notes(settings: TrainerSettings) -> list[str]:

@@ -6,8 +6,8 @@ from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.script import length_notes, model_notes, optimizer_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.explorer.spec.training import Sharding
 
 KERNELS = {
@@ -81,7 +81,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if settings.attention in KERNELS:
         imports.append("from torch.nn.attention import SDPBackend, sdpa_kernel")
         functions.append(_ATTENTION.format(kernel=KERNELS[settings.attention]))
-    form = PRECISION[settings.dtype].replace("fp", "") if settings.dtype in PRECISION else "32"
+    form = HALF_NAMES[settings.dtype].replace("fp", "") if settings.dtype in HALF_NAMES else "32"
     steps = settings.grad_accum_steps
     code = _TRAINER.format(
         imports="".join(f"{line}\n" for line in imports),

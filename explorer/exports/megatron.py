@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import PRECISION
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Mesh
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.trainer import TORCH_CHOICE
+from bexp.explorer.spec.trainer import HALF_NAMES, TORCH_CHOICE
 from bexp.explorer.spec.training import Sharding
 
 ATTENTION = {"flash": "flash", "cudnn": "fused", "math": "unfused", TORCH_CHOICE: "auto"}
@@ -37,8 +36,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if (factor := settings.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens
         flags += [("--moe-expert-capacity-factor", f"{factor:.15g}"), ("--moe-token-drop-policy", "probs")]
         flags.append(("--moe-token-dispatcher-type", "alltoall"))
-    if settings.dtype in PRECISION:
-        flags.append((f"--{PRECISION[settings.dtype]}",))
+    if settings.dtype in HALF_NAMES:
+        flags.append((f"--{HALF_NAMES[settings.dtype]}",))
     notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *_memory_notes(settings)]
     return shell_export(settings, VARIABLE, flags, notes)
 

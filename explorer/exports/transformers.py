@@ -12,14 +12,11 @@ from bexp.explorer.exports.script import length_notes, model_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.trainer import HALF_NAMES, LIBRARY_OPTIMIZERS
 from bexp.explorer.spec.training import Sharding
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
 """The policies that recompute one layer of every so many."""
-OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
-"""transformers' names of the optimizers that are measured."""
-PRECISION = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -48,7 +45,7 @@ def batch_fields(settings: TrainerSettings) -> dict[str, Any]:
 
 def optimizer_fields(settings: TrainerSettings, field: str = "optim") -> dict[str, Any]:
     """Return the optimizer that was measured; none for a person's own code."""
-    return {} if settings.is_own_code else {field: OPTIMIZERS[settings.optimizer]}
+    return {} if settings.is_own_code else {field: LIBRARY_OPTIMIZERS[settings.optimizer]}
 
 
 def model_fields(settings: TrainerSettings) -> dict[str, Any]:
@@ -59,7 +56,7 @@ def model_fields(settings: TrainerSettings) -> dict[str, Any]:
 
 def precision_fields(settings: TrainerSettings) -> dict[str, Any]:
     """Return the field that computes under autocast; none if the weights are in the format of the products."""
-    return {PRECISION[settings.dtype]: True} if settings.has_autocast else {}
+    return {HALF_NAMES[settings.dtype]: True} if settings.has_autocast else {}
 
 
 def sharding_fields(settings: TrainerSettings) -> dict[str, Any]:

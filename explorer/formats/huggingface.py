@@ -23,7 +23,7 @@ from bexp.explorer.formats.families import (
     Family,
 )
 from bexp.explorer.formats.layers import find_layer_pattern
-from bexp.explorer.formats.model_types import model_types
+from bexp.explorer.formats.model_types import model_types, reserved_positions
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.spec.explored import name_of_config
@@ -69,11 +69,12 @@ def assume_seq_length(config: Mapping[str, Any], translation: Translation, locat
 
 
 def _named_lengths(config: Mapping[str, Any]) -> dict[str, int]:
-    """Return the positions that a config.json names, by key, or the only ones that its class has by default."""
+    """Return how many tokens have a position, by the key that names it, or as the class has it by default."""
     text = config.get("text_config")
     sections = [config, *([text] if isinstance(text, Mapping) else [])]
     found = {key: section.get(key) for section in sections for key in POSITION_KEYS}
-    named = {key: n for key, n in found.items() if isinstance(n, int) and n >= 1 and n is not True}
+    reserved = reserved_positions(config)
+    named = {key: n - reserved for key, n in found.items() if isinstance(n, int) and n > reserved and n is not True}
     family = FAMILIES.get(str(config.get("model_type")))
     if not named and family is not None and config["model_type"] in model_types().bounded:
         return {family.positions_key: family.defaults[family.positions_key]}
@@ -89,10 +90,10 @@ def check_length(config: Mapping[str, Any], length: Any, translation: Translatio
     longest = max(named.values(), default=None)
     if longest is None or not isinstance(length, int) or length <= longest:
         return
-    said = (
-        f"{length:,} tokens are more than the {longest:,} positions of the model ({max(named, key=named.__getitem__)})"
-    )
-    if config.get("model_type") in model_types().bounded:
+    key, reserved = max(named, key=named.__getitem__), reserved_positions(config)
+    less = f" less {reserved} that no token has" if reserved else ""
+    said = f"{length:,} tokens are more than the {longest:,} positions of the model ({key}{less})"
+    if str(config.get("model_type")) in model_types().bounded:
         translation.refuse(translation.sources.get(("hf_seq_length",), ("hf_seq_length",)), f"{said}; it has no others")
     else:
         _note_long_sequence(config, said, translation)

@@ -28,8 +28,8 @@ _WHAT = {
 def refuse_other_model(model: Section, target: Any = None) -> bool:
     """Refuse the config.json of anything but a causal language model, and a misspelt type; return whether it was.
 
-    Encoders with `is_decoder: true` are causal. An unknown type is noted, because a worker's library may be newer. A
-    misspelt one is noted as well if the request names the `target`.
+    Encoders that have a causal class are causal with `is_decoder: true`. An unknown type is noted, because a worker's
+    library may be newer. A misspelt one is noted as well if the request names the `target`.
     """
     config, name = model.values, model.values.get("model_type")
     if not isinstance(name, str):
@@ -39,7 +39,7 @@ def refuse_other_model(model: Section, target: Any = None) -> bool:
         return refuse_vision(model, "model_type") or _tell_unknown(model, name, target)
     if kind is ModelKind.CAUSAL and config.get("vision_config") is not None:
         kind = ModelKind.VISION_LANGUAGE
-    if kind in (ModelKind.ENCODER, ModelKind.ENCODER_DECODER) and config.get("is_decoder") is True:
+    if name in model_types().decoders and config.get("is_decoder") is True:
         kind = ModelKind.ENCODER_DECODER if config.get("is_encoder_decoder") else ModelKind.CAUSAL
     if kind is ModelKind.CAUSAL:
         return False
@@ -55,7 +55,9 @@ def _way(config: Mapping[str, Any], name: str, kind: ModelKind) -> str:
     if isinstance(inner, str) and model_types().kinds.get(inner) is ModelKind.CAUSAL:
         query = ".text_config" if "model_type" in (text or {}) else f"'.text_config + {{model_type: \"{inner}\"}}'"
         return f"Its text_config is one: jq {query} config.json | bexp explore -; or {OWN_TARGET}"
-    decoder = "is_decoder: true makes it one; or " if kind is ModelKind.ENCODER else ""
+    decoder = (
+        "is_decoder: true makes it one; or " if kind is ModelKind.ENCODER and name in model_types().decoders else ""
+    )
     way = f"{decoder}{OWN_TARGET}"
     return way if decoder else way[0].upper() + way[1:]
 

@@ -69,10 +69,13 @@ class TrialHistory:
         """The seconds of the budget for each variant."""
         return self._budget.max_seconds / self._num_variants
 
-    def seconds_left(self, variant: int, of_budget: float = 1.0) -> float:
-        """Seconds that variant number `variant` has left of a share of its budget; negative when it has overdrawn."""
-        share = of_budget * (variant + 1) / self._num_variants
-        return share * self._budget.max_seconds - self._seconds
+    def seconds_left(self, variant: int) -> float:
+        """Seconds that variant number `variant` has left of its budget; negative when it has overdrawn."""
+        return (variant + 1) / self._num_variants * self._budget.max_seconds - _seconds(self._trials)
+
+    def seconds_of(self, variant: Variant) -> float:
+        """Seconds that the trials of one variant took."""
+        return _seconds(self.trials_of(variant))
 
     def trials_of(self, variant: Variant) -> list[Trial]:
         """The trials of one variant, in order."""
@@ -123,8 +126,8 @@ class TrialHistory:
     def _spent(self, variant: int, factor: float) -> bool:
         share = factor * (variant + 1) / self._num_variants
         number = len(self._trials) + len(self._in_flight)
-        return number >= share * self._budget.max_trials or self._seconds >= share * self._budget.max_seconds
+        return number >= share * self._budget.max_trials or _seconds(self._trials) >= share * self._budget.max_seconds
 
-    @property
-    def _seconds(self) -> float:
-        return sum(trial.seconds + trial.suggest_seconds for trial in self._trials)
+
+def _seconds(trials: Sequence[Trial]) -> float:
+    return sum(trial.seconds + trial.suggest_seconds for trial in trials)

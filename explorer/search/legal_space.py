@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import product
-from typing import Any
+from typing import Any, TypeVar
 
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.trainer_terms import find_missing
@@ -17,6 +17,8 @@ from bexp.explorer.spec.options import is_flash
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
+
+Point = TypeVar("Point")
 
 
 class EmptySpaceError(ValueError):
@@ -124,22 +126,25 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
         raise EmptySpaceError(
             "tiling with policies that keep a part of attention only: a tile recomputes attention already"
         )
-    return LegalSpace(model, _expressible(candidates, request, report))
+    return LegalSpace(model, expressible(candidates, lambda candidate: candidate, request, report))
 
 
-def _expressible(
-    candidates: Sequence[Candidate], request: ExplorationRequest, report: DeviceReport
-) -> tuple[Candidate, ...]:
-    """Return the candidates that the request's trainer can be told; all of them if it names none.
+def expressible(
+    points: Sequence[Point],
+    candidate_of: Callable[[Point], Candidate],
+    request: ExplorationRequest,
+    report: DeviceReport,
+) -> tuple[Point, ...]:
+    """Return the points whose candidates the request's trainer can be told; all of them if it names none.
 
     Raises:
         EmptySpaceError: there is none.
     """
     if request.trainer is None:
-        return tuple(candidates)
-    kept = tuple(c for c in candidates if not find_missing(request.runner, c, request, report))
-    if not kept:
-        missing = find_missing(request.runner, candidates[0], request, report)
+        return tuple(points)
+    kept = tuple(p for p in points if not find_missing(request.runner, candidate_of(p), request, report))
+    if points and not kept:
+        missing = find_missing(request.runner, candidate_of(points[0]), request, report)
         raise EmptySpaceError(f"{request.runner.title} cannot be told {' or '.join(missing.values())}")
     return kept
 

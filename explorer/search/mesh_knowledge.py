@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from itertools import product
+from operator import attrgetter
 from typing import Any
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
@@ -20,7 +21,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.plan import MeshAlternative
 from bexp.explorer.search.expert_mode_choice import ExpertModeChoice
-from bexp.explorer.search.legal_space import usable_attention, usable_backends
+from bexp.explorer.search.legal_space import expressible, usable_attention, usable_backends
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.legal_meshes import legal_meshes
@@ -33,7 +34,7 @@ MOST_MESHES = 2000
 MOST_WITH_FEWER_COPIES = 1000
 """The most candidates of which each is also tried with fewer shadowed experts than formulas expect to be fastest."""
 POLICIES = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
-"""The policies of meshes if the request names none: those that both Megatron-Core and torchtitan have."""
+"""The policies of meshes if the request names none, as far as a named trainer has them."""
 FORWARD_SHARE = 1 / 3
 """Share of a block's time that forward is expected to take."""
 PREDICTED_ERROR = 0.3
@@ -50,9 +51,10 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
     """Return every mesh and candidate with expert mode `plain`, whether it fits or not.
 
     Meshes take the device's default kernels unless the request names others, and micro-batches that divide the batch.
+    If the request names a trainer, it can be told all of them.
 
     Raises:
-        EmptySpaceError: no back end that the request names can be used here.
+        EmptySpaceError: no back end that the request names can be used here, or the trainer can be told none of them.
     """
     where = "on this device"
     attention = [report.default_attention]
@@ -80,7 +82,7 @@ def mesh_candidates(request: ExplorationRequest, report: DeviceReport) -> tuple[
                     capacity_factor=request.shapes.variant.capacity_factor,
                 )
                 points.append(MeshCandidate(mesh, candidate))
-    return tuple(points)
+    return expressible(points, attrgetter("sharded"), request, report)
 
 
 @dataclass(frozen=True, slots=True)

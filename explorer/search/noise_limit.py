@@ -34,7 +34,7 @@ LUCKY = 0.9
 WIDER_TOLERANCE = 0.05
 LIMITED_SHARE = 0.125
 """If noise limits the confidence, a search ends once it is surely within this tolerance of the best, and it has at most
-this share of the budget.
+this share of its variant's budget.
 """
 
 
@@ -82,7 +82,7 @@ class NoiseLimit:
 
     @property
     def ends_search(self) -> bool:
-        """Whether it is reached, and the search has used LIMITED_SHARE of the budget.
+        """Whether it is reached, and the variant has used LIMITED_SHARE of its budget.
 
         It ends earlier if the confidence reaches its target for WIDER_TOLERANCE.
         """
@@ -111,10 +111,11 @@ class NoiseLimit:
         reachable = reachable_confidence(posterior, request.tolerance, self._history.seconds_left(self._variant))
         if confidence_score(max(confidence, reachable)) >= target:
             return _Reach(version, is_limited=False, ends_search=False)
-        left = self._history.seconds_left(self._variant, LIMITED_SHARE)
+        spent = self._history.seconds_of(posterior.table.model.variant)
+        has_share = spent < LIMITED_SHARE * self._history.seconds_each
         tolerance = max(WIDER_TOLERANCE, request.tolerance)
         is_near = confidence_score(posterior.contenders.confidence_if_it_runs(incumbent, tolerance)) >= target
-        return _Reach(version, is_limited=True, ends_search=is_near or left <= 0.0)
+        return _Reach(version, is_limited=True, ends_search=is_near or not has_share)
 
 
 def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:

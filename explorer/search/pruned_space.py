@@ -15,7 +15,7 @@ from bexp.explorer.cost_model.composition import Composition, Mask, predict_memo
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.search.legal_space import LegalSpace, base_candidates, enumerate_candidates
+from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, base_candidates, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.options import BTASpec
 from bexp.explorer.spec.parts import ExploredModel
@@ -134,13 +134,18 @@ def _untiled(request: ExplorationRequest, report: DeviceReport, model: ExploredM
     """Return what a request without tiles would explore, if this one has nothing else; they are never recommended."""
     if not request.bta.enable:
         return ()
-    without = request.model_copy(update={"bta": BTASpec(enable=False)})
-    return enumerate_candidates(without, report, model).candidates
+    return _enumerated(request.model_copy(update={"bta": BTASpec(enable=False)}), report, model)
 
 
 def _undivided(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
     """Return candidates that do not divide a stated batch which has few divisors; they are never recommended."""
     sizes = request.space.undivided_micro_batch_sizes
-    if not sizes:
+    return _enumerated(request.model_copy(update={"micro_batch_size": sizes}), report, model) if sizes else ()
+
+
+def _enumerated(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[Candidate, ...]:
+    """Return the candidates of a request; none if there is nothing to compare with."""
+    try:
+        return enumerate_candidates(request, report, model).candidates
+    except EmptySpaceError:
         return ()
-    return enumerate_candidates(request.model_copy(update={"micro_batch_size": sizes}), report, model).candidates

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any
 
 import numpy as np
@@ -81,8 +82,9 @@ def find_relaxations(
     The order is that of preference: a smaller micro-batch, a recomputation policy, an option that the request excludes
     (the chunked loss, tiling, back ends), more of the profiler's devices for each sequence, more devices, a sharding
     level. Only the nearest micro-batch size and the nearest number of devices are named, and every other change that
-    helps. If no single change helps, the result is the first combination of changes that does; it may be empty.
-    After a search, predictions count as too low by as much as that of its `smallest` candidate was.
+    helps. If no single change helps, the result is the first combination of changes that does, without the tiles and
+    the trainer that the request names if they stand in the way; it may be empty. After a search, predictions count as
+    too low by as much as that of its `smallest` candidate was.
     """
     relaxations: list[Relaxation] = []
     factor = 1.0 if smallest is None else _underestimate(request, report, model, smallest)
@@ -99,7 +101,8 @@ def find_relaxations(
             [relaxation for relaxation in [next(working, None)] if relaxation is not None] if nearest else list(working)
         )
     if not relaxations:
-        relaxations += [*_working(RelaxationKind.SEVERAL, _together(request), request, report, model, factor)][:1]
+        combined = chain(_together(request), _freed(request))
+        relaxations += islice(_working(RelaxationKind.SEVERAL, combined, request, report, model, factor), 1)
     return tuple(relaxations)
 
 
@@ -261,6 +264,20 @@ def _together(request: ExplorationRequest) -> Iterator[_Change]:
     for count in more:
         over = _over(request, "", count, Sharding.ZERO3)
         yield _Change(f"{words} and sharding zero3 over {count} devices", {**least, **over.settings})
+
+
+def _freed(request: ExplorationRequest) -> Iterator[_Change]:
+    """Yield combinations that the named tiles or the trainer may forbid, without the one, the other, and both."""
+    tiles = _Change("other tiles", {"bta": request.bta.model_copy(update={"tiles": None})})
+    trainer = _Change(f"bexp.apply in place of trainer {request.trainer}", {"trainer": None})
+    named = [c for c, value in ((tiles, request.bta.tiles), (trainer, request.trainer)) if value is not None]
+    if len(named) > 1:
+        named.append(_Change(f"{tiles.words}, {trainer.words}", {**tiles.settings, **trainer.settings}))
+    for change in named:
+        yield change
+        freed = change.apply(request)
+        for other in () if freed is None else _together(freed):
+            yield _Change(f"{change.words}, {other.words}", {**change.settings, **other.settings})
 
 
 def _over(request: ExplorationRequest, words: str, num_devices: int, sharding: Sharding | None = None) -> _Change:

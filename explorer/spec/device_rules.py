@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.context_parallel import refuse_layout
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.legal_meshes import check_sizes, schedules_of
+from bexp.explorer.spec.legal_meshes import RUN_SCHEDULES, check_sizes
 from bexp.explorer.spec.target import BEXP
 from bexp.explorer.spec.training import Sharding
 
@@ -111,9 +111,7 @@ def check_mesh(request: ExplorationRequest) -> None:
     if request.fabric is not None:
         request.fabric.check(request.num_devices)
         return
-    asked = request.parallelism.schedule
-    named = () if asked == "explore" else (asked,) if isinstance(asked, str) else asked
-    unknown = [schedule for schedule in named if schedule not in schedules_of(request)]
+    unknown = [schedule for schedule in request.parallelism.named_schedules if schedule not in RUN_SCHEDULES]
     if unknown:
         raise RuleError(
             f"schedule '{unknown[0]}' needs a fabric: only plans have it, because torch's zero-bubble pipelines run "

@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     from bexp.explorer.spec.model import ModelSpec
     from bexp.explorer.spec.request import ExplorationRequest
 
+RUN_SCHEDULES = (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+"""The schedules that devices run if they are there, and not described by a fabric."""
+
 
 def legal_meshes(request: ExplorationRequest) -> tuple[Mesh, ...]:
     """Return the meshes that a request admits, without regard to memory, those of fewer devices a replica first.
@@ -105,8 +108,9 @@ def _is_run_whole(tensor: int, pipeline: int, data: int, expert: int, sharding: 
 
 
 def schedules_of(request: ExplorationRequest) -> tuple[Schedule, ...]:
-    """Return the schedules that a pipeline of the request may have; devices that are there run two of them."""
-    return tuple(Schedule) if request.devices.is_plan else (Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED)
+    """Return the schedules that a pipeline of the request may have: those that the devices run and the trainer has."""
+    there = tuple(Schedule) if request.devices.is_plan else RUN_SCHEDULES
+    return there if request.trainer is None else tuple(one for one in there if one in request.runner.schedules)
 
 
 def _schedules(
@@ -116,9 +120,7 @@ def _schedules(
         if 1 in virtual_sizes:
             yield None, 1
         return
-    asked = request.parallelism.schedule
-    allowed = schedules_of(request) if asked == "explore" else (asked,) if isinstance(asked, Schedule) else asked
-    for schedule in allowed:
+    for schedule in request.parallelism.named_schedules or schedules_of(request):
         if schedule is not Schedule.INTERLEAVED:
             if 1 in virtual_sizes:
                 yield schedule, 1

@@ -55,6 +55,13 @@ class ParallelismSpec(ExpertModes):
         return next((name for name in PLAN_SIZES if named_sizes(getattr(self, name)) != (1,)), None)
 
     @property
+    def named_schedules(self) -> tuple[Schedule, ...]:
+        """The schedules that are named; none with `explore`."""
+        if self.schedule == "explore":
+            return ()
+        return (self.schedule,) if isinstance(self.schedule, Schedule) else self.schedule
+
+    @property
     def spreads_experts(self) -> bool:
         """Whether a mesh may have experts on several devices."""
         return named_sizes(self.expert) != (1,)

@@ -185,8 +185,8 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_policies,
     check_numbered_policies,
     check_expert_modes,
-    check_meshes,
     check_trainer,
+    check_meshes,
 )
 """The rules of a request whose devices form meshes."""
 

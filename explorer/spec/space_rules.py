@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.base import RuleError
-from bexp.explorer.spec.options import divisors, nearest_sizes
+from bexp.explorer.spec.options import MAX_MICRO_BATCH_SIZE, divisors, nearest_sizes
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -32,7 +32,8 @@ def check_micro_batch_sizes(request: ExplorationRequest) -> None:
     size = max(request.devices.context_parallel_sizes)
     who = "each device" if size == 1 else f"each group of {size} devices"
     share, asked = request.effective_batch_size // request.devices.data_parallel_size(size), request.micro_batch_choice
-    nearest = nearest_sizes(asked, divisors(share)) if isinstance(asked, int) else ()
+    legal = [size for size in divisors(share) if size <= MAX_MICRO_BATCH_SIZE]
+    nearest = nearest_sizes(asked, legal) if isinstance(asked, int) else ()
     raise RuleError(
         f"micro_batch_size ({asked}) does not divide what {who} gets of the batch: {share} sequences of batch_size "
         f"({request.batch_size}) over num_devices ({request.num_devices}); the nearest that divide it: "

@@ -9,6 +9,7 @@ from typing import Literal
 
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.mesh import Schedule
+from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Precision, Sharding
 
@@ -22,6 +23,10 @@ LIBRARY_ATTENTION = frozenset(
 """Attention implementations of the transformers library."""
 LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
 """Experts implementations of the transformers library that need no other package."""
+LIBRARY_OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
+"""The transformers library's names of the optimizers that are measured."""
+HALF_NAMES: dict[str, str] = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
+"""What trainers call the formats of half precision, such as the fields that switch autocast on."""
 OUR_EXPERTS = frozenset({"fused", "triton_grouped", "hopper_grouped", "auto"})
 DEFAULT_EXPERTS = frozenset({"grouped_mm", "loop"})
 """Expert back ends of which one is the default of a device."""

@@ -120,5 +120,10 @@ def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[
             yield "training.sharding" if levels is None else "sharding_levels", f"the sharding level '{level}'"
     if max(request.devices.context_parallel_sizes, default=1) > 1 and not trainer.layouts:
         yield "context_parallel.sizes", "devices that share a sequence"
-    if request.devices.has_mesh and not trainer.schedules:
+    if not request.devices.has_mesh:
+        return
+    if not trainer.schedules:
         yield "parallelism", "a mesh of devices"
+    for schedule in request.parallelism.named_schedules:
+        if schedule not in trainer.schedules:
+            yield "parallelism.schedule", f"the pipeline schedule '{schedule}'"

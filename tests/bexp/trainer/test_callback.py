@@ -4,6 +4,7 @@ import json
 import logging
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +15,8 @@ import torch
 import bexp
 from bexp.explorer.records.run_report import RunReport
 from bexp.trainer.model_setup import device_name
+from bexp.trainer.recommended_setup import RecommendedSetup
+from bexp.trainer.seen_batches import SeenBatches
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings
 from tests.bexp.trainer.recommendations import document, told_of_a_config, with_adapters
@@ -308,6 +311,8 @@ def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest
         (12, True, "none", ["padded sequences, not whole ones"]),
         (12, False, "right", ["whole sequences, not padded ones"]),
         (10, True, "none", ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
+        (10, True, "right", []),
+        (13, True, "right", ["sequences of up to 13 tokens, not 12"]),
     ],
 )
 def test_the_batches_that_a_model_is_given_are_compared(
@@ -329,6 +334,20 @@ def test_the_batches_that_a_model_is_given_are_compared(
     model.train()(**models.batch(length=30))
     text = callback.comparison()
     assert text.partition("not as measured (")[2].partition("): ")[0] == "; ".join(differences)
+
+
+def test_one_sequence_without_padding_may_be_whole_or_of_unequal_lengths() -> None:
+    setup, model = RecommendedSetup.read(told_of_a_config({"precision": "autocast"})), models.tiny("olmoe")
+    for measured, num_tokens, differences in (
+        ("right", 8, []),
+        ("none", 8, []),
+        ("none", 6, ["padded sequences, not whole ones"]),
+    ):
+        seen = SeenBatches()
+        seen.watch(model)
+        model(input_ids=torch.ones(1, 8, dtype=torch.long), attention_mask=(torch.arange(8)[None] < num_tokens).long())
+        seen.stop()
+        assert list(seen.padding_difference(replace(setup, padding=measured))) == differences
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adafactor"])

@@ -81,6 +81,19 @@ def test_an_encoder_that_is_trained_as_a_decoder_is_explored() -> None:
     assert parse_request({"model_type": "bart", "is_decoder": True, "is_encoder_decoder": False, "seq_length": 64})
 
 
+@pytest.mark.parametrize(
+    ("model_type", "what"), [("distilbert", "an encoder"), ("deberta-v2", "an encoder"), ("t5", "an encoder with a ")]
+)
+@pytest.mark.parametrize("is_decoder", [False, True])
+def test_an_encoder_without_a_causal_class_is_refused_whatever_is_decoder_says(
+    model_type: str, what: str, is_decoder: bool
+) -> None:
+    message = refusal({"model_type": model_type, "is_decoder": is_decoder})["model_type",]
+    assert message.startswith(f"{model_type!r} is {what}")
+    assert "is_decoder" not in message
+    assert WAY in message
+
+
 @pytest.mark.parametrize("name", ["qwen9", "llama5", "gemma7_text", "entirely_new"])
 def test_a_type_that_may_be_newer_is_noted(name: str) -> None:
     (notice,) = parse_request({"model_type": name, "seq_length": 64}).notices
@@ -111,6 +124,17 @@ def test_an_unknown_type_that_reads_images_is_refused() -> None:
 )
 def test_a_sequence_beyond_a_table_of_positions_is_refused(document: Any, location: tuple[str, ...]) -> None:
     assert "it has no others" in refusal(document)[location]
+
+
+@pytest.mark.parametrize(("padding", "longest"), [({}, 512), ({"pad_token_id": 1}, 512), ({"pad_token_id": 0}, 513)])
+def test_a_type_like_roberta_keeps_the_positions_up_to_padding(padding: dict[str, int], longest: int) -> None:
+    config = {"model_type": "roberta", "is_decoder": True, "max_position_embeddings": 514, **padding}
+    assert parse_request(config).hf_seq_length == longest
+    assert parse_request({**config, "seq_length": longest}).notices == ()
+    assert refusal({**config, "seq_length": longest + 1})["seq_length",] == (
+        f"{longest + 1} tokens are more than the {longest} positions of the model (max_position_embeddings less "
+        f"{514 - longest} that no token has); it has no others"
+    )
 
 
 @pytest.mark.parametrize("target", ["transformers", "bexp"])

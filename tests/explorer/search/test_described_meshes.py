@@ -10,8 +10,11 @@ from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import explore
-from bexp.explorer.search.mesh_knowledge import MeshKnowledge
+from bexp.explorer.search.legal_space import EmptySpaceError
+from bexp.explorer.search.mesh_knowledge import MeshKnowledge, mesh_candidates
+from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.spec.expert_modes import ExpertMode
+from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -40,6 +43,27 @@ def run(asked: ExplorationRequest, history: tuple[Trial, ...] = (), gib: float =
 @pytest.fixture(scope="module")
 def steps() -> list[Progress]:
     return run(request())
+
+
+@pytest.mark.parametrize(
+    ("trainer", "policies"), [("torchtitan", {"none", "full"}), ("megatron", {"none", "selective", "full"})]
+)
+def test_a_trainer_can_be_told_every_candidate(trainer: str, policies: set[str]) -> None:
+    asked = request(trainer=trainer, parallelism={"pipeline": [1, 2, 4], "sharding": "explore"})
+    device = report(memory_gib=24.0, experts=False)
+    found = mesh_candidates(asked, device)
+    assert not [one for one in found if find_missing(asked.runner, one.sharded, asked, device)]
+    assert {one.candidate.recompute.value for one in found} == policies
+    assert {one.mesh.schedule for one in found} == {None, Schedule.ONE_F_ONE_B}
+    assert {one.mesh.sharding for one in found} == asked.runner.sharding
+    free = mesh_candidates(asked.model_copy(update={"trainer": None}), device)
+    assert {one.mesh.schedule for one in free} == {None, Schedule.ONE_F_ONE_B, Schedule.ZB_H1}
+
+
+def test_a_plan_of_which_a_trainer_can_be_told_nothing_says_so() -> None:
+    kernel = request(trainer="torchtitan", attention_backends=["flash"], parallelism={})
+    with pytest.raises(EmptySpaceError, match="torchtitan cannot be told the attention kernel 'flash'"):
+        mesh_candidates(kernel, report(memory_gib=24.0, experts=False))
 
 
 def test_a_plan_ends_with_the_best_mesh_and_what_it_rests_on(steps: list[Progress]) -> None:

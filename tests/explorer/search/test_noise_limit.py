@@ -177,6 +177,18 @@ def test_the_limit_is_that_of_the_trials_so_far(monkeypatch: pytest.MonkeyPatch)
     assert noise_figures(loud, best.row).confidences["0.01"] == math.floor(100 * best.confidence)
 
 
+def test_each_of_several_variants_has_a_share_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("bexp.explorer.search.noise_limit.WIDER_TOLERANCE", 0.01)
+    state = scattered(0.3)
+
+    def limit(first: float, second: float) -> NoiseLimit:
+        trials = [trial(0, candidate(1, num_query_groups=1), seconds=first), trial(1, seconds=second)]
+        return NoiseLimit(state, TrialHistory(trials, state.request.budget, 2), 1)
+
+    assert not limit(200.0, 1.0).ends_search, "the second variant took a second"
+    assert limit(200.0, 300 * LIMITED_SHARE).ends_search
+
+
 def test_the_base_is_measured_again_where_its_runs_differ() -> None:
     base = candidate(SIZES[0])
     again = BaseCandidate(loud := scattered(0.3, runs=2), [base])

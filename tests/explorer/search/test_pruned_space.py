@@ -45,6 +45,13 @@ def test_a_base_outside_the_space_has_a_row_but_may_not_be_recommended() -> None
     assert len(found.table.candidates) == len(found.legal.candidates) + 2
 
 
+def test_a_named_tile_that_only_the_batch_has_leaves_nothing_to_compare_with() -> None:
+    asked = {"micro_batch_size": None, "batch_size": 7, "recompute": ["none"]}
+    tiled = small_request(**asked, bta={"enable": True, "tiles": [7]})
+    assert small_request(**asked).space.undivided_micro_batch_sizes == tiled.space.undivided_micro_batch_sizes != ()
+    assert {(c.micro_batch_size, c.bta_tile) for c in prune(tiled).legal.candidates} == {(7, 7)}
+
+
 def test_a_candidate_is_left_out_if_seven_tenths_of_its_activations_do_not_fit() -> None:
     req = small_request(attention_backends=["cudnn"], recompute=["none"])
     limit = need(req, 4)

@@ -107,6 +107,30 @@ def test_several_together_only_where_no_single_one_helps() -> None:
     assert "zero3 over" in relaxation.change
 
 
+TILES: dict[str, Any] = {"micro_batch_size": 4, "batch_size": 12, "bta": {"enable": True, "tiles": [4]}}
+CEREBRAS: dict[str, Any] = {"trainer": "cerebras", "micro_batch_size": 64}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({**TILES, "num_devices": 1, "memory_limit_gib": 4}, "other tiles, micro_batch_size 1"),
+        ({**CEREBRAS, "recompute": None, "memory_limit_gib": 5}, "bexp.apply in place of trainer cerebras, "),
+        (
+            {**CEREBRAS, **TILES, "num_devices": 1, "memory_limit_gib": 4},
+            "other tiles, bexp.apply in place of trainer cerebras, micro_batch_size 1",
+        ),
+    ],
+)
+def test_named_tiles_and_a_trainer_that_stand_in_the_way_are_left_out(changes: dict[str, Any], words: str) -> None:
+    req = cramped(**changes)
+    (relaxation,) = remedies(req)
+    assert relaxation.kind is RelaxationKind.SEVERAL
+    assert relaxation.change.startswith(words)
+    changed = ExplorationRequest.model_validate({**req.model_dump(), **relaxation.settings})
+    assert smallest_requirement(changed, DEVICE, changed.shapes) <= memory_limit(changed, DEVICE.hardware)
+
+
 def test_full_recomputation_leaves_no_policy_to_offer() -> None:
     found = remedies(cramped(recompute=["none", "full"], micro_batch_size=256, batch_size=2048, memory_limit_gib=12))
     assert found

@@ -45,6 +45,7 @@ def build(**changes: Any) -> ExplorationRequest:
             "over num_devices (1); the nearest that divide it: 7.",
         ),
         ({"micro_batch_size": 5, "batch_size": 8}, "the nearest that divide it: 4 and 8."),
+        ({"micro_batch_size": 200, "batch_size": 514}, "the nearest that divide it: 2."),
         ({"micro_batch_size": 5, "batch_size": 8, "mode": "eval"}, "micro_batch_size (5) does not divide"),
         (
             {"batch_size": 64, "num_devices": 3},

@@ -174,7 +174,19 @@ def test_meshes_and_shared_sequences_are_for_trainers_that_have_them() -> None:
     assert build(shared, "torchtitan").trainer is TrainerName.TORCHTITAN
     mesh = {**SHAPES, "num_devices": 4, "batch_size": 64, "parallelism": {"tensor": [2]}}
     assert refusal(mesh, "accelerate").fields[0] == ("parallelism",)
+    assert refusal({**mesh, "parallelism": {"pipeline": 2}}, "accelerate").fields[0] == ("parallelism",)
     assert build(mesh, "megatron").trainer is TrainerName.MEGATRON
+
+
+@pytest.mark.parametrize("schedule", ["zb_h1", ["1f1b", "zb_h1"]])
+def test_a_schedule_that_a_trainer_lacks_is_refused(schedule: str | list[str]) -> None:
+    plan = {**SHAPES, "num_devices": 4, "batch_size": 64, "fabric": "h100-nvl-ib400"}
+    named = {**plan, "parallelism": {"pipeline": 2, "schedule": schedule}}
+    error = refusal(named, "torchtitan")
+    assert error.fields[0] == ("parallelism", "schedule")
+    assert str(error) == "torchtitan cannot be told the pipeline schedule 'zb_h1'"
+    assert build(named).trainer is None
+    assert build({**named, "parallelism": {"pipeline": 2, "schedule": "1f1b"}}, "torchtitan")
 
 
 def test_what_a_device_may_do_by_itself_need_not_be_told() -> None:

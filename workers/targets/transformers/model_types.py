@@ -7,13 +7,18 @@ from __future__ import annotations
 
 import sys
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import bexp.explorer.formats.model_types as read
 from bexp.explorer.formats.model_types import ModelKind
-from bexp.workers.targets.transformers.config import UnsupportedModelError, library_version, resolve_config
-from bexp.workers.targets.transformers.resolved import ends_at_its_positions
+from bexp.workers.targets.transformers.config import (
+    ResolvedConfig,
+    UnsupportedModelError,
+    library_version,
+    resolve_config,
+)
+from bexp.workers.targets.transformers.resolved import ends_at_its_positions, starts_after_padding
 
 _ENCODERS = ("MASKED_LM", "TEXT_ENCODING")
 _SEQUENCES = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
@@ -36,7 +41,10 @@ def render() -> str:
     kinds = find_kinds()
     decoders = [name for name, kind in kinds.items() if kind in (ModelKind.CAUSAL, ModelKind.ENCODER)]
     groups = {kind.value: [name for name, found in kinds.items() if found is kind] for kind in ModelKind}
-    groups[read.BOUNDED] = find_bounded(decoders)
+    encoders = [name for name, kind in kinds.items() if kind in (ModelKind.ENCODER, ModelKind.ENCODER_DECODER)]
+    groups[read.DECODERS] = list(_served(["CAUSAL_LM"]).intersection(encoders))
+    groups[read.BOUNDED] = find_tiny(decoders, ends_at_its_positions)
+    groups[read.AFTER_PADDING] = find_tiny(groups[read.BOUNDED], starts_after_padding)
     lines = [f"{read.VERSION} {library_version()}"]
     for title, names in groups.items():
         lines += textwrap.wrap(
@@ -52,13 +60,9 @@ def render() -> str:
 def find_kinds() -> Mapping[str, ModelKind]:
     """Return the kind of each type by the library's own tables of classes."""
     from transformers import CONFIG_MAPPING  # noqa: PLC0415 - transformers is optional
-    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - the same
 
-    def served(tasks: Iterable[str]) -> set[str]:
-        return {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
-
-    causal, sequences, encoders = served(["CAUSAL_LM"]), served(_SEQUENCES), served(_ENCODERS)
-    pictures, vision, audio = served(_VISION_LANGUAGE), served(_VISION), served(_AUDIO)
+    causal, sequences, encoders = _served(["CAUSAL_LM"]), _served(_SEQUENCES), _served(_ENCODERS)
+    pictures, vision, audio = _served(_VISION_LANGUAGE), _served(_VISION), _served(_AUDIO)
 
     def kind_of(name: str) -> ModelKind:
         words = set(name.replace("-", "_").split("_"))
@@ -79,13 +83,20 @@ def find_kinds() -> Mapping[str, ModelKind]:
     return {name: kind_of(name) for name in sorted(CONFIG_MAPPING.keys())}
 
 
-def find_bounded(names: Iterable[str]) -> list[str]:
-    """Return the types whose class fails with more tokens than `max_position_embeddings`, tried at a tiny size."""
+def _served(tasks: Iterable[str]) -> set[str]:
+    """Return the types that have a class for one of the tasks."""
+    from transformers.models.auto import modeling_auto  # noqa: PLC0415 - transformers is optional
+
+    return {name for task in tasks for name in getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING_NAMES")}
+
+
+def find_tiny(names: Iterable[str], holds: Callable[[ResolvedConfig], bool]) -> list[str]:
+    """Return the types of which something holds that is tried at a tiny size."""
     found = []
     for name in names:
         try:
             resolved = resolve_config({"model_type": name, "is_decoder": True}, 1)
-            if ends_at_its_positions(resolved):
+            if holds(resolved):
                 found.append(name)
         except UnsupportedModelError:
             continue  # it has no causal language model, or none at a tiny size

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from bexp.explorer.formats.model_types import PADDING, reserved_positions
 from bexp.workers.targets.transformers.batch import Padding, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
@@ -36,23 +37,25 @@ from bexp.workers.targets.transformers.shrink import shrink
 from bexp.workers.targets.transformers.tiny import tiny_config
 
 _LIMIT = 16  # positions of the tiny model
-_SHORTER = 12  # tokens that it takes: some types keep two positions for themselves
+_SHORTER = 12  # tokens that it takes: some types keep positions for themselves
 _LONGER = 24  # tokens that it may not take
 
 
 def require_positions(resolved: ResolvedConfig) -> None:
     """UnsupportedModelError if the sequence is longer than `max_position_embeddings` and the class cannot run it.
 
-    A class with a table of positions fails there; one with rotary positions or none runs on. A tiny model of the type
-    shows which it is.
+    Types like RoBERTa keep some of the positions for themselves. A class with a table of positions fails there; one
+    with rotary positions or none runs on. A tiny model of the type shows which it is.
     """
     stated = getattr(resolved.text_config, "max_position_embeddings", None)
-    if not isinstance(stated, int) or resolved.seq_length <= stated:
+    reserved = reserved_positions(resolved.text_config.to_dict())
+    if not isinstance(stated, int) or resolved.seq_length <= stated - reserved:
         return
     reason = _failure_with(resolved, _LONGER)
     if reason is not None:
+        less = f" less {reserved} that no token has" if reserved else ""
         raise UnsupportedModelError(
-            f"seq_length {resolved.seq_length} is longer than max_position_embeddings {stated}, and "
+            f"seq_length {resolved.seq_length} is longer than max_position_embeddings {stated}{less}, and "
             f"{resolved.model_class.__name__} has no further positions: {reason}"
         )
 
@@ -61,6 +64,14 @@ def ends_at_its_positions(resolved: ResolvedConfig) -> bool:
     """Whether the class runs as many tokens as it has positions, and no more: a tiny model of the type shows it."""
     stated = getattr(resolved.text_config, "max_position_embeddings", None)
     return isinstance(stated, int) and not _failure_with(resolved, _SHORTER) and bool(_failure_with(resolved, _LONGER))
+
+
+def starts_after_padding(resolved: ResolvedConfig) -> bool:
+    """Whether the first token's position is the one after the id of padding: a tiny model of the type shows it."""
+    padding = getattr(resolved.text_config, "pad_token_id", None)
+    if padding != PADDING or not _failure_with(resolved, _LIMIT):
+        return False
+    return not _failure_with(resolved, _LIMIT - PADDING - 1)
 
 
 def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:

@@ -36,6 +36,14 @@ def test_a_model_with_too_many_parameters_is_refused() -> None:
         resolve(GPT2, 64, max_parameters=1000)
 
 
+def test_positions_of_padding_hold_no_token() -> None:
+    roberta = {"model_type": "roberta", "is_decoder": True, "hidden_size": 32, "num_hidden_layers": 1}
+    roberta |= {"num_attention_heads": 2, "intermediate_size": 64, "vocab_size": 100, "max_position_embeddings": 66}
+    assert resolve(roberta, 64).config.seq_length == 64
+    with pytest.raises(UnsupportedModelError, match="longer than max_position_embeddings 66 less 2 that no token has"):
+        resolve(roberta, 65)
+
+
 def test_a_table_of_positions_bounds_the_sequence_and_rotary_positions_do_not() -> None:
     with pytest.raises(UnsupportedModelError, match="longer than max_position_embeddings 64"):
         resolve(GPT2, 65)
