@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-from benchmarks import real_trainers
+from benchmarks import trainer_contenders
 from benchmarks.result_tables import RESULTS, Row, load
 
 CHECK = re.compile(r"composed\s+step ([+-][\d.]+)%,\s+composed\s+peak ([+-][\d.]+)%")
@@ -31,10 +31,10 @@ def trainers(result: Row) -> Iterable[Row]:
         if "rounds" not in row and (row["model"], *row["fields"]) in in_turns:
             continue
         rounds = row.get("rounds") or [
-            {name: run for name, of in EARLIER.items() if (run := real_trainers.best_of(row.get(of, [])))}
+            {name: run for name, of in EARLIER.items() if (run := trainer_contenders.best_of(row.get(of, [])))}
         ]
         reached = {name: _reached(rounds, row.get("sizes", {}), name) for name in CONTENDERS}
-        over = {name: value for name in CONTENDERS if (value := real_trainers.gain(rounds, name)) is not None}
+        over = {name: value for name in CONTENDERS if (value := trainer_contenders.gain(rounds, name)) is not None}
         document = row["exploration"]["document"] or {}
         accumulated = rounds[0].get("unchanged", {}).get("batch_size")
         yield (

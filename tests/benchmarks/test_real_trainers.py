@@ -11,21 +11,19 @@ from typing import Any
 import pytest
 
 from benchmarks import real_trainers
-from benchmarks.real_trainers import (
-    ModelRun,
+from benchmarks.real_trainers import ModelRun, describe, main
+from benchmarks.result_rows import trainers
+from benchmarks.trainer_contenders import (
     Run,
     answered,
-    describe,
     divisors,
     document_of,
     gain,
-    main,
     next_size,
     should_fit,
     start_of,
     variants_of,
 )
-from benchmarks.result_rows import trainers
 from benchmarks.trainer_runs import OUT_OF_MEMORY, batch_seconds, micro_steps_of
 
 EXPLORED = ["execution=explore", "losses=[library,chunked]"]
