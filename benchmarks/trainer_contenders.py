@@ -45,6 +45,9 @@ def variants_of(row: Run) -> dict[str, list[Run]]:
             stock["expert_backend"] = stock_of(row).get("expert_backend") or "grouped_mm"
         if stock != candidate:
             contenders["stock"] = [{"candidate": stock}]
+            named = {**stock_of(row), "micro_batch_size": stock["micro_batch_size"]}
+            if len(named) > 1 and named != stock:  # the answer's best stock candidate may have another loss or execution
+                contenders["stock"].append({"candidate": named})
         if stock.get("loss") not in {None, "library"}:
             contenders["library_loss"] = [{"candidate": {**stock, "loss": "library"}}]
     return contenders

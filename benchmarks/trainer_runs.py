@@ -265,7 +265,7 @@ class Clock:
             self.kept_bytes = torch.cuda.memory_allocated(self.device)
 
     def _end_step(self) -> bool:
-        """Note the step's seconds, and return whether the run has taken long enough."""
+        """Note the step's seconds, and return whether the run has taken long enough; the first step may compile."""
         import torch  # noqa: PLC0415 - after the process has set the allocator
 
         end = self._mark()
@@ -274,7 +274,7 @@ class Clock:
         marks = [*self._marks, end]
         self.steps.append([earlier.seconds_until(later) for earlier, later in pairwise(marks)])
         self._marks = [self._mark()]
-        seconds = [micro_step for step in self.steps for micro_step in step]
+        seconds = [micro_step for step in self.steps[1:] for micro_step in step]
         return len(seconds) >= MIN_MICRO_STEPS and sum(seconds) > self._max_seconds
 
 

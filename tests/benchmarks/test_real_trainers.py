@@ -92,6 +92,9 @@ def test_contenders_differ_from_the_recommended_one_by_one_thing_each() -> None:
     row = row_of({"candidate": OURS, "dividing": None, "stock": {"candidate": {**STOCK, "micro_batch_size": 8}}})
     variants = variants_of(row)
     assert variants["stock"] == [{"candidate": STOCK}]
+    other = {**STOCK, "loss": "library", "execution": "compile"}
+    answer = {"candidate": OURS, "dividing": None, "stock": {"candidate": {**other, "micro_batch_size": 8}}}
+    assert variants_of(row_of(answer))["stock"] == [{"candidate": STOCK}, {"candidate": other}], "both at 16 at first"
     assert variants["library_loss"] == [{"candidate": {**STOCK, "loss": "library"}}]
     assert variants["compiled"] == [{"torch_compile": True}]
     assert variants["liger"][1] == {"use_liger_kernel": True, "torch_compile": True}
