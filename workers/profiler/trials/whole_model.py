@@ -92,7 +92,8 @@ def run_whole_model(
         def build() -> TrainingRun:
             return stack.enter_context(target.training_run(candidate, model, request))
 
-        return _summarize(_run(instruments, build, clock), request)
+        compiles = request.execution_of(candidate).compiles
+        return _summarize(_run(instruments, build, clock, compiles=compiles), request)
 
 
 def run_mesh_model(
@@ -158,7 +159,12 @@ class _TimedSteps(Generic[R]):
 
 
 def _run(
-    instruments: Instruments, build: Callable[[], R], clock: PhaseClock, most_steps: int = MAX_STEPS
+    instruments: Instruments,
+    build: Callable[[], R],
+    clock: PhaseClock,
+    most_steps: int = MAX_STEPS,
+    *,
+    compiles: bool = False,
 ) -> _TimedSteps[R]:
     cuda = instruments.device.type == "cuda"
     with byte_meter(instruments.device, ()) as meter:
@@ -171,9 +177,9 @@ def _run(
             if not (cuda and is_long):  # a host's peak is that of a step with the optimizer's state
                 step_seconds = _step_seconds(instruments, training)
             peak = meter.peak()
-    if not cuda and not is_long:
+    if not cuda and compiles and not is_long:
         with clock.phase("warm_up"):
-            training.step()  # without the meter, which slows the host down and prevents compilation
+            training.step()  # without the meter, which prevents compilation
             step_seconds = _step_seconds(instruments, training)
     (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
     num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(TIMED_SECONDS / step_seconds)))
