@@ -1,9 +1,10 @@
 """Explorations on busy cores, against a sweep of the quiet machine.
 
-    python -m benchmarks.record examples/cerebras-runconfig.yaml --out QUIET.jsonl --seconds 3600
+    python -m benchmarks.record examples/cerebras-runconfig.yaml --whole all --whole-runs 5 --runs 1 --out QUIET.jsonl
     python -m benchmarks.noisy_cpu examples/cerebras-runconfig.yaml --quiet QUIET.jsonl --busy 2 --out FILE
 
-The first command measures every component on the quiet machine. The second runs `bexp explore` again and again beside
+The first command runs the whole model of every size on the quiet machine, in turns, because two runs of one size differ
+by several percent. The second runs `bexp explore` again and again beside
 `--busy` processes that only count, each time with a database of its own, as on a machine that has never explored
 anything. The regret of each answer is that of its candidate on the quiet machine. Run both with nothing else to do.
 """

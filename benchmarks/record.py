@@ -3,12 +3,13 @@
     python -m benchmarks.record examples/olmoe-1b-7b.yaml --out tables/olmoe.jsonl --device cuda:0 --seconds 120
 
 The profiler is that of the service, with one component per trial. First each component is measured once, in ascending
-micro-batch size. Then whole models of a share of the candidates (or all) are run. Then every component is measured
-again, in random order, until there are `--runs` of each, so that the noise between runs is known. If a component ran
-out of memory, larger ones are inferred to do so as well, and their rows say that. A timing on a shared or throttled
-device is recorded as contaminated and repeated, up to twice. A second start continues the file where the first one
-ended. With several configurations, `--out` is the folder of their tables. `--plan` only counts. `--reuse` takes over
-the component runs of tables of the same model on the same device that differ only in limits or choices.
+micro-batch size. Then whole models of a share of the candidates (or all) are run, `--whole-runs` times in turns. Then
+every component is measured again, in random order, until there are `--runs` of each, so that the noise between runs is
+known. If a component ran out of memory, larger ones are inferred to do so as well, and their rows say that. A timing on
+a shared or throttled device is recorded as contaminated and repeated, up to twice. A second start continues the file
+where the first one ended. With several configurations, `--out` is the folder of their tables. `--plan` only counts.
+`--reuse` takes over the component runs of tables of the same model on the same device that differ only in limits or
+choices.
 """
 
 from __future__ import annotations
@@ -79,12 +80,12 @@ class Recorder:
         """Whether the budget is spent."""
         return time.monotonic() >= self._ends_at
 
-    def record(self, table: Composition, *, runs: int, whole: str, whole_models: int) -> bool:
+    def record(self, table: Composition, *, runs: int, whole: str, whole_models: int, whole_runs: int = 1) -> bool:
         """Everything that is not recorded yet; returns whether nothing is missing."""
         first = sorted(table.components, key=lambda c: c.micro_batch_size)
         done = self._components(table, [c for c in first if self._runs(c) == 0], "components")
-        if whole != "none":
-            done = self._whole_models(table, whole, whole_models) and done
+        for run in range(whole_runs if whole != "none" else 0):
+            done = self._whole_models(table, whole, whole_models, run) and done
         for run in range(1, runs):
             again = [c for c in table.components if 0 < self._runs(c) <= run and self._is_ok(c)]
             order = self._rng.permutation(len(again))
@@ -146,8 +147,8 @@ class Recorder:
                 )
         return None
 
-    def _whole_models(self, table: Composition, whole: str, number: int) -> bool:
-        rows = [int(r) for r in self._choose(table, whole, number)]
+    def _whole_models(self, table: Composition, whole: str, number: int, run: int) -> bool:
+        rows = [int(r) for r in self._choose(table, whole, number, run)]
         ends_at = self._ends_at
         if whole == "share":
             now = time.monotonic()
@@ -166,7 +167,7 @@ class Recorder:
                 timeout_seconds=self._deadline_seconds,
             )
             for measurement, replaced in self._attempts(task):
-                self._file.append(WholeModelRow.of(candidate, 0, measurement, replaced=replaced))
+                self._file.append(WholeModelRow.of(candidate, run, measurement, replaced=replaced))
             if measurement.outcome is Outcome.UNSUPPORTED:
                 print(f"no whole models: {measurement.reason}", flush=True)
                 return True
@@ -174,8 +175,8 @@ class Recorder:
         self._tell("whole models", len(rows), len(rows), last=True)
         return done
 
-    def _choose(self, table: Composition, whole: str, number: int) -> list[int]:
-        """Return rows that fit as composed and have no whole model yet, in random order; half of them near the best."""
+    def _choose(self, table: Composition, whole: str, number: int, run: int) -> list[int]:
+        """Return rows that fit as composed and lack this run, in random order; of a share half are near the best."""
         figures = compose(self._recording, table)
         rows = fitting_rows(table, figures, self._recording.header.report.hardware)
         order = list(self._rng.permutation(rows))
@@ -183,7 +184,8 @@ class Recorder:
             tokens = composed_tokens_per_second(table, figures)
             near = [r for r in order if tokens[r] >= WITHIN * tokens[order].max()][: number // 2]
             order = near + [r for r in order if r not in near][: number - len(near)]
-        return [r for r in order if table.candidates[r] not in self._recording.whole_models]
+        known = [(r, self._recording.whole_models.get(table.candidates[r], ())) for r in order]
+        return [r for r, made in known if len(made) <= run and all(row.outcome is Outcome.OK for row in made)]
 
     def _runs(self, component: Component) -> int:
         return len(self._recording.components.get(component, ()))
@@ -274,6 +276,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--device", default="cpu", help="cpu or cuda:0")
     parser.add_argument("--whole", choices=("none", "share", "all"), default="share")
     parser.add_argument("--whole-models", type=int, default=WHOLE_MODELS, help="how many, with --whole share")
+    parser.add_argument("--whole-runs", type=int, default=1, help="of each whole model, in turns")
     parser.add_argument("--runs", type=int, default=3, help="of each component")
     parser.add_argument("--seconds", type=float, default=600.0, help="stop a table after this long")
     parser.add_argument("--deadline", type=float, default=60.0, help="seconds that one trial may take")
@@ -332,7 +335,13 @@ def record_table(
             )
         done = not options.plan
         for table in tables if not options.plan else ():
-            recorded = recorder.record(table, runs=options.runs, whole=options.whole, whole_models=options.whole_models)
+            recorded = recorder.record(
+                table,
+                runs=options.runs,
+                whole=options.whole,
+                whole_models=options.whole_models,
+                whole_runs=options.whole_runs,
+            )
             done = recorded and done
     finally:
         file.close()

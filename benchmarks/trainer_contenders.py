@@ -46,7 +46,7 @@ def variants_of(row: Run) -> dict[str, list[Run]]:
         if stock != candidate:
             contenders["stock"] = [{"candidate": stock}]
             named = {**stock_of(row), "micro_batch_size": stock["micro_batch_size"]}
-            if len(named) > 1 and named != stock:  # the answer's best stock candidate may have another loss or execution
+            if len(named) > 1 and named != stock:  # the answer's best stock candidate has another loss or execution
                 contenders["stock"].append({"candidate": named})
         if stock.get("loss") not in {None, "library"}:
             contenders["library_loss"] = [{"candidate": {**stock, "loss": "library"}}]

@@ -261,6 +261,7 @@ def test_records_on_a_real_device(tmp_path: Path, capsys: pytest.CaptureFixture[
     config, out = tmp_path / "tiny.yaml", tmp_path / "tiny.jsonl"
     config.write_text(CONFIG)
     arguments = [str(config), "--out", str(out), "--device", "cpu", "--whole", "all", "--runs", "2"]
+    arguments += ["--whole-runs", "2"]
     with forked_profilers():
         assert main(arguments) == 0
     assert "tiny.jsonl: complete" in capsys.readouterr().out
@@ -268,6 +269,7 @@ def test_records_on_a_real_device(tmp_path: Path, capsys: pytest.CaptureFixture[
     table = space(recorded)
     assert {c: len(rows) for c, rows in recorded.components.items()} == dict.fromkeys(table.components, 2)
     assert set(recorded.whole_models) == set(table.candidates)
+    assert all([row.run for row in rows] == [0, 1] for rows in recorded.whole_models.values())
     assert recorded.header.process_start_seconds > 0
 
 
