@@ -91,6 +91,8 @@ def for_trainer(request: ExplorationRequest, name: TrainerName) -> ExplorationRe
     document |= {"recompute": policies or None}
     if not trainer.tiles:
         document["bta"] = {"enable": False}
+    if not trainer.keeps_float32 or "pure" not in trainer.precisions:
+        document["training"]["optimizer"]["master_dtype"] = "float32" if trainer.keeps_float32 else None
     return ExplorationRequest.model_validate(document)
 
 
