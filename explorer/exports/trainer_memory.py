@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
+from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.trainer_terms import compute_dtype, measured_precision, precision_of
@@ -50,23 +50,20 @@ def _state_bytes(
     """Return the training state of one device with `precision`, and what its optimizer holds besides while it steps.
 
     `model` has the formats of the `measured` precision. Of what is cast up, the norms of layers are left out: they are
-    small.
+    small. Float32 weights of shapes count as half-precision ones with master weights: where they are sharded, they are
+    gathered in half precision.
     """
     training, float32 = request.training, DType.FLOAT32
-    kept: ExploredModel
+    kept: ExploredModel = model
     if isinstance(model, ModelParts):
         trained, kept = _as_kept(model, measured, precision)
         training = training.model_copy(update={"precision": precision})
-        wide = 0
     else:
         trained = count_parameters(model)
-        kept = model.model_copy(update={"dtype": float32}) if precision == "autocast" else model
-        master = float32 if precision == "master" else None
+        master = None if precision == "pure" else float32
         optimizer = training.optimizer.model_copy(update={"master_dtype": master})
         training = training.model_copy(update={"optimizer": optimizer})
-        cast = count_embedding(model) + count_head(model) if precision == "upcast" else 0
-        wide = cast * (float32.itemsize - model.dtype.itemsize) * (2 + training.optimizer.num_states)
-    state = static_parts(kept, request.model_copy(update={"training": training})).total + wide
+    state = static_parts(kept, request.model_copy(update={"training": training})).total
     shards = request.devices.optimizer_shards
     return state, -(-trained * float32.itemsize // shards) if precision == "master" else 0
 

@@ -85,6 +85,8 @@ def precision_of(
     is_float32 = compute_dtype(request, report) is DType.FLOAT32
     if request.training.lora is not None or is_own_code(request) or is_float32:
         return measured
+    if trainer.upcast_attention and request.target_name == BEXP:
+        return "pure"  # the reference layers cast nothing
     if trainer.upcast_attention:
         is_whole = sharding_of(candidate, request) is Sharding.NONE
         name = attention_name(candidate, report) or TORCH_CHOICE

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
+from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.exports.registry import export
 from bexp.explorer.exports.trainer_memory import unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
@@ -57,7 +57,7 @@ def test_sharded_training_has_its_share_of_them() -> None:
     assert unmeasured_bytes(TRAINERS[TrainerName.AXOLOTL], request, report, candidate(), peak) == 0, "it casts nothing"
 
 
-@pytest.mark.parametrize(("trainer", "bytes_each"), [("deepspeed", 8), ("megatron", 8), ("bexp", 0), ("torchtitan", 0)])
+@pytest.mark.parametrize(("trainer", "bytes_each"), [("deepspeed", 8), ("megatron", 8), ("bexp", 0), ("axolotl", 0)])
 def test_shapes_without_master_weights_need_more_where_a_trainer_has_them(trainer: str, bytes_each: int) -> None:
     training = {"optimizer": {"master_dtype": None}}
     request = ExplorationRequest.model_validate({"model": {**SHAPES, "seq_length": 128}, "training": training})
@@ -65,9 +65,13 @@ def test_shapes_without_master_weights_need_more_where_a_trainer_has_them(traine
     number = count_parameters(request.model)
     found = unmeasured_bytes(TRAINERS[TrainerName(trainer)], request, None, candidate(), 80 * number)
     assert found == bytes_each * number
-    cast = count_embedding(request.model) + count_head(request.model)
-    axolotl = TRAINERS[TrainerName.AXOLOTL]
-    assert unmeasured_bytes(axolotl, request, None, candidate(), 80 * number) == 8 * cast
+
+
+def test_shapes_with_master_weights_need_no_more_as_float32_weights() -> None:
+    changes = {"num_devices": 8, "training": {"sharding": "zero2"}}
+    request = ExplorationRequest.model_validate({"model": {**SHAPES, "seq_length": 128}, "batch_size": 64, **changes})
+    for trainer in TRAINERS.values():
+        assert unmeasured_bytes(trainer, request, None, candidate(), 1 << 30) == 0
 
 
 def test_nothing_is_counted_for_adapters_and_a_persons_own_code() -> None:
