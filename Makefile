@@ -31,7 +31,7 @@ demo: $(STAMP)
 	@$(BIN)/bexp explore examples/tiny-moe.yaml
 	@echo
 	@echo "Trust each answer as far as its confidence goes. Below the confidence that was asked for,"
-	@echo "it is called provisional. On a CPU that is busy with other programs it is often far below."
+	@echo "it is called provisional. On a CPU that is busy with other programs it may be below."
 
 # The type check runs beside the tests; each is told whether or not the other fails.
 test: $(STAMP)
