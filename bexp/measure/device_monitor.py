@@ -124,7 +124,7 @@ class Watch:
     ) -> None:
         if self._cores is not None:
             self._cores.stop()
-        elapsed, others = (now - then for now, then in zip(_host_seconds(), self._host_started, strict=True))
+        elapsed, others = (now - before for now, before in zip(_host_seconds(), self._host_started, strict=True))
         self._host = (self._host[0] + elapsed, self._host[1] + others)
         if self._foreign is not None:
             now, before = self._foreign.find(), self._foreign_processes

@@ -70,7 +70,7 @@ def _wrong_size(size: int, shapes: list[torch.Size], other: int, earlier: list[t
     """
     if len(shapes) != len(earlier) or any(size in shape for shape in shapes):
         return None
-    counted = [now[0] for now, then in zip(shapes, earlier, strict=True) if now and then[:1] == (other,)]
+    counted = [now[0] for now, before in zip(shapes, earlier, strict=True) if now and before[:1] == (other,)]
     return next((number for number in counted if number != 1), None)
 
 
