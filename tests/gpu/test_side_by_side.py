@@ -32,8 +32,10 @@ def test_number(number):
 def test_that_is_cut_off():
     while not os.path.exists({mended!r}):
         with open({results!r}) as file:
-            if len([line for line in file if "begun" not in line]) == 4:
-                os.killpg(0, signal.SIGKILL)
+            lines = file.readlines()
+        begun = any("test_that_is_cut_off" in line for line in lines)  # written by another process, maybe later
+        if begun and len([line for line in lines if "begun" not in line]) == 4:
+            os.killpg(0, signal.SIGKILL)
         time.sleep(0.1)
 """
 
