@@ -38,6 +38,11 @@ LEAST_CHANCE = 0.01
 SHARED_CORES = 0.1
 """Cores count as shared from this share of the time on in which threads waited for one."""
 
+KEEPING_MEMORY = (
+    "freed memory stayed with the measured process, as it does with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_="
+    f"{2**40}; a run with glibc's own settings can be slower"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class References:
@@ -238,6 +243,8 @@ def _notes(
     if request.trainer is not None and request.target_name not in request.runner.targets:
         measured = "bexp's reference layers" if report.parts is None else f"those of {report.parts.measured}"
         notes.append(f"{request.runner.title} runs layers of its own; in their place, {measured} were measured")
+    if report.hardware.device_kind == "cpu":
+        notes.append(KEEPING_MEMORY)
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
     if sharding is not Sharding.NONE and request.mode == "train":

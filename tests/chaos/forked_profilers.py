@@ -40,7 +40,7 @@ class Starts:
         self.forked = 0
         self._cold_share = cold_share
         self._rng = rng
-        environment = kernel_cache(environment) | profiler_environment(environment, is_group=False)
+        environment = kernel_cache(environment) | profiler_environment(environment, ("cpu",))
         self.server = ForkServer(safe_environment(environment), log, PRELOADED) if cold_share < 1 else None
 
     def start(self, command: Sequence[str], **options: Any) -> Any:

@@ -6,7 +6,7 @@ import logging
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 FOLDER_VARIABLE = "BEXP_KERNEL_CACHE"
@@ -71,6 +71,12 @@ CHILD_DEFAULTS = {
     "PYTHONFAULTHANDLER": "1",
     "BEXP_MEASURE_EXPERTS": "1",  # the expert back end `auto` measures shapes that its table lacks
 }
+CPU_DEFAULTS = {
+    # glibc returns a large tensor's memory to the kernel, or not, by what the process freed before. Pages that come back
+    # cost up to a quarter of a step, so one size would be faster after another size than by itself.
+    "MALLOC_MMAP_MAX_": "0",
+    "MALLOC_TRIM_THRESHOLD_": str(2**40),
+}
 GROUP_DEFAULTS = {
     "NCCL_NVLS_ENABLE": "0",  # multicast through NVSwitch needs a fabric that not every host lets a process use
     "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1",
@@ -83,6 +89,7 @@ GROUP_DEFAULTS = {
 }
 
 
-def profiler_environment(given: Mapping[str, str], *, is_group: bool) -> dict[str, str]:
-    """`given` with the defaults of a profiler process, or of the ranks of a group."""
-    return CHILD_DEFAULTS | (GROUP_DEFAULTS if is_group else {}) | dict(given)
+def profiler_environment(given: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
+    """`given` with the defaults of a process that measures `devices`; several have one rank each."""
+    on_cpu = CPU_DEFAULTS if "cpu" in devices else {}
+    return CHILD_DEFAULTS | on_cpu | (GROUP_DEFAULTS if len(devices) > 1 else {}) | dict(given)

@@ -84,7 +84,7 @@ class Profiler:
                 f"a profiler has a device, or several of one kind, not {', '.join(self.devices) or 'none'}"
             )
         given = os.environ if environment is None else environment
-        environment = kernel_cache(given) | profiler_environment(given, is_group=len(self.devices) > 1)
+        environment = kernel_cache(given) | profiler_environment(given, self.devices)
         self.held_by: str | None = None
         """Who else holds the device, while this waits for it."""
         keys = [device_key(name, environment) for name in self.devices]
