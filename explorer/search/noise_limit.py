@@ -88,6 +88,23 @@ class NoiseLimit:
         """
         return self._now.ends_search
 
+    @property
+    def settles_on_cpu(self) -> bool:
+        """Whether the device is a CPU, and the confidence has reached its target for WIDER_TOLERANCE.
+
+        Two runs of one whole model differ by several percent there (benchmarks/results/cpu-quiet.jsonl), so further
+        whole models tell candidates that are nearer hardly apart.
+        """
+        return self._posterior.hardware.device_kind == "cpu" and self._is_near()
+
+    def _is_near(self) -> bool:
+        """Whether the fastest candidate is surely within WIDER_TOLERANCE of the best."""
+        contenders, request = self._posterior.contenders, self._posterior.request
+        if contenders.incumbent is None:
+            return False
+        confidence = contenders.confidence_if_it_runs(contenders.incumbent, max(WIDER_TOLERANCE, request.tolerance))
+        return confidence_score(confidence) >= request.budget.confidence_target
+
     def _is_noisy(self, least: float) -> bool:
         """Whether two runs of the fastest candidate surely differ by more than `least`."""
         contenders = self._posterior.contenders
@@ -113,9 +130,7 @@ class NoiseLimit:
             return _Reach(version, is_limited=False, ends_search=False)
         spent = self._history.seconds_of(posterior.table.model.variant)
         has_share = spent < LIMITED_SHARE * self._history.seconds_each
-        tolerance = max(WIDER_TOLERANCE, request.tolerance)
-        is_near = confidence_score(posterior.contenders.confidence_if_it_runs(incumbent, tolerance)) >= target
-        return _Reach(version, is_limited=True, ends_search=is_near or not has_share)
+        return _Reach(version, is_limited=True, ends_search=self._is_near() or not has_share)
 
 
 def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:

@@ -88,7 +88,8 @@ class WholeModels:
         A runner-up (`find_runner_up`) is run if the budget allows and its expected gain is worth it. Last comes what
         does not fit as composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
-        not in time, is the last. One on a shared or throttled device says nothing and is run again.
+        not in time, is the last. One on a shared or throttled device says nothing and is run again. On a CPU no
+        runner-up is run once the answer is surely within several percent of the best.
         """
         posterior, trials = self._posterior, self.trials
         best = posterior.recommend()
@@ -101,6 +102,8 @@ class WholeModels:
         if best is None:
             return self._likeliest_to_fit()
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
+            return None
+        if self.ends_search and self._noise.settles_on_cpu:
             return None
         rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
