@@ -179,7 +179,8 @@ def _context(request: ExplorationRequest | None) -> str:
         return ""
     seq_length = request.explored.seq_length
     length = f", {seq_length} tokens per sequence" if seq_length is not None else ""
-    execution = request.execution if request.executions is None else " or ".join(request.executions)
+    named = request.space.executions if request.space.names_executions else ()
+    execution = f", {' or '.join(named)}" if named else ""
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     padding = "" if request.padding == "none" else f", padded {request.padding}"
     precision = {"pure": "", "autocast": ", autocast", "master": ", master weights", "upcast": ", upcast"}[
@@ -187,7 +188,7 @@ def _context(request: ExplorationRequest | None) -> str:
     ]
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
-    what = f"{target}{request.mode}, {execution}{length}{padding}{precision}{lora}{trainer}"
+    what = f"{target}{request.mode}{execution}{length}{padding}{precision}{lora}{trainer}"
     return f" for {request.explored.name} ({what})"
 
 

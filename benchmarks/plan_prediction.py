@@ -91,8 +91,8 @@ def subject_of(request: ExplorationRequest) -> str:
     """Return what two requests must share for their blocks of the same name to be the same."""
     training = request.training.model_copy(update={"sharding": Sharding.NONE})
     same = [request.shapes.model_dump_json(exclude_defaults=True), training.model_dump_json(exclude_defaults=True)]
-    if request.execution is not Execution.EAGER:
-        same.append(request.execution)
+    if request.plain_execution is not Execution.EAGER:
+        same.append(request.plain_execution)
     return " ".join(same)
 
 

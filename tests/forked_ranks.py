@@ -12,7 +12,8 @@ from functools import cache
 from importlib import import_module
 from pathlib import Path
 
-from bexp.workers.process.environment import kernel_cache, profiler_environment
+from bexp.workers.process.environment import profiler_environment
+from bexp.workers.process.kernel_cache import kernel_cache
 from tests.chaos.fork_server import ForkServer
 
 ROOT = Path(__file__).parents[1]

@@ -111,7 +111,14 @@ ExecutionOption = Annotated[
         metavar="eager|compile|graph|compile+graph|explore",
         help="Run eagerly, with layers compiled by torch.compile, as CUDA graphs (one GPU, training), or find out "
         "which is the fastest.",
-        show_default=_default("execution"),
+        show_default=_default("execution", "all that a GPU and the trainer can have, and eager on a CPU"),
+    ),
+]
+Quick = Annotated[
+    bool,
+    typer.Option(
+        "--quick",
+        help="Explore eager execution and the library's own loss alone: seconds in place of a minute or two on a GPU.",
     ),
 ]
 TrainerOption = Annotated[
@@ -185,6 +192,7 @@ def collect_fields(
     prefer: PreferOption = None,
     mode: ModeOption = None,
     execution: ExecutionOption = None,
+    quick: Quick = False,
     trainer: TrainerOption = None,
     max_seconds: MaxSeconds = None,
     max_trials: MaxTrials = None,
@@ -205,6 +213,7 @@ def collect_fields(
         "prefer": prefer,
         "mode": mode,
         "execution": execution,
+        "quick": quick or None,
         "trainer": trainer,
         "max_seconds": max_seconds,
         "max_trials": max_trials,

@@ -96,8 +96,8 @@ function rows(best, exploration) {
 
 function measured(request, parts) {
   const name = [request.target ?? "bexp", parts?.target_version].filter(Boolean).join(" ");
-  const execution = request.executions?.join(" or ") ?? request.execution;
-  return [name, parts?.class_name, request.mode, execution].filter(Boolean).join(", ");
+  const executions = request.executions?.join(" or ") ?? request.execution;
+  return [name, parts?.class_name, request.mode, executions].filter(Boolean).join(", ");
 }
 
 /** The mesh of a plan, what the time of its devices goes to, how much of that was measured, and the other meshes. */

@@ -5,6 +5,7 @@ from __future__ import annotations
 from benchmarks.unseen.draws import Draws
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec, SoftwareVersions
 from bexp.explorer.spec.model import DType, ModelSpec, MoESpec
 from bexp.explorer.spec.options import BTASpec, ExploreRange, MicroBatchRange
@@ -38,6 +39,7 @@ def draw_request(draws: Draws) -> ExplorationRequest:
         expert_backends=experts if model.moe is not None else None,
         allocator="default" if choose.random() < 0.5 else "expandable_segments",
         training=TrainingSpec(sharding=Sharding.NONE),
+        execution=Execution.EAGER,
     )
 
 

@@ -38,6 +38,8 @@ FRAGMENTATION_STD = {"default": 0.02, "expandable_segments": 0.008}
 """Scale of what an allocator cannot place, as a share of the peak; half as much again for a peak of 4 GiB."""
 PRESSURE_SHARE = 0.985
 """Beyond this share of the limit some devices are slower: the allocator gives memory back and takes it again."""
+COMPILED_AGAIN = 0.4
+"""Of what compiling takes, the share that it takes again in another process or model."""
 FEWEST_CANDIDATES = 12
 MOST_DRAWS = 50
 
@@ -241,7 +243,7 @@ def _composition_factors(draws: Draws, table: Composition) -> Floats:
     """Return whole over composed seconds: shared, of a policy, of a size, and heavy-tailed of each candidate's own.
 
     CUDA graphs replay the same kernels, so they share all of that. They leave out gaps between kernels, but their
-    memory lies elsewhere: they differ by a little, some of it by candidate.
+    memory lies elsewhere: they differ by a little, some of it by candidate. Compiled code shares less.
     """
     own = draws.scale_between(0.002, 0.005, "composition scale")
     shared = 0.02 * draws.normal("composition")
@@ -251,6 +253,10 @@ def _composition_factors(draws: Draws, table: Composition) -> Floats:
         name = c.model_copy(update={"execution": None}).describe()
         log = shared + 0.004 * draws.normal("composition", c.recompute, c.bta_tile is None)
         log += 0.003 * draws.normal("composition", c.micro_batch_size) + own * draws.heavy("composition", name)
+        if c.execution is not None and c.execution.compiles:
+            log += 0.01 * draws.normal("composition", "compiled") + 0.5 * own * draws.heavy(
+                "composition", "compiled", name
+            )
         if c.execution is not None and c.execution.replays:
             log += replayed + 0.3 * own * draws.heavy("composition", "replayed", name)
         logs.append(log)
@@ -281,6 +287,8 @@ class UnseenDevice:
         self._period = hidden.scale_between(4.0, 60.0, "period")
         self._phase = hidden.between(0.0, 2 * math.pi, "phase")
         self._outliers = hidden.between(0.0, 0.04, "outliers")
+        self._compiling_seconds = hidden.scale_between(4.0, 20.0, "compiling")
+        self._compiled: set[Component] = set()
 
     def __call__(self, task: TrialTask) -> Measurement:
         """Answer a plan."""
@@ -298,7 +306,7 @@ class UnseenDevice:
             components=measured,
             phases=PhaseSeconds(
                 build=0.02 * len(seconds),
-                warm_up=sum(0.02 + 2.5 * s for s in seconds),
+                warm_up=sum(0.02 + 2.5 * s for s in seconds) + self._compile(task.components),
                 timed=sum(0.25 + 9 * s for s in seconds),
                 messaging=0.03,
             ),
@@ -329,7 +337,8 @@ class UnseenDevice:
         truth, runs = self._truth, self._runs
         row = truth.table.row[task.candidate]
         true = float(truth.micro_step_C[row])
-        phases = PhaseSeconds(build=0.5, warm_up=2 * true + 0.5, timed=6 * true + 0.5, messaging=0.05)
+        warm_up = 2 * true + 0.5 + self._compile(truth.table.decompositions[row].components)
+        phases = PhaseSeconds(build=0.5, warm_up=warm_up, timed=6 * true + 0.5, messaging=0.05)
         if not truth.lasts_C[row]:
             self.num_out_of_memory += 1
             return Measurement(candidate=task.candidate, outcome=Outcome.OUT_OF_MEMORY, phases=phases)
@@ -350,6 +359,13 @@ class UnseenDevice:
             ),
             phases=phases,
         )
+
+    def _compile(self, components: Sequence[Component]) -> float:
+        """Return the seconds that the compiler takes; what it has compiled before takes less."""
+        compiled = [component for component in components if component.is_compiled]
+        again = self._compiled.intersection(compiled)
+        self._compiled.update(compiled)
+        return self._compiling_seconds * (len(compiled) - (1.0 - COMPILED_AGAIN) * len(again))
 
     def _drifted(self, trial: int) -> float:
         return self._drift * math.sin(2 * math.pi * trial / self._period + self._phase)

@@ -9,7 +9,7 @@ from pydantic_core import CoreSchema, core_schema
 from bexp.explorer.spec.execution import Kernels
 
 COMPILED = "compiled"
-"""Ends the text of a layer that is compiled where others are not."""
+"""Ends the text of a component that is compiled where others are not."""
 
 
 class BackEnd(NamedTuple):
@@ -46,6 +46,19 @@ class BackEnd(NamedTuple):
         attention, *others = text.split("+")
         experts = [name for name in others if name not in (COMPILED, Kernels.LIGER)]
         return cls(attention, experts[0] if experts else None, Kernels.LIGER in others, COMPILED in others)
+
+    @classmethod
+    def of_block(cls, text: str, *, has_experts: bool) -> BackEnd:
+        """Return the back end of a reference block. What it names beside the compiler are its experts or attention."""
+        names = text.split("+")
+        own = next((name for name in names if name != COMPILED), None)
+        kernels = cls(experts=own) if has_experts else cls(attention=own)
+        return kernels._replace(compiled=COMPILED in names)
+
+    @property
+    def plain(self) -> BackEnd:
+        """The same kernels without the compiler."""
+        return self._replace(compiled=False)
 
     def __str__(self) -> str:
         """Return the text that recordings contain."""

@@ -172,7 +172,7 @@ class Component(Frozen):
             return BackEnd.of_layer(given)
         if kind is ComponentKind.SHELL:
             return BackEnd(setting=given)
-        return BackEnd(attention=given) if kind is ComponentKind.ATTENTION else BackEnd(experts=given)
+        return BackEnd.of_block(given, has_experts=kind is ComponentKind.MOE_FFN)
 
     @model_validator(mode="after")
     def _layout_of_attention(self) -> Self:
@@ -195,6 +195,11 @@ class Component(Frozen):
     def setting(self) -> str | None:
         """The loss of a shell, or the choice that the target itself offers."""
         return None if self.backend is None else self.backend.setting
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it is compiled where others are not."""
+        return self.backend is not None and self.backend.compiled
 
     @property
     def variant(self) -> tuple[int | None, float | None]:

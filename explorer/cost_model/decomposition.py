@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.components import (
     BlockRecompute,
     Component,
@@ -109,6 +110,8 @@ class Decomposer:
         common = math.gcd(m, size)
         local = {"micro_batch_size": m // common, "context_parallel_size": size // common}
         whole = {"micro_batch_size": 0, "num_query_groups": groups}
+        compiled = candidate.execution is not None and candidate.execution.compiles
+        plain = BackEnd(compiled=True) if compiled else None
         layers = []
         for equal in self._layer_groups(candidate.recompute):
             moe = equal.kind is LayerKind.MOE
@@ -123,7 +126,7 @@ class Decomposer:
                 micro_batch_size=m,
                 bta_tile=candidate.bta_tile,
                 recompute=core,
-                backend=candidate.attention_backend,
+                backend=BackEnd(attention=candidate.attention_backend, compiled=compiled),
                 num_query_groups=groups,
                 context_parallel_size=size,
                 context_parallel_layout=layout,
@@ -132,14 +135,14 @@ class Decomposer:
                 kind=ffn_kind,
                 **local,
                 recompute=again,
-                backend=candidate.expert_backend if moe else None,
+                backend=BackEnd(experts=candidate.expert_backend, compiled=compiled) if moe else plain,
                 capacity_factor=candidate.capacity_factor if moe else None,
             )
             layers.append(LayerGroup(equal, (attention, ffn)))
         return Decomposition(
-            embedding=self._share(kind=ComponentKind.EMBEDDING, **local),
+            embedding=self._share(kind=ComponentKind.EMBEDDING, **local, backend=plain),
             layers=tuple(layers),
-            head=self._share(kind=ComponentKind.HEAD, **local),
+            head=self._share(kind=ComponentKind.HEAD, **local, backend=plain),
             optimizer=(
                 self._share(kind=ComponentKind.OPTIMIZER, **whole, sharding=stepped_level(candidate))
                 if self._training

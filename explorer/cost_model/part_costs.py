@@ -127,7 +127,7 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     transient = round(tokens * part.transient_bytes_per_token)
     if component.kind is ComponentKind.SHELL and component.setting in LOSSES_WITHOUT_LOGITS:
         live, transient = min(live, 3 * output), min(transient, output)
-    if component.backend is not None and component.backend.compiled:
+    if component.is_compiled:
         live = round(COMPILED_SHARE * live)
     if request.mode == "eval":
         return ComponentBytes(output, output + transient, 0)

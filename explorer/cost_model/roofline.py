@@ -54,6 +54,8 @@ LEAST_SECONDS = 2e-6
 
 Without them, a block at a small size would look inefficient, and so would other back ends at every size.
 """
+COMPILED_DEVICE_SHARE, COMPILED_HOST_SHARE = 0.9, 0.5
+"""First guesses of what compiled code takes of the device's and the host's seconds of eager code."""
 LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
 """A first guess of the bandwidth between devices, each way, which is measured before all else.
 
@@ -77,7 +79,10 @@ def predict_component_seconds(
 ) -> PredictedSeconds:
     """Return the seconds of one component on `hardware`: the roofline's, and LEAST_SECONDS for each operation."""
     predicted = roofline_seconds(component, model, request, hardware)
-    return replace(predicted, device=predicted.device + LEAST_SECONDS * predicted.num_operations)
+    device = predicted.device + LEAST_SECONDS * predicted.num_operations
+    if not component.is_compiled:
+        return replace(predicted, device=device)
+    return replace(predicted, device=COMPILED_DEVICE_SHARE * device, host=COMPILED_HOST_SHARE * predicted.host)
 
 
 def roofline_seconds(

@@ -23,7 +23,7 @@ class DeviceReport(Frozen):
     attention_backends: tuple[BackendSupport, ...]
     expert_backends: tuple[BackendSupport, ...] = ()
     kernels: tuple[BackendSupport, ...] = Field((), description="Empty unless the request has a choice of kernels.")
-    executions: tuple[BackendSupport, ...] = Field((), description="Empty unless the request admits CUDA graphs.")
+    executions: tuple[BackendSupport, ...] = Field((), description="Empty unless there is a choice of executions.")
     losses: tuple[BackendSupport, ...] = Field((), description="Empty unless one of the request's losses was tried.")
     default_attention: str
     default_experts: str | None = None

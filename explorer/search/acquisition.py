@@ -20,7 +20,7 @@ from bexp.explorer.cost_model.composition import Composition, Floats, Mask
 from bexp.explorer.search.confidence import Contenders
 from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.suggestion import Suggestion, measuring_seconds
+from bexp.explorer.search.suggestion import Suggestion
 
 NEGLIGIBLE = 0.03
 """A gain below this share of the tolerance is not worth a trial; neither is a rival less likely than this."""
@@ -46,7 +46,7 @@ def suggest_measurement(posterior: Posterior) -> Suggestion | None:
     posterior = posterior.expecting_pending()
     if posterior.contenders.rows.size == 0:
         return None
-    costs_K = measuring_seconds(posterior.surrogate.device_mean_K)
+    costs_K = posterior.measuring_seconds_K
     options = (_new_candidate(posterior, costs_K), _repeated_run(posterior, costs_K))
     useful = [option for option in options if option is not None]
     return max(useful, key=lambda option: option.gain_per_second).suggestion if useful else None

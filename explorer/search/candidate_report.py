@@ -17,7 +17,7 @@ from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memor
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
 from bexp.explorer.search.event_messages import describe_noise
-from bexp.explorer.search.noise_limit import NoiseFigures, noise_figures
+from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, noise_figures
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
@@ -234,16 +234,14 @@ def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tup
 def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
-    notes = [f"execution: {candidate.execution or request.execution}"]
+    notes = [f"execution: {request.execution_of(candidate)}"]
     if request.hf_config is not None and request.target_name == TRANSFORMERS:
         notes += unlike_the_config(request.hf_config)
-    notes += [f"kernels '{each.name}' are left out: {each.reason}" for each in report.kernels if not each.usable]
-    notes += [f"loss '{each.name}' is left out: {each.reason}" for each in report.losses if not each.usable]
     notes += _named_and_left_out(request, report)
     if request.trainer is not None and request.target_name not in request.runner.targets:
         measured = "bexp's reference layers" if report.parts is None else f"those of {report.parts.measured}"
         notes.append(f"{request.runner.title} runs layers of its own; in their place, {measured} were measured")
-    if report.hardware.device_kind == "cpu":
+    if report.hardware.device_kind == "cpu" and not candidate.is_whole:
         notes.append(KEEPING_MEMORY)
     notes += _sharing_notes(request, candidate, report)
     sharding = request.sharded(candidate.sharding).training.sharding
@@ -276,11 +274,13 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
     """Return a note for each execution and back end that the request names beside others and the device cannot use."""
     asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (
         ("execution", request.executions, report.executions),
+        ("kernels", request.kernels, report.kernels),
+        ("loss", request.losses, report.losses),
         ("attention back end", request.attention_backends, report.attention_backends),
         ("expert back end", request.expert_backends, report.expert_backends),
     )
     return [
-        f"{what} '{each.name}' is left out: {each.reason}"
+        f"{what} '{each.name}' {'are' if what == 'kernels' else 'is'} left out: {each.reason}"
         for what, named, usable in asked
         for each in usable
         if not each.usable and each.name in (named or ())
@@ -298,10 +298,10 @@ def _shortfall(
         return (describe_noise(limit, target),)
     if out_of_budget:
         return (f"the budget was used up before the confidence reached {target}: raise max_seconds or max_trials",)
-    if request.verify and posterior.hardware.device_kind == "cpu":
+    if request.verify and composes_on_cpu(posterior):
         return (
-            "on a CPU two runs of a whole model differ by several percent, so none was run to tell apart what is nearer: "
-            "see the confidence for 5%",
+            "on a CPU two runs of a whole model differ by several percent, so none was run to tell apart what is "
+            "nearer: see the confidence for 5%",
         )
     rival = None if request.verify else find_runner_up(posterior)
     if rival is None or rival.row == best.row or rival.probability < LEAST_CHANCE:

@@ -27,6 +27,7 @@ from bexp.explorer.search.earlier_check import ignored_event
 from bexp.explorer.search.event_messages import (
     answer_changed_event,
     base_event,
+    eager_event,
     no_base_event,
     noise_event,
     trial_event,
@@ -40,6 +41,7 @@ from bexp.explorer.search.reported_runs import peak_factor, reported_event
 from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.samplers import make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
+from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
 from bexp.explorer.search.variant_context import VariantContext
@@ -70,7 +72,8 @@ class CandidateSpace(SearchSpace):
             log.add(ignored_event(report.earlier))
         past = [t for t in context.trials if t.kind is TrialKind.COMPONENTS]
         points = Points([params_of(candidate) for candidate in self._table.candidates])
-        sampler = make_sampler(context.request.sampler, self._posterior, points)
+        self._stages = SearchStages(self._posterior, self._plainest, context.trials)
+        sampler = make_sampler(context.request.sampler, self._stages, points)
         self._study = TrialStudy(sampler, [(params_of(t.candidate), t) for t in past])
         self._asked: OptunaTrial | None = None
         """The study's trial that the next trial to begin belongs to; None if the search needs that trial itself."""
@@ -117,16 +120,20 @@ class CandidateSpace(SearchSpace):
         """
         if self._base is not None and (again := self._base_runs.again(self._base, RUNS)) is not None:
             return again
-        confidence = self._posterior.search_confidence
-        if confidence is not None and 100 * confidence >= self._request.budget.confidence_target:
-            return None
-        if self._noise.ends_search:
-            return None
-        asked = self._study.ask()
-        if asked is None:
-            return None
-        self._asked = asked.trial
-        return asked.suggestion
+        while True:
+            stage = self._stages.posterior
+            confidence = stage.search_confidence
+            is_sure = confidence is not None and 100 * confidence >= self._request.budget.confidence_target
+            is_over = is_sure or self._noise.ends_search or self._stages.is_spent(self._history)
+            asked = None if is_over else self._study.ask()
+            if asked is not None:
+                self._asked = asked.trial
+                return asked.suggestion
+            if self._stages.is_last:
+                return None
+            self._stages.is_last = True
+            if (eager := eager_event(stage)) is not None:
+                self._log.add(eager)
 
     def compare(self) -> Suggestion | None:
         """The next comparison; after whole models have changed the answer, only the answer itself is completed.

@@ -30,9 +30,9 @@ IRRELEVANT = frozenset(
         *("micro_batch_size", "batch_size", "num_query_groups", "bta", "recompute", "attention_backends"),
         *("flash_attention", "expert_backends", "context_parallel", "sharding_levels", "executions"),
         *("memory_limit_gib", "headroom", "base_micro_batch_size", "tolerance", "prefer", "budget", "verify", "seed"),
-        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors", "trainer"),
+        *("sampler", "fresh", "notices", "labels", "device_kind", "capacity_factors", "trainer", "quick"),
         # taken into account in another way
-        *("target", "model", "hf_config", "num_devices", "execution", "training"),
+        *("target", "model", "hf_config", "num_devices", "execution", "training", "losses", "kernels"),
     }
 )
 """Fields of a request that a component's time does not depend on, or that `component_subjects` treats by itself."""
@@ -91,7 +91,7 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
     training = request.training.model_dump(mode="json", exclude=set() if steps else {"sharding"})
     if request.training.keeps_master_weights and not steps:
         training["precision"] = "pure"  # the optimizer alone knows the master weights
-    compiled = request.space.always_compiles and (request.executions is None or request.target_name == BEXP)
+    compiled = request.plain_execution.compiles  # where executions are chosen, components say which are compiled
     document = request.model_dump(mode="json", exclude=set(IRRELEVANT))
     document |= {
         "kind": kind.value,

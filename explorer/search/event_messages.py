@@ -11,8 +11,10 @@ from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation, WholeModelCheck
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.legal_space import LegalSpace
 from bexp.explorer.search.noise_limit import NoiseFigures
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.parts import ExploredModel
@@ -96,6 +98,27 @@ def describe_noise(figures: NoiseFigures, target: int) -> str:
     return (
         f"two runs of a micro-step differ by {figures.run_noise:.1%} here, and {NOISE_ENDS_SEARCH} to {target}; it is "
         f"{', '.join(stated[:-1])} and {stated[-1]} of the best"
+    )
+
+
+def eager_event(posterior: Posterior) -> EventDraft | None:
+    """Return the event of the best candidate in eager code, before others are tried; None if none is known."""
+    best = posterior.recommend()
+    if best is None:
+        return None
+    candidate, speed = posterior.table.candidates[best.row], posterior.seconds(best.row).tokens_per_second
+    confidence = confidence_score(best.confidence)
+    return EventDraft(
+        code=EventCode.EAGER,
+        message=(
+            f"Best in eager code: {candidate.describe()}, {speed:,.0f} tokens/s, confidence score: {confidence} among "
+            "such candidates (out of 100). Compiled layers, CUDA graphs and other losses are tried next"
+        ),
+        data={
+            "candidate": candidate.model_dump(mode="json"),
+            "tokens_per_second": speed,
+            "confidence": confidence,
+        },
     )
 
 

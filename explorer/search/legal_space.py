@@ -94,7 +94,7 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
                 for (sharing, attention_backend), expert_backend, sharding, loss, (execution, own), settings in product(
                     at_m, experts, request.space.sharding_choices, losses, code, model.settings or (None,)
                 ):
-                    if expert_backend in WAITING_EXPERTS and (execution or request.execution).replays:
+                    if expert_backend in WAITING_EXPERTS and (execution or request.plain_execution).replays:
                         continue
                     candidates.append(
                         Candidate(
@@ -181,8 +181,8 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
             context_parallel_layout=sharing.layout,
             sharding=sharding,
             loss=_losses(request, report, model)[0],
-            execution=request.space.execution_choices[0],
-            kernels=request.space.kernel_choices[0],
+            execution=_executions(request, report, model.place)[0],
+            kernels=_kernels(request, report, model.place)[0],
             settings=next(iter(model.settings), None),
         )
         for sharding in request.space.sharding_choices
@@ -215,14 +215,16 @@ def _policies(request: ExplorationRequest, model: ExploredModel, tile: int | Non
 def _losses(request: ExplorationRequest, report: DeviceReport, model: ExploredModel) -> tuple[str | None, ...]:
     """Return the losses that a model's own code may compute, without those that failed a check.
 
-    They are None for the reference layers, which have one, and for a model that is measured whole.
+    Where the request names none, only what the device has reported is explored; likewise executions and kernels. They
+    are None for the reference layers, which have one, and for a model that is measured whole.
     """
     if not model.computes_losses:
         return (None,)
+    asked = request.space_on(report.hardware.device_kind).losses
     if not report.losses:
-        return request.losses
-    usable = usable_backends("loss", report.losses, request.losses, model.place)
-    return tuple(loss for loss in request.losses if loss in usable)
+        return request.losses or asked[:1]
+    usable = usable_backends("loss", report.losses, asked, model.place)
+    return tuple(loss for loss in asked if loss in usable)
 
 
 def _executions(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Execution | None, ...]:
@@ -231,11 +233,13 @@ def _executions(request: ExplorationRequest, report: DeviceReport, where: str) -
     Raises:
         EmptySpaceError: none is left.
     """
+    space = request.space_on(report.hardware.device_kind)
+    choices = space.execution_choices
     if not report.executions:
-        return request.space.execution_choices
-    asked = tuple(execution.value for execution in request.space.executions)
-    usable = usable_backends("execution", report.executions, asked, where)
-    return tuple(one for one in request.space.execution_choices if one is None or one in usable)
+        return choices if space.names_executions else (None,)
+    usable = usable_backends("execution", report.executions, tuple(one.value for one in space.executions), where)
+    left = tuple(one for one in choices if one is None or one in usable)
+    return left if space.names_executions or len(left) > 1 else (None,)
 
 
 def _code(
@@ -253,17 +257,20 @@ def _code(
         (execution, own)
         for execution in executions
         for own in kernels
-        if not (execution or request.execution).compiles
+        if not (execution or request.plain_execution).compiles
         or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
     ]
 
 
 def _kernels(request: ExplorationRequest, report: DeviceReport, where: str) -> tuple[Kernels | None, ...]:
     """Return the kernels to try; without a choice, those of the model's own code, under the name None."""
-    if request.space.kernel_choices == (None,):
-        return request.space.kernel_choices
-    usable = usable_backends("kernels", report.kernels, request.kernels, where)
-    return tuple(kernels for kernels in request.space.kernel_choices if kernels in usable)
+    choices = request.space_on(report.hardware.device_kind).kernel_choices
+    if choices == (None,) or (request.kernels is None and not report.kernels):
+        return (None,)
+    asked = tuple(kernels for kernels in choices if kernels is not None)
+    usable = usable_backends("kernels", report.kernels, asked, where)
+    left = tuple(kernels for kernels in asked if kernels in usable)
+    return left if request.kernels is not None or len(left) > 1 else (None,)
 
 
 def _sharings_with(

@@ -18,7 +18,6 @@ from bexp.explorer.cost_model.composition import Floats, Ints
 from bexp.explorer.search.confidence import Contenders, confidence_score
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.suggestion import measuring_seconds
 
 LEVELS = (0.01, 0.05, 0.10)
 """The tolerances for which an answer states its confidence."""
@@ -90,12 +89,12 @@ class NoiseLimit:
 
     @property
     def settles_on_cpu(self) -> bool:
-        """Whether the device is a CPU, and the confidence has reached its target for WIDER_TOLERANCE.
+        """Whether steps are composed on a CPU, and the confidence has reached its target for WIDER_TOLERANCE.
 
         Two runs of one whole model differ by several percent there (benchmarks/results/cpu-quiet.jsonl), so further
         whole models tell candidates that are nearer hardly apart.
         """
-        return self._posterior.hardware.device_kind == "cpu" and self._is_near()
+        return composes_on_cpu(self._posterior) and self._is_near()
 
     def _is_near(self) -> bool:
         """Whether the fastest candidate is surely within WIDER_TOLERANCE of the best."""
@@ -131,6 +130,11 @@ class NoiseLimit:
         spent = self._history.seconds_of(posterior.table.model.variant)
         has_share = spent < LIMITED_SHARE * self._history.seconds_each
         return _Reach(version, is_limited=True, ends_search=self._is_near() or not has_share)
+
+
+def composes_on_cpu(posterior: Posterior) -> bool:
+    """Return whether the device is a CPU, and steps are composed of blocks."""
+    return posterior.hardware.device_kind == "cpu" and not posterior.table.candidates[0].is_whole
 
 
 def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:
@@ -184,7 +188,7 @@ def _share_told(posterior: Posterior, rows: Ints, seconds: float) -> Floats:
     used = np.unique(columns_AP)
     runs_K = np.zeros(len(table.components))
     runs_K[used] = [max(0, MOST_RUNS - posterior.knowledge.log.count_attempts(table.components[k])) for k in used]
-    cost = float((runs_K * measuring_seconds(surrogate.device_mean_K))[used].sum())
+    cost = float((runs_K * posterior.measuring_seconds_K)[used].sum())
     runs_K *= min(1.0, max(0.0, seconds) / cost) if cost > 0 else 0.0
     before_K = surrogate.log_std_K**2
     after_K = before_K / (1.0 + runs_K * before_K / surrogate.run_std_K(SURELY) ** 2)

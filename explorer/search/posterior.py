@@ -28,6 +28,7 @@ from bexp.explorer.search.confidence import (
 from bexp.explorer.search.earlier_check import choose_check
 from bexp.explorer.search.knowledge import Knowledge
 from bexp.explorer.search.reported_runs import peak_factor
+from bexp.explorer.search.suggestion import measuring_seconds, whole_model_seconds
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
@@ -136,6 +137,27 @@ class Posterior:
         other._expected, other._contenders = frozenset(pending), None
         other._derived = self._derive(self.surrogate.expecting(pending))
         return other
+
+    def among(self, rows_C: Mask) -> Posterior:
+        """The posterior as it is now, of the search that would recommend nothing but `rows_C`, shape (C,)."""
+        self.contenders  # noqa: B018 - computes what the copy shares
+        other = copy.copy(self)
+        other._legal_C, other._contenders = self._legal_C & rows_C, None
+        return other
+
+    @property
+    def measuring_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
+        """Seconds that it takes to measure each component, shape (K,)."""
+        surrogate = self.surrogate
+        compiling_K = self.knowledge.compiling.of(surrogate.compiled_K, surrogate.known_K)
+        return measuring_seconds(surrogate.device_mean_K) + compiling_K
+
+    def whole_model_seconds(self, row: int) -> float:
+        """Seconds that it takes to run the whole model of a candidate."""
+        seconds = whole_model_seconds(self.corrected_seconds(row).micro_step, self.hardware.device_kind)
+        columns = self.table.columns_CP[row][self.table.used_CP[row]]
+        compiled = int(self.surrogate.compiled_K[columns].sum())
+        return seconds + compiled * self.knowledge.compiling.each
 
     # -- candidates ----------------------------------------------------------------------------------------------
 

@@ -142,6 +142,7 @@ def _speeds(reported: Sequence[ReportedRun]) -> list[float]:
 def _compared(request: ExplorationRequest) -> dict[str, object]:
     document = request.model_dump(mode="json", include=set(COMPARED))
     document["target"] = request.target_name
+    document["execution"] = request.plain_execution
     for field, ignored in COMPARED.items():
         if isinstance(ignored, set) and isinstance(document.get(field), dict):
             document[field] = {key: value for key, value in document[field].items() if key not in ignored}

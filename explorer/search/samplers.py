@@ -17,6 +17,7 @@ from optuna.trial import FrozenTrial, TrialState
 
 from bexp.explorer.search.acquisition import suggest_measurement
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import TRIAL_NUMBER, Params, Points, PointSampler
 from bexp.explorer.search.suggestion import Suggestion
 
@@ -103,17 +104,17 @@ class StockCandidateSampler(PointSampler):
 class BexpSampler(PointSampler):
     """The default sampler, `bexp`: the measurement with the highest expected gain a second."""
 
-    def __init__(self, posterior: Posterior, points: Points) -> None:
+    def __init__(self, stages: SearchStages, points: Points) -> None:
         super().__init__(points)
-        self._posterior = posterior
+        self._stages = stages
 
     def suggest(self, study: Study, trial: FrozenTrial) -> Suggestion | None:
         """The acquisition's choice."""
-        return suggest_measurement(self._posterior)
+        return suggest_measurement(self._stages.posterior)
 
 
-def make_sampler(name: str, posterior: Posterior, points: Points) -> PointSampler:
+def make_sampler(name: str, stages: SearchStages, points: Points) -> PointSampler:
     """The sampler of a request: `bexp`, or one of `STOCK_SAMPLERS`."""
     if name == "bexp":
-        return BexpSampler(posterior, points)
-    return StockCandidateSampler(posterior, points, STOCK_SAMPLERS[name])
+        return BexpSampler(stages, points)
+    return StockCandidateSampler(stages.posterior, points, STOCK_SAMPLERS[name])

@@ -15,7 +15,7 @@ from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.search_space import NextCheck
-from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, whole_model_seconds
+from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.whole_model_check import check_whole_model, compare_whole_run
 from bexp.explorer.spec.candidate import Candidate
 
@@ -89,12 +89,14 @@ class WholeModels:
         does not fit as composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
         not in time, is the last. One on a shared or throttled device says nothing and is run again. On a CPU no
-        runner-up is run once the answer is surely within several percent of the best.
+        other is run once the answer is surely within several percent of the best.
         """
         posterior, trials = self._posterior, self.trials
         best = posterior.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
         if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
+            return None
+        if self.ends_search and best is not None and self._noise.settles_on_cpu:
             return None
         if best is not None and not posterior.knowledge.whole_models.was_run(best.row):
             begins = len(trials) < ATTEMPTS and (not self.ends_search or self._has_time(best.row))
@@ -102,8 +104,6 @@ class WholeModels:
         if best is None:
             return self._likeliest_to_fit()
         if len(trials) >= RUNNER_UP_ATTEMPTS or self._history.exhausted(self._variant):
-            return None
-        if self.ends_search and self._noise.settles_on_cpu:
             return None
         rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
@@ -127,8 +127,7 @@ class WholeModels:
     def _has_time(self, row: int) -> bool:
         """Whether the whole model of a candidate is expected to end within the share that whole models have."""
         share = SHARE * (LIMITED_SHARE if self._noise.outweighs_whole_models else 1.0)
-        device_kind = self._posterior.hardware.device_kind
-        expected = whole_model_seconds(self._posterior.corrected_seconds(row).micro_step, device_kind)
+        expected = self._posterior.whole_model_seconds(row)
         spent = sum(trial.seconds for trial in self.trials)
         return spent + expected <= share * self._history.seconds_each
 
@@ -225,7 +224,7 @@ def next_comparison(posterior: Posterior, report: DeviceReport, spent_seconds: f
         if row is None or not wanted:
             continue
         columns = [posterior.table.column[c] for c in wanted]
-        cost = float(measuring_seconds(posterior.surrogate.device_mean_K[columns]).sum())
+        cost = float(posterior.measuring_seconds_K[columns].sum())
         if cost <= COMPARISON_SHARE * spent_seconds:
             return Suggestion(row, wanted)
     return None

@@ -19,6 +19,11 @@ def is_null(value: object) -> bool:
     return value is None
 
 
+def is_false(value: object) -> bool:
+    """Return whether a field is False, for fields that are stored only if they are set."""
+    return value is False
+
+
 class RuleError(ValueError):
     """Fields that are each valid contradict each other.
 

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 def check_kernels(request: ExplorationRequest) -> None:
     """Some execution takes the kernels."""
-    if Kernels.LIBRARY not in request.kernels and request.space.always_compiles:
+    if request.kernels == (Kernels.LIGER,) and request.space.always_compiles:
         raise RuleError(
             f"kernels '{Kernels.LIGER}' need execution 'eager' or 'graph': the compiler makes kernels of its own from "
             "the same operations",
@@ -27,18 +27,12 @@ def check_kernels(request: ExplorationRequest) -> None:
 
 def check_executions(request: ExplorationRequest) -> None:
     """An execution is either given or chosen, and the target and the device have it."""
-    if request.executions is not None and request.execution is not Execution.EAGER:
+    if request.executions is not None and request.execution not in (None, Execution.EAGER):
         message = "executions take the place of execution: give one of them"
         raise RuleError(message, "executions", "execution")
     field = "execution" if request.executions is None else "executions"
     if request.executions is not None and request.target_name not in (BEXP, TRANSFORMERS):
         message = f"a choice of executions needs target '{TRANSFORMERS}' or '{BEXP}'"
-        raise RuleError(message, field, "target")
-    if request.target_name == BEXP and request.space.compiles and not request.space.always_compiles:
-        message = (
-            f"for target '{BEXP}', execution may choose between 'eager' and 'graph', or between 'compile' and "
-            f"'compile+graph'; a choice between eager and compiled layers needs target '{TRANSFORMERS}'"
-        )
         raise RuleError(message, field, "target")
     if not request.space.replays:
         return

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
-from bexp.explorer.spec.base import Frozen, is_null
+from bexp.explorer.spec.base import Frozen, is_false, is_null
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.explorer.spec.execution import Execution, Kernels
@@ -40,6 +40,8 @@ from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
 from bexp.explorer.spec.trainer_rules import expand_trainer
 from bexp.explorer.spec.training import Sharding, TrainingSpec
 
+Loss = Literal["library", "chunked", "liger"]
+"""How the loss of a model's own code may be computed."""
 MAX_NUM_QUERY_GROUPS_VARIANTS = MAX_CAPACITY_FACTORS = 8
 MAX_POLICIES = 32
 
@@ -125,19 +127,26 @@ class ExplorationRequest(Frozen):
         "named, such as `auto`.",
     )
     routing: RoutingSpec = RoutingSpec()
-    execution: Execution = Field(
-        Execution.EAGER,
+    quick: bool = Field(
+        False,
+        description="Explore eager execution and the library's own loss alone, where the request names no others. A "
+        "CPU explores no more in any case.",
+        exclude_if=is_false,
+    )
+    execution: Execution | None = Field(
+        None,
         description="How layers run: operation by operation, compiled by torch.compile, or either of them with the "
-        "micro-step replayed as CUDA graphs (training on one GPU).",
+        "micro-step replayed as CUDA graphs (training on one GPU). Null: all that the device and the trainer can have "
+        "are explored.",
     )
     executions: Annotated[tuple[Execution, ...], Field(min_length=1, max_length=len(Execution))] | None = Field(
         None,
         description="Executions to choose among in place of `execution`; a list or `explore` there means the same.",
     )
-    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] = Field(
-        (Kernels.LIBRARY,),
+    kernels: Annotated[tuple[Kernels, ...], Field(min_length=1, max_length=len(Kernels))] | None = Field(
+        None,
         description="What computes norms, rotation and gated activations of a transformers model: its own code, or the "
-        "package liger-kernel where it is installed and knows the model.",
+        "package liger-kernel where it is installed and knows the model. Null: both, where a GPU can have them.",
     )
     allocator: Literal["default", "expandable_segments"] = Field(
         "default", description="The setting of PyTorch's CUDA allocator that the training run will use."
@@ -148,10 +157,10 @@ class ExplorationRequest(Frozen):
         "and allocator where the request states none. Null: everything is explored, for `bexp.apply`.",
     )
     training: TrainingSpec = TrainingSpec()
-    losses: Annotated[tuple[Literal["library", "chunked", "liger"], ...], Field(min_length=1, max_length=3)] = Field(
-        ("library",),
+    losses: Annotated[tuple[Loss, ...], Field(min_length=1, max_length=3)] | None = Field(
+        None,
         description="How a model's own code computes its loss: as its library does, or in chunks without full logits, "
-        "by our function or by that of liger-kernel.",
+        "by our function or by that of liger-kernel. Null: all that a GPU can have.",
     )
     sharding_levels: (
         Literal["explore"] | Annotated[tuple[Sharding, ...], Field(min_length=1, max_length=len(Sharding))] | None
@@ -311,9 +320,18 @@ class ExplorationRequest(Frozen):
         """What the devices do."""
         return RequestedDevices(self)
 
+    def space_on(self, device_kind: str) -> RequestedSpace:
+        """What may vary on a kind of device."""
+        return RequestedSpace(self, device_kind)
+
+    @property
+    def plain_execution(self) -> Execution:
+        """How candidates run that name no execution."""
+        return self.execution or Execution.EAGER
+
     def execution_of(self, candidate: Candidate) -> Execution:
         """Return how a candidate runs."""
-        return candidate.execution or self.execution
+        return candidate.execution or self.plain_execution
 
     def sharded(self, level: Sharding | None) -> ExplorationRequest:
         """Return this request with the level of sharding of a candidate or component; None keeps the request's own."""

@@ -60,7 +60,7 @@ def check_training_of_target(request: ExplorationRequest) -> None:
     """Padding, precision and LoRA change how a transformers model trains; the reference layers have none of them."""
     if request.padding != "none" and request.target_name != TRANSFORMERS:
         raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
-    if Kernels.LIGER in request.kernels and request.target_name != TRANSFORMERS:
+    if Kernels.LIGER in (request.kernels or ()) and request.target_name != TRANSFORMERS:
         raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
     if request.training.keeps_master_weights:
         _check_master_weights(request)

@@ -7,13 +7,14 @@ from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.context_parallel import ALONE, Sharing
+from bexp.explorer.spec.default_space import default_executions, default_kernels, default_losses
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.model import ModelSpec, MoESpec, Variant
 from bexp.explorer.spec.options import LADDER, MAX_MICRO_BATCH_SIZE, ExploreRange, divisors, ladder_between, tiles_of
 from bexp.explorer.spec.training import Sharding
 
 if TYPE_CHECKING:
-    from bexp.explorer.spec.request import ExplorationRequest
+    from bexp.explorer.spec.request import ExplorationRequest, Loss
 
 
 FEW_DIVISORS = 4
@@ -22,9 +23,10 @@ FEW_DIVISORS = 4
 
 @dataclass(frozen=True, slots=True)
 class RequestedSpace:
-    """What may vary in the candidates of a request."""
+    """What may vary in the candidates of a request, on a kind of device if it is known."""
 
     asked: ExplorationRequest
+    device_kind: str | None = None
 
     @property
     def micro_batch_sizes(self) -> tuple[int, ...]:
@@ -106,13 +108,27 @@ class RequestedSpace:
     @property
     def executions(self) -> tuple[Execution, ...]:
         """The executions that candidates may have, eager first."""
-        asked = self.asked.executions
-        return (self.asked.execution,) if asked is None else tuple(one for one in Execution if one in asked)
+        if (chosen := self.asked.executions) is not None:
+            return tuple(one for one in Execution if one in chosen)
+        if self.asked.execution is not None:
+            return (self.asked.execution,)
+        return default_executions(self.asked, self.device_kind)
+
+    @property
+    def names_executions(self) -> bool:
+        """Whether the request says how candidates run."""
+        return self.asked.execution is not None or self.asked.executions is not None
 
     @property
     def execution_choices(self) -> tuple[Execution | None, ...]:
         """What `Candidate.execution` may be: the executions, or None where there is no choice."""
-        return (None,) if self.asked.executions is None else self.executions
+        found = self.executions
+        return (None,) if self.asked.executions is None and len(found) == 1 else found
+
+    @property
+    def losses(self) -> tuple[Loss, ...]:
+        """The ways to compute the loss of a model's own code, the library's first if it is among them."""
+        return self.asked.losses or default_losses(self.asked, self.device_kind)
 
     @property
     def compiles(self) -> bool:
@@ -132,7 +148,8 @@ class RequestedSpace:
     @property
     def kernel_choices(self) -> tuple[Kernels | None, ...]:
         """The kernels to choose among, the model's own first; None alone if they are the only ones."""
-        found = tuple(kernels for kernels in Kernels if kernels in self.asked.kernels)
+        asked = self.asked.kernels or default_kernels(self.asked, self.device_kind)
+        found = tuple(kernels for kernels in Kernels if kernels in asked)
         return (None,) if found == (Kernels.LIBRARY,) else found
 
     @property

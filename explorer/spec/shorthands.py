@@ -6,7 +6,6 @@ from typing import Any
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.target import BEXP
 from bexp.explorer.spec.training import Sharding
 
 
@@ -70,8 +69,7 @@ def expand_sharding(data: dict[str, Any]) -> dict[str, Any]:
 def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
     """Move a list or `explore` in `execution` to `executions`.
 
-    `explore` stands for all that the request can have: CUDA graphs are for training on one GPU, and the reference
-    layers are not compiled for some candidates and eager for others.
+    `explore` stands for all that the request can have: CUDA graphs are for training on one GPU.
 
     Raises:
         RuleError: the request has executions in both places.
@@ -88,12 +86,7 @@ def expand_execution(data: dict[str, Any]) -> dict[str, Any]:
 def _all_executions(data: dict[str, Any]) -> list[Execution]:
     alone = data.get("num_devices", data.get("num_csx", 1)) in (1, None)
     replayed = alone and data.get("mode", "train") == "train" and data.get("device_kind") != "cpu"
-    reference = data.get("target") in (None, BEXP) and data.get("hf_config") is None
-    return [
-        execution
-        for execution in Execution
-        if (replayed or not execution.replays) and not (reference and execution.compiles)
-    ]
+    return [execution for execution in Execution if replayed or not execution.replays]
 
 
 def expand_parallelism(data: dict[str, Any]) -> dict[str, Any]:

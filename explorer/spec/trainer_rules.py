@@ -82,7 +82,7 @@ def _beyond_a_layer(request: ExplorationRequest, trainer: Trainer) -> Iterator[t
     for name in request.expert_backends or ():
         if name not in DEFAULT_EXPERTS and library_experts(name) not in trainer.experts:
             yield "expert_backends", f"the expert kernels '{name}'"
-    if Kernels.LIGER in request.kernels and not trainer.liger:
+    if Kernels.LIGER in (request.kernels or ()) and not trainer.liger:
         yield "kernels", "the kernels of liger"
     if request.space.drops_tokens and not trainer.capacity:
         yield "capacity_factors", "a capacity factor of experts"
@@ -92,7 +92,7 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
     training = request.training
     if request.model is not None and training.loss.kind == "chunked" and not trainer.chunked_loss:
         yield "training.loss", "a loss in chunks"
-    for loss in request.losses:
+    for loss in request.losses or ():
         if (loss == "chunked" and not trainer.chunked_loss) or (loss == "liger" and not trainer.liger):
             yield "losses", f"the {loss} loss"
     field = "execution" if request.executions is None else "executions"

@@ -6,6 +6,7 @@ A distance is the logarithm of real over roofline seconds. It is a sum of indepe
 - the share that a fixed cost (launches, tails, small tiles) has in a block of n sequences, log(1 + r / n), for a few r,
   most of which all back ends have in common, because only a part of a block's kernels is the back end's;
 - a smooth curve over the number of sequences that a kernel sees at once, of unknown amplitude;
+- if it is compiled, an offset that all such components have, one of its back end, and fixed costs of their own;
 - if devices share sequences, an offset of the layout and the number of devices, and a curve of its own with the same
   amplitude, because such a block waits for traffic and merges partial results;
 - a part that is specific to each component (wave quantisation, an algorithm chosen for one size), of unknown size.
@@ -22,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Floats
 
@@ -33,6 +35,10 @@ SHARING_STD = 0.3
 FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # a fixed cost in sequences of work: the width of its share
 BACKEND_FIXED = 0.5  # the width of a back end's own fixed costs, over that of those in common
 CURVE_LENGTH = 2.0
+COMPILED_STD = 0.25  # what compiling gains, which all components of a kind have in common
+COMPILED_BACKEND_STD = 0.1
+COMPILED_FIXED = 0.5  # the width of compiled code's own fixed costs, over that of those in common
+COMPILED_ALIKE = 0.7  # the correlation between the curves of compiled and of eager code
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +51,9 @@ class Covariance:
     @classmethod
     def of(cls, components: Sequence[Component]) -> Covariance:
         """The covariance of components of one kind."""
-        backend = _equal([c.backend for c in components])
+        backend = _equal([c.backend.plain if c.backend is not None else BackEnd() for c in components])
+        compiled = np.array([c.is_compiled for c in components], dtype=np.float64)
+        both, alike_compiled = np.outer(compiled, compiled), compiled[:, None] == compiled[None, :]
         mode = _equal([(c.recompute, c.bta_tile is not None) for c in components])
         size = np.array([c.context_parallel_size for c in components], dtype=np.float64)
         at_once = np.array([max(c.bta_tile or c.micro_batch_size, 1) for c in components], dtype=np.float64) / size
@@ -57,8 +65,10 @@ class Covariance:
         fixed = sum(np.outer(share, share) for share in shares)
         level = KIND_STD**2 + fixed * (1.0 + BACKEND_FIXED**2 * backend)
         level += backend * (BACKEND_STD**2 + MODE_STD**2 * mode * 0.5 * (1.0 + similar))
+        level += both * (COMPILED_STD**2 + backend * COMPILED_BACKEND_STD**2 + fixed * COMPILED_FIXED**2)
         level += SHARING_STD**2 * alike * backend * np.outer(shares_any, shares_any)
-        return cls(np.asarray(level), np.asarray(alike * backend * _smooth(at_once, CURVE_LENGTH)))
+        curve = alike * backend * _smooth(at_once, CURVE_LENGTH) * np.where(alike_compiled, 1.0, COMPILED_ALIKE)
+        return cls(np.asarray(level), np.asarray(curve))
 
     def restrict(self, rows: Sequence[int]) -> Covariance:
         """The covariance of some of the components."""

@@ -81,7 +81,8 @@ class Surrogate:
 
     `log_center_K` and `log_std_K` are mean and standard deviation of the posterior samples of the logarithm of a
     component's seconds. The host's seconds have a noise of their own in each component, `host_std_K`. `essential_K`
-    marks the components that must be measured, because no other predicts them: optimizer and communication. `overlap`
+    marks the components that must be measured, because no other predicts them: optimizer and communication.
+    `compiled_K` marks those that are compiled where others are not. `overlap`
     says how communication and computation overlap; None if none is timed.
     """
 
@@ -115,6 +116,7 @@ class Surrogate:
             hardware.device_kind, list(self._kinds), num_samples, rng
         )
         self.essential_K = np.array([c.micro_batch_size == 0 for c in self.components])
+        self.compiled_K: Mask = np.array([c.is_compiled for c in self.components], dtype=np.bool_)
         self._table = table
         self._observed: dict[Component, ComponentObservations] = {}
         self.fit({})

@@ -12,7 +12,7 @@ from benchmarks.replay.runs import Line
 from benchmarks.unseen import searches
 from benchmarks.unseen.__main__ import main
 from benchmarks.unseen.draws import Draws
-from benchmarks.unseen.executions import CHOICE, MOST_TIMES, ExecutionRun, compare
+from benchmarks.unseen.executions import CHOICES, MOST_TIMES, ExecutionRun, compare
 from benchmarks.unseen.executions import summarize as summarize_executions
 from benchmarks.unseen.figures import GATE, misses, summarize
 from benchmarks.unseen.kernels import Kernels
@@ -161,7 +161,7 @@ def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
 
 
 def test_graphs_are_of_the_same_device_and_share_its_errors_but_for_a_little() -> None:
-    plain, chosen = draw_truth(3), draw_truth(3, executions=CHOICE)
+    plain, chosen = draw_truth(3), draw_truth(3, executions=CHOICES["graphs"])
     for row, candidate in enumerate(chosen.table.candidates):
         same = plain.table.row[candidate.model_copy(update={"execution": None})]
         ratio = chosen.speed_C[row] / plain.speed_C[same]
@@ -169,7 +169,7 @@ def test_graphs_are_of_the_same_device_and_share_its_errors_but_for_a_little() -
             assert ratio == pytest.approx(1.0)
         else:
             assert ratio > 0.97, "a graph waits for no host, and its kernels are the same"
-    assert {c.execution for c in chosen.table.candidates} == set(CHOICE)
+    assert {c.execution for c in chosen.table.candidates} == set(CHOICES["graphs"])
 
 
 def test_a_narrow_space_has_one_value_of_all_but_the_micro_batch_size() -> None:
@@ -181,17 +181,19 @@ def test_a_narrow_space_has_one_value_of_all_but_the_micro_batch_size() -> None:
 @pytest.mark.slow
 def test_a_choice_of_executions_costs_less_than_a_third_more() -> None:
     """Whole models that only compare graphs with eager code made it 1.33x on these devices."""
-    found = summarize_executions([compare(seed, "three sizes") for seed in range(1_100_115, 1_100_155)])["three sizes"]
+    found = summarize_executions([compare(seed, "three sizes", "graphs") for seed in range(1_100_115, 1_100_155)])[
+        "graphs, three sizes"
+    ]
     assert found["times"] <= MOST_TIMES == 1.3
     assert found["regret"][1]["mean"] < 0.003
 
 
 def test_the_cost_of_a_choice_is_that_of_all_searches_together() -> None:
     runs = [
-        ExecutionRun(1, "drawn", (10.0, 11.0), (5.0, 6.0), (0.0, 0.01)),
-        ExecutionRun(2, "drawn", (1.0, 2.0), (1.0, 2.0), (0.0, 0.0)),
+        ExecutionRun(1, "drawn", "graphs", (10.0, 11.0), (5.0, 6.0), (0.0, 0.01)),
+        ExecutionRun(2, "drawn", "graphs", (1.0, 2.0), (1.0, 2.0), (0.0, 0.0)),
     ]
-    found = summarize_executions(runs)["drawn"]
+    found = summarize_executions(runs)["graphs, drawn"]
     assert found["times"] == pytest.approx(13 / 11)
     assert found["times_by_device"]["max"] == 2.0
     assert found["check_times"] == pytest.approx(8 / 6)

@@ -17,7 +17,8 @@ from typing import IO, Any
 
 from bexp.child_process import module_command, safe_environment
 from bexp.workers.process import child
-from bexp.workers.process.environment import kernel_cache, profiler_environment
+from bexp.workers.process.environment import profiler_environment
+from bexp.workers.process.kernel_cache import kernel_cache
 from tests.chaos.fork_server import ForkedProcess, ForkServer
 
 MODULE = "tests.chaos.faulty_profiler"

@@ -62,7 +62,7 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.String(8), nullable=False, server_default="none"))
 """
 
-READ_BY_WORKERS = ("0102", "437560b6126f4353")
+READ_BY_WORKERS = ("0102", "6b1ab7d89bde123a")
 """The revision since which workers read requests and trials in their present form, and the digest of that form."""
 
 

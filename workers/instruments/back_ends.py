@@ -18,9 +18,12 @@ NO_GRAPHS = "CUDA graphs need a GPU"
 
 
 def report_device(
-    model: ModelSpec, hardware: HardwareSpec, device: torch.device, *, replays: bool = False
+    model: ModelSpec, hardware: HardwareSpec, device: torch.device, *, chooses_execution: bool = False
 ) -> DeviceReport:
-    """Try every registered back end on a small example of `model`. With `replays`, the executions are reported, too."""
+    """Try every registered back end on a small example of `model`.
+
+    With `chooses_execution`, the executions are reported, too.
+    """
     attention, experts = attention_shape(model), experts_shape(model)
     expert_backends = expert_support(experts, device) if experts is not None else ()
     return DeviceReport(
@@ -29,7 +32,7 @@ def report_device(
             _attention(support, attention, device) for support in attention_support(attention, device)
         ),
         expert_backends=tuple(_record(support) for support in expert_backends),
-        executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if replays else (),
+        executions=execution_support(None if device.type == "cuda" else NO_GRAPHS) if chooses_execution else (),
         default_attention=default_attention_backend(attention, device),
         default_experts=default_expert_backend(experts, device) if experts is not None else None,
     )

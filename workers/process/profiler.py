@@ -15,16 +15,18 @@ from typing import Self, TypeVar
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import TrialTask
+from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.devices.discovery import device_key
 from bexp.workers.devices.lock import DeviceLocks, lock_folder
 from bexp.workers.process.child import ProcessEndedError, ProfilerProcess
 from bexp.workers.process.device_process import DeviceProcess
-from bexp.workers.process.environment import kernel_cache, profiler_environment
+from bexp.workers.process.environment import profiler_environment
 from bexp.workers.process.exit_status import KILLED_HINT
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
+from bexp.workers.process.kernel_cache import kernel_cache, shrink_cache
 from bexp.workers.process.protocol import Begin, EndJob, HardwareReply, MeasureHardware, ReportReply
 from bexp.workers.process.trial_run import MemoryCeiling, TrialRun, UnexpectedReplyError
 
@@ -52,8 +54,8 @@ class Profiler:
     process that is killed while it starts is started again, after pauses that grow. `interrupt` may be called from any
     thread; everything else belongs to one thread at a time.
 
-    A process serves the next job if each trial left it as it was, nothing was compiled, and the jobs allocate alike.
-    Once it is known that it cannot, a spare is started, so that the next job need not wait for a process.
+    A process serves the next job if each trial left it as it was, none compiled or captured, and the jobs allocate
+    alike. Once it is known that it cannot, a spare is started, so that the next job need not wait for a process.
 
     Args:
         device: `cpu` or `cuda:i`; several for a process on each of them. The CPU may be named more than once.
@@ -85,6 +87,7 @@ class Profiler:
             )
         given = os.environ if environment is None else environment
         environment = kernel_cache(given) | profiler_environment(given, self.devices)
+        self._given = given
         self.held_by: str | None = None
         """Who else holds the device, while this waits for it."""
         keys = [device_key(name, environment) for name in self.devices]
@@ -160,7 +163,7 @@ class Profiler:
             reply = self._process.ask(process, Begin(request=request, hardware=hardware), ReportReply)
             ceiling = MemoryCeiling(process.private_bytes(), memory_limit(request, hardware))
             self._job, self._prepared = _Job(request, ceiling, reply.others_bytes, reply.report), process
-            self._is_clean, self._allocator = not request.space.compiles, request.allocator
+            self._is_clean, self._allocator = not request.plain_execution.compiles, request.allocator
             return reply.report
 
         report = self._with_process(announce)
@@ -214,7 +217,8 @@ class Profiler:
             measurement, child_seconds = run.follow()
         except UnexpectedReplyError as error:
             raise self._process.unexpected(error.reply) from error
-        self._is_clean &= measurement.outcome in {Outcome.OK, Outcome.UNSUPPORTED}
+        is_sound = measurement.outcome in {Outcome.OK, Outcome.UNSUPPORTED}
+        self._is_clean &= is_sound and not _leaves_code(task, self._job.request)
         self._prepare_next()
         wall = time.perf_counter() - started
         phases = {"process_start": start_seconds}
@@ -246,9 +250,10 @@ class Profiler:
         self._process.interrupt()
 
     def close(self) -> None:
-        """End the process and give the device back."""
+        """End the process and give the device back. The cache of kernels is made smaller if it has grown too large."""
         self._job = None
         self._process.close()
+        shrink_cache(self._given)
 
     def _wait_for(self, reason: str) -> None:
         _log.info("waiting for the device: %s", reason)
@@ -284,7 +289,15 @@ class Profiler:
                     known_report=job.report,
                 )
                 self._process.ask(process, command, ReportReply)
-                self._is_clean, self._allocator = not job.request.space.compiles, job.request.allocator
+                self._is_clean = not job.request.plain_execution.compiles
+                self._allocator = job.request.allocator
                 self._job = replace(job, ceiling=replace(job.ceiling, baseline_bytes=process.private_bytes()))
             self._prepared = process
         return process
+
+
+def _leaves_code(task: TrialTask, request: ExplorationRequest) -> bool:
+    """Whether a trial leaves compiled code, or the memory of CUDA graphs, in its process."""
+    if task.kind is TrialKind.WHOLE_MODEL:
+        return request.execution_of(task.candidate) is not Execution.EAGER
+    return any(component.is_compiled for component in task.components)

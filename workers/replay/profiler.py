@@ -20,7 +20,7 @@ from bexp.workers.replay.device import RecordedDevice, VirtualClock
 from bexp.workers.replay.recording import Recording
 
 PREFIX = "replay:"
-SAME = ("mode", "routing", "execution", "training")
+SAME = ("mode", "routing", "plain_execution", "training")
 """Fields of a request that measurements depend on, apart from the model."""
 
 

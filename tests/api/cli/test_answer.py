@@ -30,7 +30,7 @@ from tests.api.cli.samples import ANSWER, BASE, BEST, RECOMMENDATION, REQUEST, U
 def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
     text = " ".join(render_answer(ANSWER, REQUEST).split())
     for part in (
-        "Recommended micro_batch_size: 4 for tiny (train, eager, 32 tokens per sequence)",
+        "Recommended micro_batch_size: 4 for tiny (train, 32 tokens per sequence)",
         "bta_tile 2",
         "recompute none",
         "attention flash",

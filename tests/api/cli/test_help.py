@@ -58,7 +58,7 @@ def test_the_defaults_of_a_request_are_shown() -> None:
         "else auto with a batch size, and explore without",
         "else 600.0",
         "else 95",
-        "else eager",
+        "else all that a GPU and the trainer can have, and eager on a CPU",
         "else all of it",
     ):
         assert f"[default: (of CONFIG, {default})]" in text

@@ -13,7 +13,7 @@ from bexp.kernels.experts.auto import plans
 from bexp.kernels.experts.auto.choice import ByLoad, choose
 from bexp.kernels.experts.auto.products import STOCK
 from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, folder, row_class, rows_of_class
-from bexp.workers.process.environment import kernel_cache
+from bexp.workers.process.kernel_cache import kernel_cache
 from tests.bexp.kernels.auto_tables import CPU, FASTER, OTHER, SLOWER, seconds
 
 pytestmark = pytest.mark.usefixtures("tables")

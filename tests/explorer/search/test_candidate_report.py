@@ -184,7 +184,11 @@ def test_what_a_config_says_and_is_not_measured_is_noted() -> None:
 def test_ligers_kernels_that_were_left_out_are_noted_with_the_reason() -> None:
     missing = BackendSupport(name="liger", usable=False, reason="pip install liger-kernel")
     report = REPORT.model_copy(update={"kernels": (missing,), "losses": (missing,)})
-    notes = recommend(known_state(), report=report).notes
+    asked = {"kernels": ("library", "liger"), "losses": ("library", "liger")}
+    state = known_state()
+    assert not any("liger" in note for note in recommend(state, report=report).notes), "nobody asked for it"
+    state.request = state.request.model_copy(update=asked)
+    notes = recommend(state, report=report).notes
     assert "kernels 'liger' are left out: pip install liger-kernel" in notes
     assert "loss 'liger' is left out: pip install liger-kernel" in notes
 

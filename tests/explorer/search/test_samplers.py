@@ -17,6 +17,7 @@ from bexp.explorer.search.samplers import (
     StockSampler,
     make_sampler,
 )
+from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import Params, Points, TrialStudy, params_of
 from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.explorations import answer_of, run, trials_of
@@ -67,7 +68,7 @@ def observe(state: Posterior, study: TrialStudy, asked: Any, number: int) -> Tri
 def test_the_default_sampler_takes_the_measurement_with_the_highest_gain() -> None:
     state = small_state()
     know(state, candidate(1))
-    asked = TrialStudy(BexpSampler(state, points_of(state)), ()).ask()
+    asked = TrialStudy(BexpSampler(SearchStages(state, candidate(), ()), points_of(state)), ()).ask()
     expected = suggest_measurement(state)
     assert asked is not None
     assert asked.suggestion == expected
@@ -166,7 +167,8 @@ def test_seeds_lead_to_different_searches() -> None:
 
 def test_each_name_makes_its_sampler() -> None:
     state = small_state()
-    assert isinstance(make_sampler("bexp", state, points_of(state)), BexpSampler)
+    stages = SearchStages(state, candidate(), ())
+    assert isinstance(make_sampler("bexp", stages, points_of(state)), BexpSampler)
     made = {name: type(STOCK_SAMPLERS[name].make(1)).__name__ for name in STOCK_SAMPLERS}
     assert made == {"tpe": "TPESampler", "gp": "GPSampler", "random": "RandomSampler"}
-    assert isinstance(make_sampler("tpe", state, points_of(state)), StockCandidateSampler)
+    assert isinstance(make_sampler("tpe", stages, points_of(state)), StockCandidateSampler)

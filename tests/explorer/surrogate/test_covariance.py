@@ -79,3 +79,27 @@ def test_some_rows_keep_their_covariances() -> None:
     part = found.restrict([2, 0])
     assert part.level == pytest.approx(found.level[[2, 0]][:, [2, 0]])
     assert part.curve == pytest.approx(found.curve[[2, 0]][:, [2, 0]])
+
+
+def test_what_compiling_gains_is_shared_over_sizes_and_back_ends() -> None:
+    eager, compiled, other = (
+        attention(),
+        attention(1, backend="flash+compiled"),
+        attention(1, backend="cudnn+compiled"),
+    )
+    found = Covariance.of([eager, compiled, other])
+    own = 0.5**2 * fixed(1)  # compiled code has fixed costs of its own
+    assert found.level[1, 1] == pytest.approx(level(attention(1))[0, 0] + 0.25**2 + 0.1**2 + own)
+    assert found.level[0, 1] == pytest.approx(level(eager, attention(1))[0, 1])
+    assert found.level[1, 2] == pytest.approx(level(attention(1), attention(1, backend="cudnn"))[0, 1] + 0.25**2 + own)
+    assert found.curve[0, 1] == pytest.approx(0.7 * np.exp(-0.5))
+    assert found.curve[1, 2] == 0
+
+
+def test_a_block_without_kernels_of_a_choice_is_the_same_back_end_compiled_or_not() -> None:
+    plain = Component(kind=ComponentKind.DENSE_FFN, micro_batch_size=4)
+    compiled = Component.model_validate({**plain.model_dump(), "backend": "compiled"})
+    assert compiled.is_compiled
+    assert compiled.key == "dense_ffn(m=4,compiled)"
+    found = level(plain, compiled)
+    assert found[0, 1] == pytest.approx(found[0, 0])

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from pathlib import Path
 
 import pytest
 
-from bexp.workers.process.environment import LIBRARY_FOLDERS, kernel_cache
+from bexp.workers.process.kernel_cache import KEPT_SECONDS, LIBRARY_FOLDERS, kernel_cache, shrink_cache
 from bexp.workers.process.profiler import Profiler
 
 
@@ -64,3 +65,29 @@ def test_a_profiler_process_gets_the_folders_unless_the_user_has_set_them(
     Profiler("cpu", environment={"BEXP_KERNEL_CACHE": str(tmp_path), "TRITON_CACHE_DIR": "/mine"})
     assert given[0]["TRITON_CACHE_DIR"] == "/mine"
     assert given[0]["TORCHINDUCTOR_CACHE_DIR"] == str(tmp_path / "inductor")
+
+
+def test_the_oldest_kernels_go_first_and_none_that_is_young(tmp_path: Path) -> None:
+    given = {"BEXP_KERNEL_CACHE": str(tmp_path / "named")}
+    folders = {name: Path(path) for name, path in kernel_cache(given).items()}
+    entries = []
+    for days, folder in ((5, "TRITON_CACHE_DIR"), (4, "TORCHINDUCTOR_CACHE_DIR"), (3, "TRITON_CACHE_DIR")):
+        entry = folders[folder] / f"kernel-{days}"
+        entry.mkdir(parents=True)
+        (entry / "code").write_bytes(bytes(1000))
+        os.utime(entry / "code", (then := time.time() - days * KEPT_SECONDS, then))
+        entries.append(entry)
+    young, table = folders["TRITON_CACHE_DIR"] / "young", folders["BEXP_EXPERT_TABLES"] / "table"
+    for entry in (young, table):
+        entry.mkdir(parents=True)
+        (entry / "code").write_bytes(bytes(5000))
+    os.utime(table / "code", (0, 0))
+    assert shrink_cache(given, 8000) == 0
+    assert shrink_cache(given, 7500) == 1
+    assert [entry.exists() for entry in entries] == [False, True, True]
+    elsewhere = given | {"TRITON_CACHE_DIR": str(folders["TRITON_CACHE_DIR"])}  # it is the user's own
+    assert shrink_cache(elsewhere, 0) == 1
+    assert [entry.exists() for entry in entries] == [False, False, True]
+    assert shrink_cache(given, 0) == 1
+    assert young.exists()
+    assert table.exists()

@@ -95,7 +95,7 @@ def build_block(
             lose_alone(block)
     else:
         raise ValueError(f"{component.kind} is not a block of the model")
-    if request.space.always_compiles:
+    if request.plain_execution.compiles or component.is_compiled:
         block.compile_core()
     return block
 

@@ -122,8 +122,10 @@ class ReferenceTarget:
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
         """Return which back ends can serve the request's model."""
-        request = self._request
-        return report_device(request.shapes, hardware, self._instruments.device, replays=request.space.replays)
+        request, device = self._request, self._instruments.device
+        space = request.space_on(device.type)
+        chooses = len(space.executions) > 1 or space.replays
+        return report_device(request.shapes, hardware, device, chooses_execution=chooses)
 
     def rest(self) -> int:
         """Nothing is kept between trials."""
@@ -141,8 +143,8 @@ class ReferenceTarget:
     ) -> Iterator[BlockPasses]:
         """Build the block of a component with example inputs."""
         spec = _specified(model)
-        if component.backend is not None:
-            self._check_backend(component.kind, str(component.backend), spec)
+        if (name := component.attention or component.experts) is not None:
+            self._check_backend(component.kind, name, spec)
         instruments = self._instruments
         generator = instruments.generator(request.seed)
         size, layout = component.context_parallel_size, component.context_parallel_layout

@@ -123,6 +123,7 @@ class SettingsProbe:
         self._builder = builder
         self._request = request
         self._device: torch.device = builder.device
+        self._space = request.space_on(self._device.type)
 
     @property
     def default_attention(self) -> str:
@@ -189,7 +190,7 @@ class SettingsProbe:
 
     def kernel_supports(self) -> tuple[BackendSupport, ...]:
         """What the request's choice of kernels can have here; empty without a choice."""
-        if self._request.space.kernel_choices == (None,):
+        if self._space.kernel_choices == (None,):
             return ()
         reason = self._liger_refusal()
         return (
@@ -198,20 +199,23 @@ class SettingsProbe:
         )
 
     def loss_supports(self) -> tuple[BackendSupport, ...]:
-        """Which of the request's losses can be had here; empty unless liger's is among them."""
-        if LIGER_LOSS not in self._request.losses:
-            return ()
+        """Which losses can be had here; empty if the request names them, and liger's is not among them."""
+        if LIGER_LOSS not in self._space.losses:
+            is_named = self._request.losses is not None
+            return () if is_named else tuple(BackendSupport(name=name, usable=True) for name in self._space.losses)
         shell = self._builder.shell(1)
         reason = self._differs(lambda: results_of_shell(shell), shell.model, Settings(loss="liger"))
-        named = [name for name in self._request.losses if name != LIGER_LOSS]
+        named = [name for name in self._space.losses if name != LIGER_LOSS]
         return (
             *(BackendSupport(name=name, usable=True) for name in named),
             BackendSupport(name=LIGER_LOSS, usable=reason is None, reason=reason, stock=False, only_when_named=True),
         )
 
     def execution_supports(self) -> tuple[BackendSupport, ...]:
-        """The executions that can be had here, if the request admits CUDA graphs: a layer of each kind is captured."""
-        return execution_support(self._graph_refusal()) if self._request.space.replays else ()
+        """The executions that can be had here, if there is a choice; for graphs, a layer of each kind is captured."""
+        if len(self._space.executions) == 1 and not self._space.replays:
+            return ()
+        return execution_support(self._graph_refusal() if self._space.replays else NO_GRAPHS)
 
     def _graph_refusal(self) -> str | None:
         """Why a layer cannot be replayed as CUDA graphs; None if each kind can."""

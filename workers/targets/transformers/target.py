@@ -76,7 +76,7 @@ def settings_of_component(component: Component, request: ExplorationRequest) -> 
         experts=component.experts,
         recompute=BY_OPERATION.get(component.recompute, "none"),
         bta_tile=component.bta_tile,
-        compile=request.execution.compiles or component.backend.compiled,
+        compile=request.plain_execution.compiles or component.is_compiled,
         kernels="liger" if component.backend.liger else "library",
     )
 

@@ -1,0 +1,117 @@
+"""A search first finds the best in eager code, then compiles what may beat it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from bexp.explorer.records.event import EventCode
+from bexp.explorer.records.measurement import Measurement
+from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.search.compiling import AGAIN_SHARE, ASSUMED_SECONDS, CompilingSeconds
+from bexp.explorer.spec.execution import Execution
+from tests.explorer.explorations import answer_of, lines, run, trials_of
+from tests.explorer.search.small import REPORT, small_request, small_state
+from tests.explorer.simulator import SimulatedDevice
+
+SPEED = 0.8
+"""Of compiled code: seconds over those of eager code."""
+COMPILING_SECONDS = 5.0
+
+
+class Compiles(SimulatedDevice):
+    """A device whose compiled components take SPEED of the time, and COMPILING_SECONDS to compile."""
+
+    def seconds(self, component: Any, model: Any) -> tuple[float, float]:
+        device, host = super().seconds(component, model)
+        return (SPEED * device, SPEED * host) if component.is_compiled else (device, host)
+
+    def __call__(self, task: TrialTask) -> Measurement:
+        found = super().__call__(task)
+        compiled = sum(each.component.is_compiled for each in found.components)
+        phases = found.phases.model_copy(update={"warm_up": found.phases.warm_up + COMPILING_SECONDS * compiled})
+        return found.model_copy(update={"phases": phases})
+
+
+def request(**changes: Any) -> Any:
+    return small_request(execution=["eager", "compile"], **changes)
+
+
+def is_eager(trial: Trial) -> bool:
+    return trial.candidate.execution is Execution.EAGER
+
+
+def searched(trials: list[Trial]) -> list[Trial]:
+    return [trial for trial in trials if trial.kind is TrialKind.COMPONENTS]
+
+
+def test_eager_code_comes_first_and_its_best_is_told_before_anything_is_compiled() -> None:
+    steps = run(request(), Compiles(request()), rep=REPORT)
+    trials = searched(trials_of(steps))
+    first = next(place for place, trial in enumerate(trials) if not is_eager(trial))
+    assert first >= 2
+    assert all(map(is_eager, trials[:first]))
+    (told,) = lines(steps, EventCode.EAGER)
+    assert "execution=eager" in told
+    before = [step.trial for step in steps[: next(i for i, s in enumerate(steps) if lines([s], EventCode.EAGER))]]
+    assert all(trial is None or is_eager(trial) for trial in before)
+    recommendation = answer_of(steps).recommendation
+    assert recommendation is not None
+    assert recommendation.candidate.execution is Execution.COMPILE
+
+
+def test_only_contenders_are_compiled() -> None:
+    steps = run(request(), Compiles(request()), rep=REPORT)
+    compiled = {
+        measured.component
+        for trial in searched(trials_of(steps))
+        for measured in trial.measurement.components
+        if measured.component.is_compiled
+    }
+    table = small_state(execution=["eager", "compile"]).table
+    assert 0 < len(compiled) < sum(component.is_compiled for component in table.components) / 2
+
+
+def test_a_resumed_search_goes_on_where_it_was() -> None:
+    whole = trials_of(run(request(), Compiles(request()), rep=REPORT))
+    begun = [trial for trial in whole if trial.kind is TrialKind.COMPONENTS]
+    for number in (2, len(begun) - 1):
+        resumed = run(request(), Compiles(request()), rep=REPORT, history=whole[:number])
+        assert [t.candidate for t in trials_of(resumed)][:1] == [whole[number].candidate]
+        assert len(lines(resumed, EventCode.EAGER)) == (1 if all(map(is_eager, whole[:number])) else 0)
+
+
+def test_without_a_choice_there_is_one_stage() -> None:
+    steps = run(small_request(), SimulatedDevice(small_request()), rep=REPORT)
+    assert lines(steps, EventCode.EAGER) == []
+
+
+def test_what_compiling_takes_is_learnt_from_trials() -> None:
+    state = small_state(execution=["eager", "compile"])
+    compiled = state.surrogate.compiled_K
+    assert compiled.any()
+    assert not compiled.all()
+    (assumed,) = set(state.measuring_seconds_K[compiled].round(0))
+    assert assumed == pytest.approx(ASSUMED_SECONDS["cuda"], abs=1.0)
+    assert state.measuring_seconds_K[~compiled].max() < 1.0
+
+
+def test_a_trial_that_is_read_twice_counts_once() -> None:
+    device, state = Compiles(request()), small_state(execution=["eager", "compile"])
+    row = next(r for r, c in enumerate(state.table.candidates) if c.execution is Execution.COMPILE)
+    task = TrialTask(
+        number=1,
+        kind=TrialKind.COMPONENTS,
+        model=state.table.model,
+        candidate=state.table.candidates[row],
+        components=state.missing(row),
+        timeout_seconds=60,
+    )
+    found, seconds = device(task), CompilingSeconds("cuda")
+    for _ in range(2):
+        seconds.learn(1, found)
+    number = sum(component.is_compiled for component in task.components)
+    expected = (ASSUMED_SECONDS["cuda"] + found.phases.warm_up) / (1 + number)
+    assert seconds.each == pytest.approx(expected)
+    assert 0 < AGAIN_SHARE < 1
