@@ -61,7 +61,9 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
 
 
 def _asked(request: ExplorationRequest | None) -> str:
-    return f"batch_size {request.effective_batch_size}" if request is not None else "the batch_size"
+    if request is None or request.batch_size is None:  # a training command's batch is known to its worker alone
+        return "the batch_size"
+    return f"batch_size {request.batch_size}"
 
 
 def _steps(count: int, request: ExplorationRequest | None) -> str:

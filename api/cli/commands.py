@@ -13,6 +13,10 @@ from bexp.api.cli.guarded_group import GuardedGroup
 
 COMMANDS = {
     "explore": ("explore:explore", "Explore a model on this machine and print the best micro_batch_size."),
+    "tune": (
+        "tune:tune",
+        "Find the best micro-batch size of a training command, by running a few steps of it at several sizes.",
+    ),
     "submit": (
         "submit:submit",
         "Submit a model to the workers of a service or a database, and print the id of the exploration.",

@@ -33,19 +33,28 @@ _LAST_GPU = re.compile(r"cuda(?::(?:\d{1,4}-)?(\d{1,4}))?")
 class LocalRun:
     """A worker for the exploration `job_id`, which may be submitted while it starts. It lives in the context.
 
-    `device` and `target` are as on the command line, None if they were not given.
+    `device` and `target` are as on the command line, None if they were not given. `local_target` is the reference of a
+    training command.
 
     Raises CommandError if the worker would own too few devices, or one that does not exist.
     """
 
-    def __init__(self, request: ExplorationRequest, job_id: str, device: str | None, target: str | None) -> None:
+    def __init__(
+        self,
+        request: ExplorationRequest,
+        job_id: str,
+        device: str | None,
+        target: str | None = None,
+        *,
+        local_target: str | None = None,
+    ) -> None:
         counts = usable_device_counts(request)
         group = counts[-1] > 1
         _check_number_of_devices(device, counts[0])
         owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
         _check_devices(owned)
         chosen = ["--device", owned] if owned is not None else ["--num-devices", ",".join(map(str, counts))]
-        _, file = options.split_target(target)
+        _, file = (None, local_target) if local_target is not None else options.split_target(target)
         self.job_id = job_id
         given = (("--device", device), ("--target", target if file is not None else None))
         parts = [part for name, value in given if value for part in (name, value)]

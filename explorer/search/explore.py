@@ -52,6 +52,7 @@ def explore(
         answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
         yield Progress(events=(end_event(answer),), answer=answer)
         return
+    request = _as_commanded(request, report)
     models = (request.shapes,) if request.devices.has_mesh else explored_models(request, report)
     executor = executor_of(measure)
     trial_history = TrialHistory(history, request.budget, len(models))
@@ -61,6 +62,17 @@ def explore(
         answers.append((yield from _explore_variant(context, prune)))
     answer = Answer(variants=tuple(answers))
     yield Progress(events=(end_event(answer),), recommendation=answer.recommendation, answer=answer)
+
+
+def _as_commanded(request: ExplorationRequest, report: DeviceReport) -> ExplorationRequest:
+    """Return the request with the batch and the base of a training command, where the request states none."""
+    parts = report.parts
+    if parts is None or parts.batch_size is None:
+        return request
+    base = request.base_micro_batch_size or parts.micro_batch_size
+    return request.model_copy(
+        update={"batch_size": request.batch_size or parts.batch_size, "base_micro_batch_size": base}
+    )
 
 
 def _explore_variant(context: VariantContext, prune: PruneSpace) -> Generator[Progress, None, VariantAnswer]:

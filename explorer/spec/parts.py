@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType, ModelSpec, Variant
 from bexp.explorer.spec.target import describe_target
@@ -76,6 +76,12 @@ class ModelParts(Frozen):
         (), max_length=MAX_SETTINGS, description="Choices of the target; the first is its default."
     )
     unavailable: dict[str, str] = Field({}, description="What the code cannot do, each with its reason.")
+    batch_size: Count | None = Field(
+        None, description="Sequences of an optimizer step that a training command asks for.", exclude_if=is_null
+    )
+    micro_batch_size: Count | None = Field(
+        None, description="The size that a training command asks for.", exclude_if=is_null
+    )
 
     @model_validator(mode="after")
     def _known_kinds(self) -> Self:

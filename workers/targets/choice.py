@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
+from pathlib import Path
 
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
@@ -13,6 +14,7 @@ from bexp.targets.registry import installed_targets, registered_targets
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.settings import read_settings
+from bexp.workers.targets.custom.command import SUFFIX, CommandProcess, TrainingCommand
 from bexp.workers.targets.custom.target import CustomTarget, TargetSource
 from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
@@ -42,7 +44,11 @@ def open_target(request: ExplorationRequest, instruments: Instruments) -> Profil
         from bexp.workers.targets.transformers.target import TransformersTarget  # noqa: PLC0415 - optional library
 
         return TransformersTarget(request, instruments)
-    return CustomTarget(find_source(name), request, str(instruments.device))
+    source, device = find_source(name), str(instruments.device)
+    if source.reference.endswith(SUFFIX):
+        command = TrainingCommand.read(Path(source.reference.rpartition(":")[0]))
+        return CustomTarget(source, request, device, start=partial(CommandProcess, command))
+    return CustomTarget(source, request, device)
 
 
 def target_imports() -> Iterator[Callable[[], None]]:

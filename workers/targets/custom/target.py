@@ -6,7 +6,7 @@ import itertools
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +25,7 @@ from bexp.explorer.spec.training import Sharding
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.process.exit_status import KILLED_HINT
+from bexp.workers.targets.custom.command import CommandProcess
 from bexp.workers.targets.custom.process import TargetProcess
 
 _log = logging.getLogger(__name__)
@@ -54,8 +55,15 @@ class CustomTarget:
     trial that is the trial's outcome, and the parent of the profiler runs it once more.
     """
 
-    def __init__(self, source: TargetSource, request: ExplorationRequest, device: str) -> None:
-        """Refuse what no custom target can do.
+    def __init__(
+        self,
+        source: TargetSource,
+        request: ExplorationRequest,
+        device: str,
+        *,
+        start: Callable[[], CommandProcess] | None = None,
+    ) -> None:
+        """Refuse what no custom target can do. `start` starts what answers in place of a target's process.
 
         Raises:
             UnsupportedTrialError: the message says what.
@@ -74,12 +82,13 @@ class CustomTarget:
         self._source = source
         self._request = request
         self._device = device
-        self._process: TargetProcess | None = None
+        self._start = start
+        self._process: TargetProcess | CommandProcess | None = None
         self._choices: dict[str, dict[str, Any]] = {}
         self._open_choice: str | None = None
         self._hardware: HardwareSpec | None = None
         self._parts: ModelParts | None = None
-        self._last: tuple[Candidate, dict[str, Any]] | None = None
+        self._last: tuple[PhaseClock, Candidate, dict[str, Any]] | None = None
 
     def report(self, hardware: HardwareSpec) -> DeviceReport:
         """Build the model, and describe it by figures of steps with one and two sequences.
@@ -146,9 +155,9 @@ class CustomTarget:
         return self._request.budget.trial_timeout_seconds
 
     def _measure(self, candidate: Candidate, clock: PhaseClock) -> dict[str, Any]:
-        """The figures of a candidate's step; the components of one trial share them."""
-        if self._last is not None and self._last[0] == candidate:
-            return self._last[1]
+        """The figures of a candidate's step; the components of one trial, which has one clock, share them."""
+        if self._last is not None and self._last[0] is clock and self._last[1] == candidate:
+            return self._last[2]
         self._last = None
         until = time.monotonic() + self._deadline
         with clock.phase("build"):
@@ -156,7 +165,7 @@ class CustomTarget:
                 self._open(candidate.settings, min(until, time.monotonic() + OPEN_SECONDS))
         with clock.phase("timed"):
             figures = self._ask("measure", until, micro_batch_size=candidate.micro_batch_size)
-        self._last = (candidate, figures)
+        self._last = (clock, candidate, figures)
         return figures
 
     def _introduce_alive(self) -> dict[str, Any]:
@@ -195,7 +204,7 @@ class CustomTarget:
     def _open(self, choice: str | None, until: float) -> dict[str, Any]:
         assert self._hardware is not None, "report() comes first"
         self.close()
-        self._process = TargetProcess()
+        self._process = TargetProcess() if self._start is None else self._start()
         self._open_choice = choice
         return self._ask(
             "open",
@@ -236,6 +245,8 @@ class CustomTarget:
             trainable_bytes=trainable,
             largest_trainable_bytes=introduction["largest_trainable_bytes"],
             settings=tuple(self._choices),
+            batch_size=introduction.get("batch_size"),
+            micro_batch_size=introduction.get("micro_batch_size"),
         )
 
 

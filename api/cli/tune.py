@@ -1,0 +1,157 @@
+"""`bexp tune`: the best micro-batch of a training command that works, found by running that command."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from bexp.api.cli import options
+from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.connection import open_stored
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.explore import WorkerDevice
+from bexp.api.cli.local_run import LocalRun
+from bexp.api.cli.results import terminal_width
+from bexp.api.text import row, wrap
+from bexp.client.explorations import Explorations
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import name_local_target
+from bexp.storage.ids import new_job_id
+
+Command = Annotated[
+    list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
+]
+Try = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--try",
+        metavar="NAME=A,B",
+        help="Try these values, the first of which is the command's own: of a field of TrainingArguments, or of {NAME} "
+        "in the command. May be given again.",
+    ),
+]
+BatchSize = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        help="The sequences of an optimizer step on each device.",
+        show_default="what the command's Trainer says",
+    ),
+]
+HIDDEN = "..."
+_SECRET = re.compile(r"token|secret|passw|api[-_]?key|credential", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"^(hf_|sk-|ghp_|wandb_)|://[^/@\s]+:[^/@\s]+@")
+_PROGRAM = re.compile(r"([^/\s]+?)\.(py|ya?ml|json)$")
+
+
+def tune(
+    command: Command,
+    tries: Try = None,
+    batch_size: BatchSize = None,
+    micro_batch_size: options.MicroBatchSize = None,
+    device: WorkerDevice = None,
+    max_seconds: options.MaxSeconds = None,
+    max_trials: options.MaxTrials = None,
+    confidence_target: options.ConfidenceTarget = None,
+    labels: options.Label = None,
+    as_json: AsJson = False,
+) -> None:
+    """Find the best micro-batch size of a training command, by running a few steps of it at several sizes.
+
+    The batch stays what the command says. Nothing is saved, logged to a tracker, pushed or evaluated. transformers'
+    Trainer and its children are set from within. Any other loop has {micro_batch_size}, and {grad_accum_steps} if it
+    accumulates, where the command takes them.
+
+    Example: bexp tune -- accelerate launch train.py
+
+    Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
+    """
+    tried = dict(map(_read_try, tries or ()))
+    with _described(command, tried, batch_size) as reference:
+        fields = options.collect_fields(
+            micro_batch_size=micro_batch_size,
+            max_seconds=max_seconds,
+            max_trials=max_trials,
+            confidence_target=confidence_target,
+            labels=labels,
+        )
+        request = _build(command, tried, fields, reference, options.device_kind(device))
+        with LocalRun(request, new_job_id(), device, local_target=reference) as run, open_stored() as stored:
+            job = stored.submit(request, job_id=run.job_id)
+            code = run.follow(stored, job, as_json=as_json)
+            if not as_json:
+                typer.echo("\n".join(wrap(_how_to_train(stored, job.id, command), terminal_width())))
+        raise typer.Exit(code)
+
+
+def hide_secrets(command: Sequence[str]) -> list[str]:
+    """Return the arguments of a command without those that look like secrets: they are not stored."""
+    shown, is_next = [], False
+    for argument in command:
+        name, separator, _ = argument.partition("=")
+        if is_next or _SECRET_VALUE.search(argument):
+            shown.append(f"{name}={HIDDEN}" if separator and not is_next else HIDDEN)
+            is_next = False
+        elif name.startswith("-") and _SECRET.search(name):
+            shown.append(f"{name}={HIDDEN}" if separator else argument)
+            is_next = not separator
+        else:
+            shown.append(argument)
+    return shown
+
+
+def name_command(command: Sequence[str]) -> str:
+    """Return the name of a command: its script or its file of settings, else its program."""
+    found = [match[1] for argument in command if (match := _PROGRAM.search(argument))]
+    return found[0] if found else Path(command[0]).name
+
+
+@contextmanager
+def _described(command: Sequence[str], tries: dict[str, list[Any]], batch_size: int | None) -> Iterator[str]:
+    """Within the context, the reference of a file that only this user can read, which tells the worker the command."""
+    with tempfile.TemporaryDirectory(prefix="bexp-command-") as folder:
+        file = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]', '-', name_command(command))}.json"
+        document = {"command": list(command), "folder": str(Path.cwd()), "tries": tries, "batch_size": batch_size}
+        file.write_text(json.dumps(document))
+        yield f"{file}:command"
+
+
+def _build(
+    command: Sequence[str], tries: dict[str, list[Any]], fields: dict[str, Any], reference: str, device_kind: str | None
+) -> ExplorationRequest:
+    shown: dict[str, Any] = {"command": shlex.join(hide_secrets(command)), **({"tries": tries} if tries else {})}
+    document = {"target": name_local_target(reference), "target_config": shown, "device_kind": device_kind}
+    return options.build_request(Path("-"), document, fields)
+
+
+def _read_try(text: str) -> tuple[str, list[Any]]:
+    name, separator, values = text.partition("=")
+    if not separator or not name.isidentifier() or not values:
+        raise CommandError(ExitCode.USAGE, f"--try {text!r} is not of the form NAME=A,B")
+    return name, [load_document(f"value: {value}")["value"] for value in values.split(",")]
+
+
+def _how_to_train(stored: Explorations, job_id: str, command: Sequence[str]) -> Iterator[str]:
+    """What to change in the command."""
+    result = stored.result(job_id)
+    best = None if result is None else result.recommendation
+    if best is None:
+        return
+    size, steps = best.candidate.micro_batch_size, best.grad_accum_steps
+    accumulation = f" --gradient_accumulation_steps {steps}" if steps is not None else ""
+    if any("{micro_batch_size}" in argument for argument in command):
+        accumulation = f", {{grad_accum_steps}} = {steps}" if steps is not None else ""
+        yield row("for the command", f"{{micro_batch_size}} = {size}{accumulation}")
+    else:
+        yield row("for the command", f"--per_device_train_batch_size {size}{accumulation}")
+    if best.candidate.settings is not None:
+        yield row("and", best.candidate.settings)

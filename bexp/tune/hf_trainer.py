@@ -1,0 +1,158 @@
+"""transformers' Trainer and its children in a trial: sizes are set, steps are timed, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from functools import partial, wraps
+from types import ModuleType
+from typing import Any
+
+from bexp.tune.lengths import Lengths, WorstFirst
+from bexp.tune.link import SCRATCH, Link, choice, connect
+from bexp.tune.measuring import Clock, Ranks, describe_parameters, measured
+
+ACCUMULATION = 2
+"""Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
+_OFF = {
+    "report_to": [],
+    "push_to_hub": False,
+    "load_best_model_at_end": False,
+    "disable_tqdm": True,
+    "auto_find_batch_size": False,
+    "resume_from_checkpoint": None,
+    "eval_on_start": False,
+    "do_eval": False,
+    "include_num_input_tokens_seen": "no",
+}
+_NEVER = ("save_strategy", "eval_strategy", "logging_strategy")
+
+
+class CannotSetError(ValueError):
+    """The trial asks for a setting that the Trainer does not have."""
+
+
+def patch(module: ModuleType) -> None:
+    """Have every Trainer that is made from now on measure in place of training."""
+    trainer = module.Trainer
+    init, train = trainer.__init__, trainer.train
+
+    @wraps(init)
+    def make(self: Any, *given: Any, **named: Any) -> None:
+        for arguments in (*given, *named.values()):
+            if isinstance(arguments, module.TrainingArguments):
+                _prepare(arguments)
+        init(self, *given, **named)
+
+    @wraps(train)
+    def measure(self: Any, *_: Any, **__: Any) -> None:
+        _serve(self, partial(train, self))
+        raise SystemExit(0)
+
+    trainer.__init__, trainer.train = make, measure
+    for name in ("save_model", "push_to_hub", "save_state", "log_metrics", "save_metrics"):
+        setattr(trainer, name, lambda *_, **__: None)
+    for name in ("evaluate", "predict"):
+        setattr(trainer, name, lambda *_, **__: {})
+
+
+def _prepare(arguments: Any) -> None:
+    """Set what the trial tries, and switch off all that a training writes or reads beside its data."""
+    if hasattr(arguments, "bexp_asked"):
+        return
+    asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
+    for name, value in choice().items():
+        if not hasattr(arguments, name):
+            raise CannotSetError(f"TrainingArguments have no '{name}': put {{{name}}} where the command takes it")
+        setattr(arguments, name, value)
+    for name, value in _OFF.items():
+        if hasattr(arguments, name):
+            setattr(arguments, name, value)
+    for name in _NEVER:
+        if hasattr(arguments, name):
+            setattr(arguments, name, type(getattr(arguments, name))("no"))
+    arguments.output_dir = os.environ[SCRATCH]
+    arguments.gradient_accumulation_steps = ACCUMULATION
+    arguments.bexp_asked = asked
+
+
+_serving: list[Any] = []
+
+
+def is_serving() -> bool:
+    """Whether a Trainer of this process measures."""
+    return bool(_serving)
+
+
+def _serve(trainer: Any, train: Callable[[], Any]) -> None:
+    """Describe the training, then measure the sizes that the trial asks for, until it ends."""
+    _serving.append(trainer)
+    ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
+    measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
+    size, accumulation = trainer.args.bexp_asked
+    model = describe_parameters(list(trainer.model.parameters()))
+    if link is not None:
+        link.send(
+            {
+                "event": "ready",
+                "kind": "transformers' Trainer",
+                "class_name": type(trainer.model).__name__,
+                "trainer": type(trainer).__name__,
+                "micro_batch_size": size,
+                "grad_accum_steps": accumulation,
+                "num_devices": ranks.number,
+                "lengths": lengths.describe(),
+                **model,
+            }
+        )
+    while (command := ranks.share(_next(link))) is not None:
+        reply = measured(partial(measure, int(command["micro_batch_size"])))
+        if link is not None:
+            link.send(reply)
+        if reply["outcome"] != "ok":
+            return
+
+
+def _next(link: Link | None) -> dict[str, Any] | None:
+    return None if link is None else link.receive()
+
+
+def _measure(
+    trainer: Any, train: Callable[[], Any], optimizer: Any, lengths: Lengths, ranks: Ranks, size: int
+) -> dict[str, Any]:
+    """Run a few optimizer steps at one size, the longest micro-batch first; `optimizer` is the caller's own, if any."""
+    from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
+
+    arguments = trainer.args
+    arguments.per_device_train_batch_size = trainer._train_batch_size = size
+    arguments.max_steps = 1 << 30
+    trainer.accelerator.gradient_accumulation_steps = ACCUMULATION
+    clock = Clock(arguments.device, ranks)
+
+    class Steps(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+            clock.end_step()
+            control.should_training_stop = control.should_epoch_stop = clock.is_over
+            return control
+
+    original, step = trainer._get_train_sampler, trainer.training_step
+
+    def timed(*given: Any, **named: Any) -> Any:
+        clock.begin_micro_step()
+        loss = step(*given, **named)
+        clock.end_micro_step()
+        return loss
+
+    steps = Steps()
+    trainer.add_callback(steps)
+    trainer.training_step = timed
+    if lengths.is_known:
+        trainer._get_train_sampler = lambda *_: WorstFirst(lengths, size * ranks.number, arguments.seed)
+    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
+    trainer._created_lr_scheduler = False
+    try:
+        train()
+    finally:
+        trainer.remove_callback(steps)
+        trainer.training_step, trainer._get_train_sampler = step, original
+    return clock.figures()

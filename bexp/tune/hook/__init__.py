@@ -1,0 +1,1 @@
+"""The folder that leads PYTHONPATH in a training command that is tuned."""

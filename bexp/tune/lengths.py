@@ -1,0 +1,95 @@
+"""The lengths of the samples that a training draws from, and the longest micro-batch among them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.utils.data import Sampler
+
+MOST_SAMPLES = 20_000
+MOST_SECONDS = 10.0
+"""Samples are read until there are so many, or for so long. The longest of the others is then not known."""
+COLUMNS = ("input_ids", "input_features", "pixel_values")
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Tokens of the samples that were read, by their place; `number` is that of all samples, None for a stream."""
+
+    tokens: tuple[int, ...]
+    number: int | None
+
+    @classmethod
+    def of(cls, dataset: Any) -> Lengths:
+        """The lengths in a dataset whose samples can be read in any order; none of a stream."""
+        try:
+            number = len(dataset)
+        except TypeError:
+            return cls((), None)
+        tokens, begun = [], time.monotonic()
+        for place in range(min(number, MOST_SAMPLES)):
+            length = _length(dataset[place])
+            if length is None or time.monotonic() - begun > MOST_SECONDS:
+                break
+            tokens.append(length)
+        return cls(tuple(tokens), number)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether samples have lengths that could be read."""
+        return bool(self.tokens)
+
+    @property
+    def mean(self) -> float:
+        """Tokens of a sample in the mean; 1 where they are not known, so that rates are in samples."""
+        return sum(self.tokens) / len(self.tokens) if self.tokens else 1.0
+
+    def longest(self, number: int) -> list[int]:
+        """The places of the longest samples, the longest first; some occur again if there are too few."""
+        order = sorted(range(len(self.tokens)), key=lambda place: -self.tokens[place])
+        return [order[i % len(order)] for i in range(number)]
+
+    def describe(self) -> dict[str, Any]:
+        """What is known, for the trial."""
+        return {
+            "num_samples": self.number,
+            "num_read": len(self.tokens),
+            "mean": self.mean,
+            "longest": max(self.tokens, default=None),
+        }
+
+
+class WorstFirst(Sampler[int]):
+    """The longest `size` samples, then others in random order, again and again."""
+
+    def __init__(self, lengths: Lengths, size: int, seed: int) -> None:
+        self._lengths = lengths
+        self._size = size
+        self._seed = seed
+
+    def __len__(self) -> int:
+        number = len(self._lengths.tokens)
+        return self._size + max(number, 8 * self._size)
+
+    def __iter__(self) -> Iterator[int]:
+        generator = torch.Generator().manual_seed(self._seed)
+        yield from self._lengths.longest(self._size)
+        left = len(self) - self._size
+        while left > 0:
+            for place in torch.randperm(len(self._lengths.tokens), generator=generator).tolist()[:left]:
+                yield place
+                left -= 1
+
+
+def _length(sample: Any) -> int | None:
+    """Tokens of a sample; None if it has none."""
+    if not isinstance(sample, dict) and not hasattr(sample, "keys"):
+        return None
+    for column in COLUMNS:
+        if column in sample:
+            return len(sample[column])
+    return None

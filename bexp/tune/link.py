@@ -1,0 +1,50 @@
+"""The line between a process of a training command and the trial that has started it: a JSON object a line."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from typing import Any
+
+SOCKET = "BEXP_TUNE_SOCKET"
+"""The variable that names the Unix socket of the trial."""
+CHOICE = "BEXP_TUNE_CHOICE"
+"""The variable with the settings of the trial beside its size, as a JSON object."""
+SIZE = "BEXP_TUNE_SIZE"
+"""The variable with the size that stands in the command; it is not there if the command names none."""
+SCRATCH = "BEXP_TUNE_SCRATCH"
+"""The variable that names a folder which takes what the command would write."""
+
+
+class Link:
+    """A connection to the trial. It ends with the trial."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.connect(path)
+        self._lines = self._socket.makefile("rb")
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send one message."""
+        self._socket.sendall(json.dumps(message).encode() + b"\n")
+
+    def receive(self) -> dict[str, Any] | None:
+        """The next message; None once the trial has ended the line."""
+        line = self._lines.readline()
+        return json.loads(line) if line else None
+
+
+def connect() -> Link | None:
+    """Connect to the trial; None in a process that belongs to none.
+
+    The processes of one training are told apart by RANK, which every launcher sets. The first speaks for all.
+    """
+    path = os.environ.get(SOCKET)
+    return None if path is None or os.environ.get("RANK", "0") != "0" else Link(path)
+
+
+def choice() -> dict[str, Any]:
+    """The settings that this trial tries."""
+    found: dict[str, Any] = json.loads(os.environ.get(CHOICE) or "{}")
+    return found

@@ -1,0 +1,167 @@
+"""Seconds and bytes of a training's own steps, in each of its processes."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from bexp.out_of_memory import is_out_of_memory
+
+WARM_UP_STEPS = 1
+"""Optimizer steps before the clock counts: the first has the longest micro-batch, and libraries prepare themselves."""
+FEWEST_STEPS, MOST_STEPS = 3, 40
+LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
+"""Steps are timed until there are enough of them for so long."""
+
+
+class Ranks:
+    """The processes of one training. One process is its own first."""
+
+    @property
+    def number(self) -> int:
+        """How many there are."""
+        return dist.get_world_size() if dist.is_initialized() else 1
+
+    def share(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
+        """What the first process has been told, in each of them."""
+        if self.number == 1:
+            return message
+        box = [message]
+        dist.broadcast_object_list(box, src=0)
+        return box[0]
+
+    def slowest(self, figures: dict[str, float]) -> dict[str, float]:
+        """The largest of each figure over all processes."""
+        if self.number == 1:
+            return figures
+        found: list[Any] = [None] * self.number
+        dist.all_gather_object(found, figures)
+        return {name: max(each[name] for each in found) for name in figures}
+
+
+class Clock:
+    """Times the micro-steps and the optimizer steps of one size, and reads the peak."""
+
+    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+        self._device = torch.device(device)
+        self._ranks = ranks
+        self._num_steps = 0
+        self._began: float | None = None
+        self._ended = 0.0
+        self._micro_steps: list[float] = []
+        self._optimizer_steps: list[float] = []
+        self.is_over = False
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            _forget_peak()
+
+    def begin_micro_step(self) -> None:
+        """A micro-step begins, unless it has begun with the end of the last: waiting for data is part of it."""
+        if not self._ended:
+            self._ended = self._now()
+
+    def end_micro_step(self) -> None:
+        """A micro-step has ended."""
+        now = self._now()
+        if self._num_steps >= WARM_UP_STEPS:
+            self._micro_steps.append(now - self._ended)
+        self._ended = now
+
+    def end_step(self) -> None:
+        """An optimizer step has ended, and the loop may be over."""
+        now = self._now()
+        self._num_steps += 1
+        if self._num_steps > WARM_UP_STEPS:
+            self._optimizer_steps.append(now - self._ended)
+        elif self._num_steps == WARM_UP_STEPS:
+            self._began = now
+        self._ended = now
+        elapsed = 0.0 if self._began is None else now - self._began
+        number = len(self._optimizer_steps)
+        enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS
+        told = self._ranks.share({"is_over": enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS})
+        self.is_over = bool(told and told["is_over"])
+
+    def figures(self) -> dict[str, Any]:
+        """What the trial is told: the slowest and the fullest process."""
+        if len(self._micro_steps) < 2:
+            raise RuntimeError("the training ended by itself before two micro-steps could be timed")
+        number = len(self._micro_steps)
+        error = statistics.stdev(self._micro_steps) / math.sqrt(number)
+        peak, reserved = self._peaks()
+        found = self._ranks.slowest(
+            {
+                "micro_step_seconds": statistics.fmean(self._micro_steps),
+                "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
+                "standard_error_seconds": error,
+                "peak_bytes": peak,
+                "reserved_bytes": reserved,
+            }
+        )
+        return found | {name: int(found[name]) for name in ("peak_bytes", "reserved_bytes")} | {"repeats": number}
+
+    def _now(self) -> float:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+        return time.perf_counter()
+
+    def _peaks(self) -> tuple[int, int]:
+        if self._device.type == "cuda":
+            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
+        peak = _resident_peak()
+        return peak, peak
+
+
+def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
+    """What the search must know of a model: its parameters and their bytes."""
+    trained = [parameter for parameter in parameters if parameter.requires_grad]
+    sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
+    dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in trained or parameters]
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in parameters),
+        "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
+        "trainable_bytes": sum(sizes),
+        "largest_trainable_bytes": max(sizes, default=0),
+        "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
+    }
+
+
+def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """The figures of `measure`, or the outcome that stands for its error."""
+    try:
+        return {"outcome": "ok", **measure()}
+    except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
+        outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
+        return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
+
+
+def _one_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines()
+    return lines[0][:500] if lines else type(error).__name__
+
+
+def _forget_peak() -> None:
+    """Have the kernel count the resident peak of this process anew."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return
+
+
+def _resident_peak() -> int:
+    """The most bytes of this process that were resident; 0 if the kernel does not say."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith("VmHWM:")), 0)

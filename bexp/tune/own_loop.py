@@ -1,0 +1,85 @@
+"""Any other PyTorch loop in a trial: its size stands in the command, and backward calls and optimizer steps are timed.
+
+The module is loaded while torch itself is, so it imports nothing of torch before the first optimizer steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from bexp.tune.link import SIZE, connect
+
+if TYPE_CHECKING:
+    from bexp.tune.link import Link
+    from bexp.tune.measuring import Clock
+
+
+def patch(module: ModuleType) -> None:
+    """Watch every optimizer of this process from now on."""
+    loop = _Loop()
+    module.register_optimizer_step_pre_hook(loop.before_step)
+    module.register_optimizer_step_post_hook(loop.after_step)
+
+
+class _Loop:
+    """Follows the first optimizer that steps, and ends the process after a few of its steps."""
+
+    def __init__(self) -> None:
+        self._first: Any = None
+        self._link: Link | None = None
+        self._clock: Clock | None = None
+
+    def before_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer is about to step: the first of all is the one that is followed."""
+        if self._first is None:
+            self._first = optimizer
+            self._begin(optimizer)
+
+    def after_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has stepped."""
+        if optimizer is not self._first or self._clock is None:
+            return
+        self._clock.end_step()
+        if self._clock.is_over:
+            self._end(self._clock)
+
+    def _begin(self, optimizer: Any) -> None:
+        import torch  # noqa: PLC0415 - it is complete by now
+
+        from bexp.tune.hf_trainer import is_serving  # noqa: PLC0415 - needs torch
+        from bexp.tune.measuring import Clock, Ranks, describe_parameters  # noqa: PLC0415 - needs torch
+
+        if is_serving():
+            return
+        parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        self._link, ranks = connect(), Ranks()
+        size = os.environ.get(SIZE)
+        if self._link is not None:
+            described = describe_parameters(parameters)
+            own = {"class_name": "loop", "micro_batch_size": size and int(size), "num_devices": ranks.number}
+            self._link.send({"event": "ready", "kind": "a loop of its own", **own, **described})
+        if size is None:
+            raise SystemExit(0)  # the trial says what is missing
+        clock = self._clock = Clock(parameters[0].device, ranks)
+        backward = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def timed(*given: Any, **named: Any) -> Any:
+            result = backward(*given, **named)  # type: ignore[no-untyped-call]  # torch has no types for it
+            clock.end_micro_step()
+            return result
+
+        torch.Tensor.backward = timed  # type: ignore[method-assign]
+        clock.begin_micro_step()
+
+    def _end(self, clock: Clock) -> None:
+        from bexp.tune.measuring import measured  # noqa: PLC0415 - needs torch
+
+        reply = measured(clock.figures)
+        if self._link is not None:
+            self._link.send(reply)
+            self._link.receive()  # until the trial has read it
+        raise SystemExit(0)

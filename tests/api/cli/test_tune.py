@@ -1,0 +1,45 @@
+"""What `bexp tune` says of a command, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import pytest
+
+from bexp.api.cli.errors import CommandError
+from bexp.api.cli.tune import _read_try, hide_secrets, name_command
+
+
+@pytest.mark.parametrize(
+    ("argument", "shown"),
+    [
+        (["--hub_token", "abc", "--lr", "1"], ["--hub_token", "...", "--lr", "1"]),
+        (["--hub-token=abc"], ["--hub-token=..."]),
+        (["--wandb_api_key=abc"], ["--wandb_api_key=..."]),
+        (["--password", "--x"], ["--password", "..."]),
+        (["hf_abcdef"], ["..."]),
+        (["--data=s3://user:pass@host/x"], ["--data=..."]),
+        (["--max_tokens=5"], ["--max_tokens=..."]),
+        (["train.py", "--batch", "4"], ["train.py", "--batch", "4"]),
+    ],
+)
+def test_what_looks_like_a_secret_is_not_stored(argument: list[str], shown: list[str]) -> None:
+    assert hide_secrets(argument) == shown
+
+
+@pytest.mark.parametrize(
+    ("command", "name"),
+    [
+        (["accelerate", "launch", "--num_processes", "2", "dir/train.py", "--x", "1"], "train"),
+        (["axolotl", "train", "my-config.yaml"], "my-config"),
+        (["/usr/bin/torchrun"], "torchrun"),
+    ],
+)
+def test_a_command_has_the_name_of_its_script_or_settings(command: list[str], name: str) -> None:
+    assert name_command(command) == name
+
+
+def test_values_to_try_are_read_as_yaml() -> None:
+    assert _read_try("gradient_checkpointing=true,false") == ("gradient_checkpointing", [True, False])
+    assert _read_try("optim=adamw_torch_fused,adafactor") == ("optim", ["adamw_torch_fused", "adafactor"])
+    for wrong in ("optim", "=1", "optim=", "a b=1"):
+        with pytest.raises(CommandError, match="NAME=A,B"):
+            _read_try(wrong)

@@ -1,0 +1,1 @@
+"""Training commands as people write them, for `bexp tune`."""

@@ -1,0 +1,71 @@
+"""Trains a tiny model with transformers' Trainer, on texts of unequal length, and writes all that a Trainer can."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from torch.utils.data import Dataset
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+
+
+class Texts(Dataset[dict[str, list[int]]]):
+    """Random tokens, 8 to 64 of them; one text has 128."""
+
+    def __init__(self, number: int) -> None:
+        generator = torch.Generator().manual_seed(0)
+        lengths = torch.randint(8, 65, (number,), generator=generator).tolist()
+        lengths[number // 2] = 128
+        self._texts = [torch.randint(0, 200, (length,), generator=generator).tolist() for length in lengths]
+
+    def __len__(self) -> int:
+        return len(self._texts)
+
+    def __getitem__(self, place: int) -> dict[str, list[int]]:
+        return {"input_ids": self._texts[place]}
+
+
+class Padded:
+    """Pads a batch to its longest text."""
+
+    def __call__(self, samples: list[dict[str, list[int]]]) -> dict[str, torch.Tensor]:
+        longest = max(len(sample["input_ids"]) for sample in samples)
+        padded = torch.zeros(len(samples), longest, dtype=torch.long)
+        labels = torch.full((len(samples), longest), -100)
+        for row, sample in enumerate(samples):
+            tokens = torch.tensor(sample["input_ids"])
+            padded[row, : len(tokens)] = labels[row, : len(tokens)] = tokens
+        return {"input_ids": padded, "labels": labels}
+
+
+def main() -> None:
+    """Train, evaluate and save."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--per_device_train_batch_size", type=int, default=2)
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=4)
+    parser.add_argument("--output_dir", type=Path, required=True)
+    parser.add_argument("--hub_token")
+    options = parser.parse_args()
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=256, n_positions=128))
+    arguments = TrainingArguments(
+        output_dir=str(options.output_dir),
+        per_device_train_batch_size=options.per_device_train_batch_size,
+        gradient_accumulation_steps=options.gradient_accumulation_steps,
+        save_strategy="steps",
+        save_steps=1,
+        eval_strategy="steps",
+        eval_steps=1,
+        logging_steps=1,
+        num_train_epochs=1,
+        report_to=[],
+    )
+    texts = Texts(200)
+    trainer = Trainer(model=model, args=arguments, train_dataset=texts, eval_dataset=texts, data_collator=Padded())
+    trainer.train()
+    trainer.save_model()
+    (options.output_dir / "finished").touch()
+
+
+if __name__ == "__main__":
+    main()

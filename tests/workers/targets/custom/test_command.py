@@ -1,0 +1,170 @@
+"""Training commands that are measured as they are: they answer, write nothing, and are gone afterwards."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.workers.instruments.failures import TrialFailedError
+from bexp.workers.targets.custom.command import NO_SIZE, CommandProcess, TrainingCommand
+
+SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"
+SECONDS = 120.0
+
+
+class Commands:
+    """Starts commands in a folder of their own, and ends them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.started: list[CommandProcess] = []
+
+    def __call__(self, *arguments: str, batch_size: int | None = None, **tries: list[Any]) -> CommandProcess:
+        command = TrainingCommand((sys.executable, *arguments), str(self.folder), tries, batch_size)
+        self.started.append(CommandProcess(command))
+        return self.started[-1]
+
+
+@pytest.fixture
+def commands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    made = Commands(tmp_path)
+    yield made
+    for process in made.started:
+        process.end()
+
+
+def open_(process: CommandProcess, **choice: Any) -> dict[str, Any]:
+    return process.ask("open", SECONDS, device="cpu", choice=choice or None)
+
+
+def measure(process: CommandProcess, size: int, seconds: float = SECONDS) -> WholeModelMeasurement:
+    return WholeModelMeasurement.model_validate(process.ask("measure", seconds, micro_batch_size=size))
+
+
+def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(commands: Commands) -> None:
+    out = commands.folder / "out"
+    process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(out))
+    assert open_(process) == {"dimensions": {}}
+    described = process.ask("describe", SECONDS)
+    assert described["class_name"] == "GPT2LMHeadModel"
+    assert (described["batch_size"], described["micro_batch_size"]) == (8, 2)
+    assert 30 < described["seq_length"] < 45, "the mean length of the texts"
+    first = process.pid
+    small, large = measure(process, 2), measure(process, 8)
+    assert process.pid == first
+    assert 1.0 < large.micro_step_seconds / small.micro_step_seconds < 8.0
+    assert large.optimizer_seconds > 0
+    assert large.repeats >= 6
+    process.end()
+    assert not psutil.pid_exists(first)
+    assert list(commands.folder.iterdir()) == []
+
+
+def test_fields_of_training_arguments_are_tried(commands: Commands) -> None:
+    arguments = (str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"))
+    process = commands(*arguments, gradient_checkpointing=[False, True])
+    assert open_(process, gradient_checkpointing=True) == {"dimensions": {"gradient_checkpointing": [False, True]}}
+    assert measure(process, 2).micro_step_seconds > 0
+    wrong = commands(*arguments, gradient_chekpointing=[True])
+    with pytest.raises(TrialFailedError, match="no 'gradient_chekpointing'"):
+        open_(wrong)
+
+
+def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: Commands) -> None:
+    out = commands.folder / "model"
+    process = commands(
+        *(str(SCRIPTS / "with_a_loop.py"), "--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}"),
+        *("--output", str(out)),
+        batch_size=64,
+    )
+    open_(process)
+    described = process.ask("describe", SECONDS)
+    assert (described["batch_size"], described["micro_batch_size"]) == (64, None)
+    assert described["num_parameters"] == 256 * 512 * 2 + 512 + 256
+    assert measure(process, 1).repeats >= 3 * 64
+    assert measure(process, 32).repeats >= 3 * 2
+    assert not out.exists()
+
+
+def test_a_loop_whose_size_cannot_be_set_says_how_to_name_it(commands: Commands) -> None:
+    process = commands(str(SCRIPTS / "with_a_loop.py"), "--output", "model")
+    with pytest.raises(TrialFailedError, match=r"put \{micro_batch_size\} where") as caught:
+        open_(process)
+    assert (caught.value.outcome, str(caught.value)) == (Outcome.UNSUPPORTED, NO_SIZE)
+    assert not process.alive
+
+
+@pytest.mark.parametrize(
+    ("code", "outcome", "said"),
+    [
+        ("print('nothing to do')", Outcome.UNSUPPORTED, "no training: .*its last output: nothing to do"),
+        ("raise SystemExit('no data set')", Outcome.CRASHED, "exited with status 1: no data set"),
+        ("raise MemoryError('out of memory')", Outcome.OUT_OF_MEMORY, "MemoryError: out of memory"),
+        ("import os; os.kill(os.getpid(), 11)", Outcome.CRASHED, "SIGSEGV"),
+    ],
+)
+def test_a_command_that_ends_before_its_first_step_says_why(
+    commands: Commands, code: str, outcome: Outcome, said: str
+) -> None:
+    process = commands("-c", code)
+    with pytest.raises(TrialFailedError, match=said) as caught:
+        open_(process)
+    assert caught.value.outcome is outcome
+
+
+def test_a_command_that_is_not_there_is_named(commands: Commands) -> None:
+    process = CommandProcess(TrainingCommand(("no-such-trainer",), str(commands.folder), {}))
+    commands.started.append(process)
+    with pytest.raises(TrialFailedError, match="'no-such-trainer' cannot be started: No such file"):
+        open_(process)
+
+
+def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Commands) -> None:
+    code = (
+        "import subprocess, sys, time\n"
+        "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'], start_new_session=True)\n"
+        "print(child.pid, flush=True)\n"
+        "print('x' * 5_000_000, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = commands("-c", code)
+    with pytest.raises(TrialFailedError, match="did not answer in time") as caught:
+        process.ask("open", 3.0, device="cpu", choice=None)
+    assert caught.value.outcome is Outcome.TIMED_OUT
+    deadline = time.monotonic() + 5
+    while (left := _named("time.sleep(600)")) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert left == []
+
+
+def test_the_hook_runs_the_sitecustomize_that_it_hides(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = commands.folder / "own"
+    own.mkdir()
+    (own / "sitecustomize.py").write_text(
+        "import pathlib, sys\npathlib.Path(sys.argv[0] or 'x')\nprint('own code ran')\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(own))
+    with pytest.raises(TrialFailedError, match="own code ran"):
+        open_(commands("-c", "import bexp.tune.imports"))
+
+
+def test_the_command_sees_neither_the_database_nor_the_token(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", "postgresql://secret")
+    monkeypatch.setenv("BEXP_API_TOKEN", "secret")
+    with pytest.raises(TrialFailedError, match=r"its last output: \[\]"):
+        open_(commands("-c", "import os; print([name for name in os.environ if 'secret' in os.environ[name]])"))
+
+
+def _named(text: str) -> list[int]:
+    processes = [(process.pid, str(process.info["cmdline"])) for process in psutil.process_iter(["cmdline"])]
+    return [pid for pid, line in processes if text in line and "pytest" not in line]

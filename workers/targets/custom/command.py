@@ -1,0 +1,326 @@
+"""The processes of a training command, as the profiler sees them: they answer like the process of a custom target.
+
+The command is run as it is. Each Python process of it loads `bexp.tune`, which sets sizes, times steps, and speaks over
+a Unix socket. A loop that it cannot set has its size in the command, as `{micro_batch_size}`, and is started anew for
+each size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import selectors
+import shutil
+import signal
+import socket
+import subprocess
+import tempfile
+import threading
+import time
+from collections import deque
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from bexp.child_process import PACKAGES_FOLDER
+from bexp.explorer.records.measurement import Outcome
+from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET
+from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
+from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
+from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
+from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
+
+SUFFIX = ".json:command"
+"""What the reference of a command ends with: the file that describes it."""
+SIZE_FIELD, ACCUMULATION_FIELD = "{micro_batch_size}", "{grad_accum_steps}"
+HOOK = Path(PACKAGES_FOLDER) / "bexp" / "tune" / "hook"
+SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN", "BEXP_LOCAL_TARGET")
+"""What belongs to the service, and not to the command."""
+SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
+"""What keeps trackers from hearing of trials."""
+TAIL_LINES, LAST_LINES = 40, 6
+LONGEST_FOLDER = 70
+"""The path of a Unix socket has at most 107 characters."""
+END_SECONDS = 10.0
+POLL_SECONDS = 0.1
+NO_STEP = "it ended before its first optimizer step"
+NO_SIZE = (
+    "its loop is neither transformers' Trainer nor a child of it, so its size cannot be set: put {micro_batch_size} "
+    "where the command takes it"
+)
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A command, where it is run, and the values of each setting that is tried beside the size."""
+
+    arguments: tuple[str, ...]
+    folder: str
+    tries: Mapping[str, list[Any]]
+    batch_size: int | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> TrainingCommand:
+        """Read the file that `bexp tune` has written."""
+        found = json.loads(path.read_text())
+        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"))
+
+    @property
+    def has_size(self) -> bool:
+        """Whether the size stands in the command."""
+        return any(SIZE_FIELD in argument for argument in self.arguments)
+
+    def filled(self, choice: Mapping[str, Any], size: int | None) -> tuple[list[str], dict[str, Any]]:
+        """The arguments of a trial, and the settings that do not stand in them."""
+        values = {name: _text(value) for name, value in choice.items()}
+        if size is not None:
+            accumulation = max(1, (self.batch_size or size) // size)
+            values |= {"micro_batch_size": str(size), "grad_accum_steps": str(accumulation)}
+        left = {name: value for name, value in choice.items() if not self._names(name)}
+        arguments = list(self.arguments)
+        for name, text in values.items():
+            arguments = [argument.replace(f"{{{name}}}", text) for argument in arguments]
+        return arguments, left
+
+    def _names(self, name: str) -> bool:
+        return any(f"{{{name}}}" in argument for argument in self.arguments)
+
+
+class CommandProcess:
+    """One start of the command, or one for each size. What has failed in any way is ended, and answers no more."""
+
+    def __init__(self, command: TrainingCommand) -> None:
+        self._command = command
+        self._popen: subprocess.Popen[bytes] | None = None
+        self._choice: dict[str, Any] = {}
+        self._device = "cpu"
+        self._hello: dict[str, Any] = {}
+        self._figures: dict[int, dict[str, Any]] = {}
+        self._tail: deque[str] = deque(maxlen=TAIL_LINES)
+        self._reader: threading.Thread | None = None
+        long = len(tempfile.gettempdir()) > LONGEST_FOLDER
+        self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir="/tmp" if long else None))  # noqa: S108 - 0700
+        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._listener.bind(str(self._folder / "socket"))
+        self._listener.listen()
+        self._line: socket.socket | None = None
+        self._received = b""
+        self._has_ended = False
+
+    @property
+    def pid(self) -> int:
+        """The id of the command's first process."""
+        assert self._popen is not None, "it was started"
+        return self._popen.pid
+
+    @property
+    def alive(self) -> bool:
+        """Whether sizes can be asked for."""
+        if self._has_ended:
+            return False
+        return self._command.has_size or (self._popen is not None and self._popen.poll() is None)
+
+    def ask(self, command: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
+        """Return the reply to a command, as that of a custom target's process.
+
+        Raises:
+            TrialFailedError: the training failed, hung or crashed; its processes have been ended.
+            TargetKilledError: it was killed for no known reason.
+        """
+        until = time.monotonic() + timeout_seconds
+        try:
+            if command == "open":
+                return self._open(until, **arguments)
+            if command == "describe":
+                return self._describe(until)
+            return self._measure(int(arguments["micro_batch_size"]), until)
+        except TrialFailedError:
+            self.end()
+            raise
+
+    def end(self) -> None:
+        """Kill the command with all that it has started, and wait for it."""
+        self._has_ended = True
+        self._stop()
+        self._listener.close()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _open(self, until: float, *, device: str, choice: Mapping[str, Any] | None, **_: Any) -> dict[str, Any]:
+        first = {name: values[0] for name, values in self._command.tries.items()}
+        self._choice, self._device = dict(choice or first), device
+        if not self._command.has_size:
+            self._start(None, until)
+        return {"dimensions": dict(self._command.tries)}
+
+    def _describe(self, until: float) -> dict[str, Any]:
+        if self._command.has_size:
+            self._measure(1, until)
+        found = self._hello
+        length = max(1, round((found.get("lengths") or {}).get("mean") or 1))
+        size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
+        batch = self._command.batch_size or (size * accumulation if size and not self._command.has_size else None)
+        return {
+            "class_name": found["class_name"],
+            "dtype": found["dtype"],
+            "num_parameters": found["num_parameters"],
+            "parameter_bytes": found["parameter_bytes"],
+            "trainable_bytes": found["trainable_bytes"],
+            "largest_trainable_bytes": found["largest_trainable_bytes"],
+            "seq_length": length,
+            "saved_bytes": length,
+            "batch_size": batch,
+            "micro_batch_size": None if self._command.has_size else size,
+        }
+
+    def _measure(self, size: int, until: float) -> dict[str, Any]:
+        if size in self._figures:
+            return self._figures.pop(size)
+        if self._command.has_size:
+            self._start(size, until)
+        else:
+            self._send({"command": "measure", "micro_batch_size": size})
+        reply = self._receive(until)
+        outcome = Outcome(reply.pop("outcome"))
+        if outcome is not Outcome.OK:
+            raise TrialFailedError(outcome, reply["reason"])
+        if self._command.has_size:
+            self._stop()
+            self._figures[size] = reply
+        return reply
+
+    def _start(self, size: int | None, until: float) -> None:
+        """Start the command, and wait for its training to say what it is."""
+        self._stop()
+        arguments, left = self._command.filled(self._choice, size)
+        scratch = self._folder / "scratch"
+        scratch.mkdir(exist_ok=True)
+        own = {
+            SOCKET: str(self._folder / "socket"),
+            CHOICE: json.dumps(left),
+            SCRATCH: str(scratch),
+            "BEXP_TUNE_SITE": str(PACKAGES_FOLDER),
+        }
+        if size is not None:
+            own[SIZE] = str(size)
+        try:
+            self._popen = subprocess.Popen(
+                arguments,
+                cwd=self._command.folder,
+                env=_environment(self._device) | own,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        except OSError as error:
+            reason = f"'{arguments[0]}' cannot be started: {error.strerror or error}"
+            raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
+        self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
+        self._reader.start()
+        self._hello = self._receive(until)
+        if size is None and self._hello["kind"] == "a loop of its own":
+            raise TrialFailedError(Outcome.UNSUPPORTED, NO_SIZE)
+
+    def _send(self, message: dict[str, Any]) -> None:
+        assert self._line is not None, "the training has said what it is"
+        with suppress(OSError):  # if it has ended, its output says why
+            self._line.sendall(json.dumps(message).encode() + b"\n")
+
+    def _receive(self, until: float) -> dict[str, Any]:
+        """The next message of the training, which is watched meanwhile."""
+        kills = count_kernel_oom_kills()
+        while b"\n" not in self._received:
+            if time.monotonic() >= until:
+                raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
+            if not self._read_line() and self._popen is not None and self._popen.poll() is not None:
+                self._fail(self._popen.returncode, kills)
+        line, _, self._received = self._received.partition(b"\n")
+        message: dict[str, Any] = json.loads(line)
+        return message
+
+    def _read_line(self) -> bool:
+        """Accept the training's connection, or read from it; returns whether anything came."""
+        waiting = self._listener if self._line is None else self._line
+        with selectors.DefaultSelector() as selector:
+            selector.register(waiting, selectors.EVENT_READ)
+            if not selector.select(POLL_SECONDS):
+                return False
+        if self._line is None:
+            self._line, _ = self._listener.accept()
+            return True
+        with suppress(OSError):
+            found = self._line.recv(1 << 16)
+            self._received += found
+            if found:
+                return True
+        time.sleep(POLL_SECONDS)  # the line has ended, and the process is about to
+        return False
+
+    def _fail(self, status: int, kills: int) -> None:
+        """Raise what the end of the command means."""
+        if self._reader is not None:
+            self._reader.join(END_SECONDS)
+        output = " | ".join(self._lines())
+        if status == 0:
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command is no training: {NO_STEP}{self._last_lines()}")
+        ended = classify_exit("the command", status, output, count_kernel_oom_kills() > kills)
+        raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
+
+    def _stop(self) -> None:
+        """End the processes of this start."""
+        popen, self._popen = self._popen, None
+        if self._line is not None:
+            self._line.close()
+        self._line, self._received = None, b""
+        if popen is None:
+            return
+        with suppress(psutil.NoSuchProcess):
+            others = psutil.Process(popen.pid).children(recursive=True)
+            with suppress(ProcessLookupError):
+                os.killpg(popen.pid, signal.SIGKILL)
+            for other in others:  # those with a session of their own
+                with suppress(psutil.NoSuchProcess):
+                    other.kill()
+        popen.kill()
+        popen.wait(END_SECONDS)
+        if self._reader is not None:
+            self._reader.join(END_SECONDS)
+        if popen.stdout is not None:
+            popen.stdout.close()
+
+    def _lines(self) -> list[str]:
+        lines = [line for line in self._tail if line]
+        return lines[-1:] if lines and "Error" in lines[-1] else lines[-LAST_LINES:]
+
+    def _last_lines(self) -> str:
+        lines = self._lines()
+        return f"; its last output: {' | '.join(lines)}" if lines else ""
+
+    def _read_output(self, popen: subprocess.Popen[bytes]) -> None:
+        assert popen.stdout is not None
+        with suppress(ValueError):  # it was closed
+            for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
+                self._tail.append(line.decode(errors="replace").rstrip()[:400])
+
+
+def _environment(device: str) -> dict[str, str]:
+    """The environment of the person who tunes, without what the service has added to it, and with the hook."""
+    ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
+    added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
+    kept = {name: value for name, value in os.environ.items() if name not in {*added, *SECRETS, "PYTHONSAFEPATH"}}
+    path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
+    kept |= SILENT | {"PYTHONPATH": os.pathsep.join([str(HOOK), *path])}
+    if device == "cpu":
+        return kept | {"CUDA_VISIBLE_DEVICES": ""}
+    number = int(device.partition(":")[2] or 0)
+    visible = kept.get("CUDA_VISIBLE_DEVICES")
+    return kept | {"CUDA_VISIBLE_DEVICES": visible.split(",")[number].strip() if visible else str(number)}
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value)
