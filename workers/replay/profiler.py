@@ -110,7 +110,8 @@ def mismatch(request: ExplorationRequest, recording: Recording) -> str | None:
             return f"{table} is of another model, with {_differences(known[0], model)}"
     for field in SAME:
         if getattr(request, field) != getattr(recorded, field):
-            return f"{table} was recorded with {field} {_short(recorded, field)}, not {_short(request, field)}"
+            name = field.removeprefix("plain_")
+            return f"{table} was recorded with {name} {_short(recorded, field)}, not {_short(request, field)}"
     if not set(request.space.sharding_choices) <= set(recorded.space.sharding_choices):
         return f"{table} was recorded with {_levels(recorded)}, not {_levels(request)}"
     counts = request.space.highest_sharding is not Sharding.NONE or is_communication_timed(
