@@ -111,7 +111,7 @@ class Decomposer:
         local = {"micro_batch_size": m // common, "context_parallel_size": size // common}
         whole = {"micro_batch_size": 0, "num_query_groups": groups}
         compiled = candidate.execution is not None and candidate.execution.compiles
-        plain = BackEnd(compiled=True) if compiled else None
+        plain = BackEnd(compiled=True) if compiled else None  # where there is a choice, layers alone are compiled
         layers = []
         for equal in self._layer_groups(candidate.recompute):
             moe = equal.kind is LayerKind.MOE
@@ -140,9 +140,9 @@ class Decomposer:
             )
             layers.append(LayerGroup(equal, (attention, ffn)))
         return Decomposition(
-            embedding=self._share(kind=ComponentKind.EMBEDDING, **local, backend=plain),
+            embedding=self._share(kind=ComponentKind.EMBEDDING, **local),
             layers=tuple(layers),
-            head=self._share(kind=ComponentKind.HEAD, **local, backend=plain),
+            head=self._share(kind=ComponentKind.HEAD, **local),
             optimizer=(
                 self._share(kind=ComponentKind.OPTIMIZER, **whole, sharding=stepped_level(candidate))
                 if self._training

@@ -17,6 +17,7 @@ import numpy as np
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition, Floats, Mask
+from bexp.explorer.search.compiling import worth
 from bexp.explorer.search.confidence import Contenders
 from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
@@ -68,10 +69,12 @@ def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
         own_N = contenders.composed_NA[:, incumbent]
         gain_NA = np.where(contenders.tokens_NA > 0.0, contenders.composed_NA - own_N[:, None], 0.0)
         gain_A = np.maximum(0.0, gain_NA).mean(axis=0) / max(float(own_N.mean()), 1e-9)
-    gain_A = np.where(unknown_A, gain_A, 0.0)
-    if gain_A.max() < NEGLIGIBLE * posterior.request.tolerance:
-        return None
     cost_A = (contenders.wanted_AP * costs_K[table.columns_CP[contenders.rows]]).sum(axis=1)
+    compiling_A = (contenders.wanted_AP * posterior.compiling_seconds_K[table.columns_CP[contenders.rows]]).sum(axis=1)
+    least_A = posterior.request.tolerance * np.maximum(NEGLIGIBLE, 0.0 if incumbent is None else worth(compiling_A))
+    gain_A = np.where(unknown_A & (gain_A >= least_A), gain_A, 0.0)
+    if gain_A.max() <= 0.0:
+        return None
     rate_A = np.divide(gain_A, cost_A, out=np.zeros_like(gain_A), where=unknown_A)
     best = int(np.argmax(rate_A))
     row = int(contenders.rows[best])
@@ -136,8 +139,11 @@ def _run_of_pair(
         return None
     telling = blur >= TELLING_SHARE * blur.max()
     chosen = int(np.argmax((np.where(telling, blur, 0.0) ** 2).sum(axis=1)))
-    row, cost = int(rows[chosen]), float(costs_K[table.columns_CP[rows[chosen]][telling[chosen]]].sum())
+    row, columns = int(rows[chosen]), table.columns_CP[rows[chosen]][telling[chosen]]
+    cost = float(costs_K[columns].sum())
     gain = posterior.request.tolerance * probability_better
+    if probability_better < worth(float(posterior.compiling_seconds_K[columns].sum())):
+        return None
     reason = f"another run: a rival is better with probability {probability_better:.2f}"
     components = _components(table, row, telling[chosen])
     return _Option(gain / cost, Suggestion(row, components, again=True, reason=reason))

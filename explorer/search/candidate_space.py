@@ -123,8 +123,9 @@ class CandidateSpace(SearchSpace):
         while True:
             stage = self._stages.posterior
             confidence = stage.search_confidence
-            is_sure = confidence is not None and 100 * confidence >= self._request.budget.confidence_target
-            is_over = is_sure or self._noise.ends_search or self._stages.is_spent(self._history)
+            is_sure = confidence is not None and 100 * confidence >= self._stages.confidence_target
+            is_spent = self._stages.is_spent(self._history, noisy=self._noise.is_reached)
+            is_over = is_sure or is_spent or self._noise.ends_search
             asked = None if is_over else self._study.ask()
             if asked is not None:
                 self._asked = asked.trial

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import overload
+
 import numpy as np
 
 from bexp.explorer.cost_model.composition import Floats, Mask
@@ -11,6 +13,10 @@ ASSUMED_SECONDS = {"cuda": 10.0, "cpu": 6.0}
 """Seconds to compile one component until one was compiled here. It counts as much as one that was."""
 AGAIN_SHARE = 0.4
 """The share of these seconds that a component takes that was compiled before: its kernels are there already."""
+
+
+WORTH_SECONDS = 100.0
+"""So long may be compiled for an expected gain of one tolerance, and for a share of it no longer than that share."""
 
 
 class CompilingSeconds:
@@ -35,3 +41,12 @@ class CompilingSeconds:
     def of(self, compiled_K: Mask, known_K: Mask) -> Floats:
         """The seconds that each component takes beside its own runs, shape (K,)."""
         return np.where(compiled_K, self.each * np.where(known_K, AGAIN_SHARE, 1.0), 0.0)
+
+
+@overload
+def worth(seconds: float) -> float: ...
+@overload
+def worth(seconds: Floats) -> Floats: ...
+def worth(seconds: Floats | float) -> Floats | float:
+    """Return the gain, in tolerances, that is worth so many seconds of the compiler."""
+    return seconds / WORTH_SECONDS

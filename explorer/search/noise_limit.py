@@ -128,7 +128,8 @@ class NoiseLimit:
         if confidence_score(max(confidence, reachable)) >= target:
             return _Reach(version, is_limited=False, ends_search=False)
         spent = self._history.seconds_of(posterior.table.model.variant)
-        has_share = spent < LIMITED_SHARE * self._history.seconds_each
+        stages = 2 if posterior.surrogate.compiled_K.any() else 1  # eager code has the first share for itself
+        has_share = spent < stages * LIMITED_SHARE * self._history.seconds_each
         return _Reach(version, is_limited=True, ends_search=self._is_near() or not has_share)
 
 

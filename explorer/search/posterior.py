@@ -148,16 +148,22 @@ class Posterior:
     @property
     def measuring_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
         """Seconds that it takes to measure each component, shape (K,)."""
-        surrogate = self.surrogate
-        compiling_K = self.knowledge.compiling.of(surrogate.compiled_K, surrogate.known_K)
-        return measuring_seconds(surrogate.device_mean_K) + compiling_K
+        return measuring_seconds(self.surrogate.device_mean_K) + self.compiling_seconds_K
+
+    @property
+    def compiling_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
+        """Seconds of these that the compiler takes, shape (K,)."""
+        return self.knowledge.compiling.of(self.surrogate.compiled_K, self.surrogate.known_K)
 
     def whole_model_seconds(self, row: int) -> float:
         """Seconds that it takes to run the whole model of a candidate."""
         seconds = whole_model_seconds(self.corrected_seconds(row).micro_step, self.hardware.device_kind)
+        return seconds + self.whole_compiling_seconds(row)
+
+    def whole_compiling_seconds(self, row: int) -> float:
+        """Seconds of these that the compiler takes."""
         columns = self.table.columns_CP[row][self.table.used_CP[row]]
-        compiled = int(self.surrogate.compiled_K[columns].sum())
-        return seconds + compiled * self.knowledge.compiling.each
+        return float(self.compiling_seconds_K[columns].sum())
 
     # -- candidates ----------------------------------------------------------------------------------------------
 

@@ -9,10 +9,12 @@ import numpy as np
 from bexp.explorer.cost_model.composition import Mask
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.history import TrialHistory
+from bexp.explorer.search.noise_limit import LIMITED_SHARE
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution, Kernels
 
+FIRST_CONFIDENCE = 90
 FIRST_SHARE = 0.25
 """The share of a variant's seconds after which the first stage is over, whatever its confidence."""
 
@@ -36,10 +38,17 @@ class SearchStages:
         """What the search decides by."""
         return self._posterior if self.is_last else self._posterior.among(self._first_C)
 
-    def is_spent(self, history: TrialHistory) -> bool:
-        """Whether the first stage has had its share of the seconds."""
+    @property
+    def confidence_target(self) -> int:
+        """The confidence, among what it looks at, with which a stage is over."""
+        target = self._posterior.request.budget.confidence_target
+        return target if self.is_last else min(target, FIRST_CONFIDENCE)
+
+    def is_spent(self, history: TrialHistory, *, noisy: bool) -> bool:
+        """Whether the first stage has had its share of the seconds; it is smaller if noise limits the confidence."""
         spent = history.seconds_of(self._posterior.table.model.variant)
-        return not self.is_last and spent >= FIRST_SHARE * history.seconds_each
+        share = LIMITED_SHARE if noisy else FIRST_SHARE
+        return not self.is_last and spent >= share * history.seconds_each
 
 
 def _is_first(candidate: Candidate, base: Candidate) -> bool:

@@ -10,6 +10,7 @@ from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.candidate_report import best_stock, best_undivided, best_untiled, largest_untiled
 from bexp.explorer.search.choices import promising_row
+from bexp.explorer.search.compiling import worth
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
@@ -107,6 +108,8 @@ class WholeModels:
             return None
         rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
+        if rival is not None:
+            least = max(least, worth(posterior.whole_compiling_seconds(rival.row)))
         if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
         if not self._has_time(rival.row):

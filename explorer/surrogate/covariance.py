@@ -36,9 +36,10 @@ FIXED_COSTS = {0.1: 0.3, 0.5: 0.3, 3.0: 0.1}  # a fixed cost in sequences of wor
 BACKEND_FIXED = 0.5  # the width of a back end's own fixed costs, over that of those in common
 CURVE_LENGTH = 2.0
 COMPILED_STD = 0.25  # what compiling gains, which all components of a kind have in common
-COMPILED_BACKEND_STD = 0.1
-COMPILED_FIXED = 0.5  # the width of compiled code's own fixed costs, over that of those in common
-COMPILED_ALIKE = 0.7  # the correlation between the curves of compiled and of eager code
+COMPILED_BACKEND_STD = 0.05
+COMPILED_FIXED = 0.2  # the width of compiled code's own fixed costs, over that of those in common
+COMPILED_ALIKE = 0.9  # the correlation between the curves of compiled and of eager code
+"""What is assumed of compiled code: no table of it was recorded yet."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ a candidate less certain the further its size is from one that was run whole.
 
 Candidates with CUDA graphs have the parts of those whose kernels they replay, and another that all of them share: what
 a replay changes. So whole models are not run only to tell such a pair apart, and one pair tells it of all others.
+Candidates whose layers are compiled share one, too: what compiled layers lose or gain between one another.
 
 A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
 candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
@@ -70,6 +71,12 @@ REPLAY_STD = 0.003
 A replay has the same kernels with the same blocks' seconds. It leaves out the gaps between kernels, of about a
 microsecond each where the device sets the pace: below 1% of kernels that take 100 to 300 us.
 """
+COMPILED_STD = 0.012
+"""Standard deviation of the part that all candidates with compiled layers share.
+
+In benchmarks/results/h100-real-trainers.json, the composed steps of compiled answers are off by 2.6% to the one side
+and 0.6% to the other (five runs, three models).
+"""
 REPORT_STD = 0.02
 """Standard deviation of what a reported run differs by, beside the composition's error: its data, its logging, and the
 measurements of the components in the exploration that recommended it.
@@ -131,6 +138,9 @@ class CompositionErrors:
         self._tail_NC = np.asfortranarray((1.0 / np.sqrt(squares_NC)).astype(np.float32))
         self._replayed_C: Floats = np.array([float(_replays(c)) for c in candidates])
         self._replay_N: Floats = rng.standard_normal(num_samples) if self._replayed_C.any() else np.zeros(num_samples)
+        compiled_C = np.array([float(_compiles(c)) for c in candidates])
+        self._compiled_C: Floats = np.zeros_like(compiled_C) if compiled_C.all() else compiled_C
+        self._compiled_N: Floats = rng.standard_normal(num_samples) if compiled_C.any() else np.zeros(num_samples)
 
     def sample(self, number: int, rows: Ints, scale: float = 1.0, run_whole: Ints = NOTHING) -> Floats:
         """Return the first `number` prior samples of the errors of `rows`, shape (N, A).
@@ -144,6 +154,7 @@ class CompositionErrors:
         error_NA += POLICY_STD * self._policy_NP[:number, self._policy_C[rows]]
         error_NA += COMMON_STD[self.device_kind] * self._common_N[:number, None]
         error_NA += REPLAY_STD * self._replay_N[:number, None] * self._replayed_C[rows]
+        error_NA += COMPILED_STD * self._compiled_N[:number, None] * self._compiled_C[rows]
         return np.asarray(scale * error_NA)
 
     def covariance(self, rows: Ints, others: Ints, scale: float = 1.0) -> Floats:
@@ -153,6 +164,7 @@ class CompositionErrors:
         alike = self._alike_SS[np.ix_(self._size_C[rows], self._size_C[others])]
         parts = OWN_STD[self.device_kind] ** 2 * own + SIZE_STD**2 * alike + POLICY_STD**2 * policy
         parts += REPLAY_STD**2 * np.outer(self._replayed_C[rows], self._replayed_C[others])
+        parts += COMPILED_STD**2 * np.outer(self._compiled_C[rows], self._compiled_C[others])
         return np.asarray(scale**2 * (parts + COMMON_STD[self.device_kind] ** 2))
 
     def condition(
@@ -206,6 +218,10 @@ class CompositionErrors:
 
 def _replays(candidate: Candidate) -> bool:
     return candidate.execution is not None and candidate.execution.replays
+
+
+def _compiles(candidate: Candidate) -> bool:
+    return candidate.execution is not None and candidate.execution.compiles
 
 
 def _same_kernels(candidates: Sequence[Candidate]) -> Ints:

@@ -12,6 +12,7 @@ from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.surrogate.whole_model_error import (
     COMMON_STD,
+    COMPILED_STD,
     OWN_STD,
     POLICY_STD,
     REPLAY_STD,
@@ -178,9 +179,11 @@ def test_graphs_share_all_errors_of_the_kernels_that_they_replay_and_one_that_al
     found = CompositionErrors(candidates, "cuda", 0, 4000, np.random.default_rng(0))
     rows = np.arange(4)
     shared, kernels = 0.03**2 + SIZE_STD**2, 0.005**2 + 0.0032**2
-    an_octave = 0.03**2 + SIZE_STD**2 * np.exp(-0.5 / SIZE_OCTAVES**2)
+    compiled = COMPILED_STD**2 if execution.compiles else 0.0
+    an_octave = 0.03**2 + SIZE_STD**2 * np.exp(-0.5 / SIZE_OCTAVES**2) + compiled
+    alike = shared + kernels + compiled
     assert found.covariance(rows[1:2], rows)[0].tolist() == pytest.approx(
-        [shared + kernels, shared + kernels + REPLAY_STD**2, shared, an_octave + REPLAY_STD**2]
+        [alike, alike + REPLAY_STD**2, shared, an_octave + REPLAY_STD**2]
     )
     drawn = found.sample(4000, rows)
     assert np.var(drawn[:, 0] - drawn[:, 1]) == pytest.approx(REPLAY_STD**2, rel=0.1)
