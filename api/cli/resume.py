@@ -65,6 +65,12 @@ def check_target(request: ExplorationRequest, target: str | None) -> None:
     measured, (name, file) = request.target_name, options.split_target(target)
     if not is_local_target(measured) or (file is not None and measured in {LOCAL, name}):
         return
+    if "command" in (request.target_config or {}):
+        raise CommandError(
+            ExitCode.USAGE,
+            "the exploration is of a training command, which is not stored as it was",
+            "give it again: bexp tune --resume latest -- COMMAND",
+        )
     stem = request.explored.name if measured != LOCAL else "FILE"
     raise CommandError(
         ExitCode.USAGE,

@@ -18,10 +18,11 @@ from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.explore import WorkerDevice
+from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.results import terminal_width
 from bexp.api.text import row, wrap
-from bexp.client.explorations import Explorations
+from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
@@ -38,6 +39,10 @@ Try = Annotated[
         help="Try these values, the first of which is the command's own: of a field of TrainingArguments, or of {NAME} "
         "in the command. May be given again.",
     ),
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(metavar="ID", help="Go on with an exploration of the same command, whose trials count."),
 ]
 BatchSize = Annotated[
     int | None,
@@ -58,6 +63,7 @@ def tune(
     tries: Try = None,
     batch_size: BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
+    resume: Resume = None,
     device: WorkerDevice = None,
     max_seconds: options.MaxSeconds = None,
     max_trials: options.MaxTrials = None,
@@ -85,9 +91,12 @@ def tune(
             labels=labels,
         )
         request = _build(command, tried, fields, reference, options.device_kind(device))
-        with LocalRun(request, new_job_id(), device, local_target=reference) as run, open_stored() as stored:
-            job = stored.submit(request, job_id=run.job_id)
-            code = run.follow(stored, job, as_json=as_json)
+        with open_stored() as stored:
+            old = None if resume is None else _resumable(stored, resume, request)
+            run = LocalRun(request, new_job_id() if old is None else old.id, device, local_target=reference)
+            job = stored.submit(request, job_id=run.job_id) if old is None else stored.resume(old.id)
+            with run:
+                code = run.follow(stored, job, as_json=as_json)
             if not as_json:
                 typer.echo("\n".join(wrap(_how_to_train(stored, job.id, command), terminal_width())))
         raise typer.Exit(code)
@@ -131,6 +140,19 @@ def _build(
     shown: dict[str, Any] = {"command": shlex.join(hide_secrets(command)), **({"tries": tries} if tries else {})}
     document = {"target": name_local_target(reference), "target_config": shown, "device_kind": device_kind}
     return options.build_request(Path("-"), document, fields)
+
+
+def _resumable(stored: Explorations, job_id: str, request: ExplorationRequest) -> Exploration:
+    """Return an exploration to go on with: of the same command, which has not succeeded."""
+    job = find_job(stored, job_id)
+    if job.request is None or job.request.target_config != request.target_config:
+        said = None if job.request is None else (job.request.target_config or {}).get("command")
+        raise CommandError(ExitCode.USAGE, f"exploration {job.id} is of another command: {said or 'none'}")
+    if job.state == "succeeded":
+        raise CommandError(
+            ExitCode.USAGE, f"exploration {job.id} has succeeded: `bexp best {job.id}` prints its answer"
+        )
+    return job
 
 
 def _read_try(text: str) -> tuple[str, list[Any]]:

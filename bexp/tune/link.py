@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import queue
 import socket
+import threading
 from typing import Any
 
 SOCKET = "BEXP_TUNE_SOCKET"
@@ -18,21 +21,27 @@ SCRATCH = "BEXP_TUNE_SCRATCH"
 
 
 class Link:
-    """A connection to the trial. It ends with the trial."""
+    """A connection to the trial. When it ends, so does this process, in the middle of a step as well."""
 
     def __init__(self, path: str) -> None:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.connect(path)
-        self._lines = self._socket.makefile("rb")
+        self._messages: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
+        threading.Thread(target=self._read, name="bexp-trial", daemon=True).start()
 
     def send(self, message: dict[str, Any]) -> None:
         """Send one message."""
         self._socket.sendall(json.dumps(message).encode() + b"\n")
 
-    def receive(self) -> dict[str, Any] | None:
-        """The next message; None once the trial has ended the line."""
-        line = self._lines.readline()
-        return json.loads(line) if line else None
+    def receive(self) -> dict[str, Any]:
+        """The next message."""
+        return self._messages.get()
+
+    def _read(self) -> None:
+        with contextlib.suppress(OSError):
+            for line in self._socket.makefile("rb"):
+                self._messages.put(json.loads(line))
+        os._exit(0)
 
 
 def connect() -> Link | None:

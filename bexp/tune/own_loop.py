@@ -81,5 +81,5 @@ class _Loop:
         reply = measured(clock.figures)
         if self._link is not None:
             self._link.send(reply)
-            self._link.receive()  # until the trial has read it
+            self._link.receive()  # the process ends when the trial has read it
         raise SystemExit(0)

@@ -234,7 +234,7 @@ def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tup
 def _notes(
     request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
 ) -> tuple[str, ...]:
-    notes = [f"execution: {request.execution_of(candidate)}"]
+    notes = [] if candidate.is_whole else [f"execution: {request.execution_of(candidate)}"]
     if request.hf_config is not None and request.target_name == TRANSFORMERS:
         notes += unlike_the_config(request.hf_config)
     notes += _named_and_left_out(request, report)

@@ -57,18 +57,23 @@ NO_SIZE = (
 
 @dataclass(frozen=True)
 class TrainingCommand:
-    """A command, where it is run, and the values of each setting that is tried beside the size."""
+    """A command, the folder where it is run, and the values of each setting that is tried beside the size.
+
+    What trials need lies in `own_folder`, which goes when the person's own command ends; default: a temporary one.
+    """
 
     arguments: tuple[str, ...]
     folder: str
     tries: Mapping[str, list[Any]]
     batch_size: int | None = None
+    own_folder: str | None = None
 
     @classmethod
     def read(cls, path: Path) -> TrainingCommand:
         """Read the file that `bexp tune` has written."""
         found = json.loads(path.read_text())
-        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"))
+        own = str(path.parent)
+        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"), own)
 
     @property
     def has_size(self) -> bool:
@@ -103,8 +108,9 @@ class CommandProcess:
         self._figures: dict[int, dict[str, Any]] = {}
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reader: threading.Thread | None = None
-        long = len(tempfile.gettempdir()) > LONGEST_FOLDER
-        self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir="/tmp" if long else None))  # noqa: S108 - 0700
+        base = command.own_folder or tempfile.gettempdir()
+        short = "/tmp" if len(base) > LONGEST_FOLDER else base  # noqa: S108 - what is made in it is for this user alone
+        self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir=short))
         self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._listener.bind(str(self._folder / "socket"))
         self._listener.listen()

@@ -68,6 +68,23 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
     assert list(commands.folder.iterdir()) == []
 
 
+def test_the_processes_of_one_training_are_measured_together_and_are_gone_afterwards(commands: Commands) -> None:
+    out = commands.folder / "out"
+    process = commands(
+        *("-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"),
+        *(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(out)),
+    )
+    open_(process)
+    assert process._hello["num_devices"] == 2
+    assert process.ask("describe", SECONDS)["batch_size"] == 8, "of each device"
+    assert measure(process, 4).micro_step_seconds > 0
+    ranks = psutil.Process(process.pid).children(recursive=True)
+    assert len(ranks) >= 2
+    process.end()
+    assert not any(rank.is_running() and rank.status() != psutil.STATUS_ZOMBIE for rank in ranks)
+    assert not out.exists()
+
+
 def test_fields_of_training_arguments_are_tried(commands: Commands) -> None:
     arguments = (str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"))
     process = commands(*arguments, gradient_checkpointing=[False, True])
@@ -143,6 +160,15 @@ def test_a_command_that_hangs_is_ended_with_all_that_it_has_started(commands: Co
     while (left := _named("time.sleep(600)")) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert left == []
+
+
+def test_a_command_ends_when_the_trial_does(commands: Commands) -> None:
+    process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"))
+    open_(process)
+    assert process._line is not None
+    assert process._popen is not None
+    process._line.close()  # as the kernel does for a profiler that is killed
+    assert process._popen.wait(20) == 0
 
 
 def test_the_hook_runs_the_sitecustomize_that_it_hides(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
