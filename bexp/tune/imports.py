@@ -14,13 +14,22 @@ Patch = Callable[[ModuleType], None]
 def arm() -> None:
     """Have each library patched that a loop of training may be in."""
     if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-        sys.meta_path.insert(
-            0, _Watcher({"transformers.trainer": _patch_trainer, "torch.optim.optimizer": _patch_torch})
-        )
+        patches: dict[str, Patch] = {
+            "transformers.trainer": _patch_trainer,
+            "accelerate.accelerator": _patch_accelerate,
+            "torch.optim.optimizer": _patch_torch,
+        }
+        sys.meta_path.insert(0, _Watcher(patches))
 
 
 def _patch_trainer(module: ModuleType) -> None:
     from bexp.tune.hf_trainer import patch  # noqa: PLC0415 - it needs what the command has just imported
+
+    patch(module)
+
+
+def _patch_accelerate(module: ModuleType) -> None:
+    from bexp.tune.accelerate_loop import patch  # noqa: PLC0415 - it needs what the command has just imported
 
     patch(module)
 

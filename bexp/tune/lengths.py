@@ -14,6 +14,8 @@ MOST_SAMPLES = 20_000
 MOST_SECONDS = 10.0
 """Samples are read until there are so many, or for so long. The longest of the others is then not known."""
 COLUMNS = ("input_ids", "input_features", "pixel_values")
+ENDING = "_ids"
+"""A sample without one of these columns has several texts, such as `prompt_ids`, `chosen_ids` and `rejected_ids`."""
 
 
 @dataclass(frozen=True)
@@ -92,4 +94,5 @@ def _length(sample: Any) -> int | None:
     for column in COLUMNS:
         if column in sample:
             return len(sample[column])
-    return None
+    texts = [sample[column] for column in sample if column.endswith(ENDING)]
+    return sum(map(len, texts)) if texts and all(hasattr(text, "__len__") for text in texts) else None

@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from bexp.out_of_memory import is_out_of_memory
 
-WARM_UP_STEPS = 1
-"""Optimizer steps before the clock counts: the first has the longest micro-batch, and libraries prepare themselves."""
-FEWEST_STEPS, MOST_STEPS = 3, 40
+WARM_UP_SECONDS = 0.5
+"""The clock counts after so long, and after the first optimizer step: that has the longest micro-batch."""
+FEWEST_STEPS, MOST_STEPS = 3, 60
 LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 """Steps are timed until there are enough of them for so long."""
 
@@ -52,7 +52,7 @@ class Clock:
     def __init__(self, device: torch.device, ranks: Ranks) -> None:
         self._device = torch.device(device)
         self._ranks = ranks
-        self._num_steps = 0
+        self._first: float | None = None
         self._began: float | None = None
         self._ended = 0.0
         self._micro_steps: list[float] = []
@@ -67,30 +67,32 @@ class Clock:
 
     def begin_micro_step(self) -> None:
         """A micro-step begins, unless it has begun with the end of the last: waiting for data is part of it."""
-        if not self._ended:
-            self._ended = self._now()
+        if self._first is None:
+            self._first = self._ended = self._now()
 
     def end_micro_step(self) -> None:
         """A micro-step has ended."""
         now = self._now()
-        if self._num_steps >= WARM_UP_STEPS:
+        if self._began is not None:
             self._micro_steps.append(now - self._ended)
         self._ended = now
 
     def end_step(self) -> None:
         """An optimizer step has ended, and the loop may be over."""
         now = self._now()
-        self._num_steps += 1
-        if self._num_steps > WARM_UP_STEPS:
+        if self._began is not None:
             self._optimizer_steps.append(now - self._ended)
-        elif self._num_steps == WARM_UP_STEPS:
-            self._began = now
         self._ended = now
+        warm = now - (self._first or now) >= WARM_UP_SECONDS
         elapsed = 0.0 if self._began is None else now - self._began
         number = len(self._optimizer_steps)
         enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS
-        told = self._ranks.share({"is_over": enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS})
-        self.is_over = bool(told and told["is_over"])
+        told = self._ranks.share(
+            {"is_warm": warm, "is_over": enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS}
+        )
+        if told is not None and told["is_warm"] and self._began is None:  # of the first process, so that all agree
+            self._began = now
+        self.is_over = bool(told is not None and told["is_over"])
 
     def figures(self) -> dict[str, Any]:
         """What the trial is told: the slowest and the fullest process."""

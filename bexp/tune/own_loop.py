@@ -17,6 +17,10 @@ if TYPE_CHECKING:
     from bexp.tune.measuring import Clock
 
 
+asked: dict[str, Any] = {}
+"""What a library's loop was asked for, if its size can be set from within: kind, size, accumulation and lengths."""
+
+
 def patch(module: ModuleType) -> None:
     """Watch every optimizer of this process from now on."""
     loop = _Loop()
@@ -59,9 +63,9 @@ class _Loop:
         size = os.environ.get(SIZE)
         if self._link is not None:
             described = describe_parameters(parameters)
-            own = {"class_name": "loop", "micro_batch_size": size and int(size), "num_devices": ranks.number}
-            self._link.send({"event": "ready", "kind": "a loop of its own", **own, **described})
-        if size is None:
+            own = {"class_name": "loop", "kind": "a loop of its own", "num_devices": ranks.number}
+            self._link.send({"event": "ready", **own, **described, **asked})
+        if size is None and not asked:
             raise SystemExit(0)  # the trial says what is missing
         clock = self._clock = Clock(parameters[0].device, ranks)
         backward = torch.Tensor.backward

@@ -48,9 +48,10 @@ LONGEST_FOLDER = 70
 """The path of a Unix socket has at most 107 characters."""
 END_SECONDS = 10.0
 POLL_SECONDS = 0.1
+TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP = "it ended before its first optimizer step"
 NO_SIZE = (
-    "its loop is neither transformers' Trainer nor a child of it, so its size cannot be set: put {micro_batch_size} "
+    "its loop is neither transformers' Trainer nor accelerate's, so its size cannot be set: put {micro_batch_size} "
     "where the command takes it"
 )
 
@@ -106,6 +107,7 @@ class CommandProcess:
         self._device = "cpu"
         self._hello: dict[str, Any] = {}
         self._figures: dict[int, dict[str, Any]] = {}
+        self._coming: int | None = None  # the size whose figures this start will tell
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reader: threading.Thread | None = None
         base = command.own_folder or tempfile.gettempdir()
@@ -129,7 +131,12 @@ class CommandProcess:
         """Whether sizes can be asked for."""
         if self._has_ended:
             return False
-        return self._command.has_size or (self._popen is not None and self._popen.poll() is None)
+        return self._restarts or (self._popen is not None and self._popen.poll() is None)
+
+    @property
+    def _restarts(self) -> bool:
+        """Whether each size has a start of its own: the Trainer alone serves several."""
+        return self._command.has_size or self._hello.get("kind") != TRAINER
 
     def ask(self, command: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
         """Return the reply to a command, as that of a custom target's process.
@@ -164,8 +171,8 @@ class CommandProcess:
         return {"dimensions": dict(self._command.tries)}
 
     def _describe(self, until: float) -> dict[str, Any]:
-        if self._command.has_size:
-            self._measure(1, until)
+        own = self._coming or int(self._hello.get("micro_batch_size") or 1)
+        self._figures[own] = self._measure(own, until)  # the first trial of this size takes it
         found = self._hello
         length = max(1, round((found.get("lengths") or {}).get("mean") or 1))
         size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
@@ -179,6 +186,7 @@ class CommandProcess:
             "largest_trainable_bytes": found["largest_trainable_bytes"],
             "seq_length": length,
             "saved_bytes": length,
+            "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
             "micro_batch_size": None if self._command.has_size else size,
         }
@@ -186,17 +194,16 @@ class CommandProcess:
     def _measure(self, size: int, until: float) -> dict[str, Any]:
         if size in self._figures:
             return self._figures.pop(size)
-        if self._command.has_size:
-            self._start(size, until)
-        else:
+        if not self._restarts:
             self._send({"command": "measure", "micro_batch_size": size})
+        elif self._coming != size:
+            self._start(size, until)
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
             raise TrialFailedError(outcome, reply["reason"])
-        if self._command.has_size:
+        if self._restarts:
             self._stop()
-            self._figures[size] = reply
         return reply
 
     def _start(self, size: int | None, until: float) -> None:
@@ -229,8 +236,10 @@ class CommandProcess:
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
         self._hello = self._receive(until)
-        if size is None and self._hello["kind"] == "a loop of its own":
+        if size is None and self._hello["kind"] == OWN_LOOP:
             raise TrialFailedError(Outcome.UNSUPPORTED, NO_SIZE)
+        if self._restarts:
+            self._coming = size or int(self._hello["micro_batch_size"])
 
     def _send(self, message: dict[str, Any]) -> None:
         assert self._line is not None, "the training has said what it is"
@@ -279,7 +288,7 @@ class CommandProcess:
 
     def _stop(self) -> None:
         """End the processes of this start."""
-        popen, self._popen = self._popen, None
+        popen, self._popen, self._coming = self._popen, None, None
         if self._line is not None:
             self._line.close()
         self._line, self._received = None, b""

@@ -30,6 +30,8 @@ from bexp.workers.targets.custom.process import TargetProcess
 
 _log = logging.getLogger(__name__)
 
+PASSES = 3
+"""A backward pass takes twice the operations of the forward pass."""
 OPEN_SECONDS = 150.0
 """The longest that importing, building and describing may take; a profiler that reports has a deadline of 180 s."""
 
@@ -236,7 +238,7 @@ class CustomTarget:
                 num_parameters=parameters,
                 parameter_bytes=introduction["parameter_bytes"],
                 trainable_bytes=trainable,
-                flops_per_token=2.0 * parameters,
+                flops_per_token=self._flops_per_token(introduction),
                 saved_bytes_per_token=saved,
             ),
             output_bytes_per_token=1,
@@ -248,6 +250,13 @@ class CustomTarget:
             batch_size=introduction.get("batch_size"),
             micro_batch_size=introduction.get("micro_batch_size"),
         )
+
+    def _flops_per_token(self, introduction: Mapping[str, Any]) -> float:
+        """Operations of a token's forward pass: those of dense layers, or what the device could do in the seconds."""
+        seconds = introduction.get("seconds_per_token")
+        if seconds is None or self._hardware is None:
+            return 2.0 * float(introduction["num_parameters"])
+        return float(seconds) * max(self._hardware.matmul_flops_per_second.values()) / PASSES
 
 
 def config_of(request: ExplorationRequest) -> dict[str, Any]:

@@ -111,6 +111,20 @@ def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: 
     assert not out.exists()
 
 
+def test_a_loop_of_accelerates_gets_its_size_from_within(commands: Commands) -> None:
+    out = commands.folder / "model"
+    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", str(out))
+    open_(process)
+    first = process.pid
+    described = process.ask("describe", SECONDS)
+    assert (described["batch_size"], described["micro_batch_size"]) == (16, 4)
+    assert measure(process, 4).repeats >= 6, "the first start has measured it"
+    assert not psutil.pid_exists(first)
+    assert process.alive
+    assert measure(process, 16).micro_step_seconds > 0
+    assert not out.exists()
+
+
 def test_a_loop_whose_size_cannot_be_set_says_how_to_name_it(commands: Commands) -> None:
     process = commands(str(SCRIPTS / "with_a_loop.py"), "--output", "model")
     with pytest.raises(TrialFailedError, match=r"put \{micro_batch_size\} where") as caught:

@@ -1,0 +1,54 @@
+"""A loop of accelerate's in a trial: the first loader of data that it prepares gets the size of the trial."""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+
+from bexp.tune.hf_trainer import ACCUMULATION, is_serving
+from bexp.tune.lengths import Lengths, WorstFirst
+from bexp.tune.link import SIZE
+from bexp.tune.own_loop import asked
+
+
+def patch(module: ModuleType) -> None:
+    """Have the next Accelerator that prepares a loader of data prepare one of the trial's size."""
+    prepare = module.Accelerator.prepare
+
+    @wraps(prepare)
+    def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
+        return prepare(self, *(_resized(self, each) for each in given), **named)
+
+    module.Accelerator.prepare = prepare_resized
+
+
+def _resized(accelerator: Any, given: Any) -> Any:
+    """Return a loader of the trial's size for the first loader of a training; anything else as it is."""
+    is_loader = isinstance(given, DataLoader) and given.batch_size is not None
+    if not is_loader or asked or is_serving() or isinstance(given.dataset, IterableDataset):
+        return given
+    lengths = Lengths.of(given.dataset)
+    asked.update(
+        kind="accelerate's loop",
+        micro_batch_size=given.batch_size,
+        grad_accum_steps=accelerator.gradient_accumulation_steps,
+        lengths=lengths.describe(),
+    )
+    accelerator.gradient_accumulation_steps = min(ACCUMULATION, accelerator.gradient_accumulation_steps)
+    size = int(os.environ.get(SIZE) or given.batch_size)
+    is_random = isinstance(given.sampler, RandomSampler)
+    worst = WorstFirst(lengths, size * accelerator.num_processes, 0) if lengths.is_known and is_random else None
+    return DataLoader(
+        given.dataset,
+        batch_size=size,
+        sampler=worst or (None if is_random else given.sampler),
+        shuffle=is_random and worst is None,
+        collate_fn=given.collate_fn,
+        num_workers=given.num_workers,
+        pin_memory=given.pin_memory,
+        drop_last=given.drop_last,
+    )

@@ -1,0 +1,50 @@
+"""The lengths of samples, and the order in which a trial takes them."""
+
+from __future__ import annotations
+
+from itertools import islice
+from typing import Any
+
+import pytest
+
+from bexp.tune.lengths import Lengths, WorstFirst
+
+
+def samples(*lengths: int) -> list[dict[str, list[int]]]:
+    return [{"input_ids": [1] * length} for length in lengths]
+
+
+def test_the_longest_samples_come_first_and_then_all_in_a_fixed_order() -> None:
+    lengths = Lengths.of(samples(5, 9, 2, 7))
+    assert (lengths.is_known, lengths.mean) == (True, 5.75)
+    order = list(WorstFirst(lengths, 2, seed=0))
+    assert order[:2] == [1, 3]
+    assert sorted(order[2:6]) == [0, 1, 2, 3]
+    assert order == list(WorstFirst(lengths, 2, seed=0))
+    assert len(order) == len(WorstFirst(lengths, 2, seed=0)) >= 2 + 8 * 2
+
+
+def test_a_micro_batch_larger_than_the_data_takes_samples_again() -> None:
+    order = list(islice(WorstFirst(Lengths.of(samples(1, 3)), 5, seed=0), 5))
+    assert order == [1, 0, 1, 0, 1]
+
+
+@pytest.mark.parametrize(
+    ("sample", "tokens"),
+    [
+        ({"input_ids": [1, 2], "labels": [1, 2]}, (2,)),
+        ({"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}, (6,)),
+        ({"text": "words"}, ()),
+        ((1, 2), ()),
+    ],
+)
+def test_a_samples_length_is_that_of_its_tokens(sample: Any, tokens: tuple[int, ...]) -> None:
+    lengths = Lengths.of([sample])
+    assert lengths.tokens == tokens
+    assert lengths.describe()["num_samples"] == 1
+
+
+def test_a_stream_has_no_lengths() -> None:
+    lengths = Lengths.of(iter(samples(1)))
+    assert not lengths.is_known
+    assert (lengths.mean, lengths.number) == (1.0, None)

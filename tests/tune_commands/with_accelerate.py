@@ -1,0 +1,35 @@
+"""Trains a tiny network in a loop of accelerate's, which accumulates."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def main() -> None:
+    """Train, and save."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    accelerator = Accelerator(gradient_accumulation_steps=4)
+    model = nn.Sequential(nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 256))
+    optimizer = torch.optim.AdamW(model.parameters())
+    loader = DataLoader(TensorDataset(torch.randn(512, 256)), batch_size=4, shuffle=True)
+    model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
+    for _ in range(100):
+        for (x,) in loader:
+            with accelerator.accumulate(model):
+                accelerator.backward((model(x) - x).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+    options.output.write_text("finished")
+
+
+if __name__ == "__main__":
+    main()
