@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 import shlex
@@ -53,8 +54,10 @@ BatchSize = Annotated[
     ),
 ]
 HIDDEN = "..."
-_SECRET = re.compile(r"token|secret|passw|api[-_]?key|credential", re.IGNORECASE)
-_SECRET_VALUE = re.compile(r"^(hf_|sk-|ghp_|wandb_)|://[^/@\s]+:[^/@\s]+@")
+_NAME = r"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|api[-_]?key|credentials?)"
+_SECRET = re.compile(rf"-*{_NAME}", re.IGNORECASE)
+_SECRET_TEXT = re.compile(rf"(?<![\w.-])(-*{_NAME})=[^\s'\"]+", re.IGNORECASE)
+_SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{3,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
 _PROGRAM = re.compile(r"([^/\s]+?)\.(py|ya?ml|json)$")
 
 
@@ -90,7 +93,7 @@ def tune(
             confidence_target=confidence_target,
             labels=labels,
         )
-        request = _build(command, tried, fields, reference, options.device_kind(device))
+        request = _build(command, tried, batch_size, fields, reference, options.device_kind(device))
         with open_stored() as stored:
             old = None if resume is None else _resumable(stored, resume, request)
             run = LocalRun(request, new_job_id() if old is None else old.id, device, local_target=reference)
@@ -106,15 +109,9 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
     """Return the arguments of a command without those that look like secrets: they are not stored."""
     shown, is_next = [], False
     for argument in command:
-        name, separator, _ = argument.partition("=")
-        if is_next or _SECRET_VALUE.search(argument):
-            shown.append(f"{name}={HIDDEN}" if separator and not is_next else HIDDEN)
-            is_next = False
-        elif name.startswith("-") and _SECRET.search(name):
-            shown.append(f"{name}={HIDDEN}" if separator else argument)
-            is_next = not separator
-        else:
-            shown.append(argument)
+        hidden = _SECRET_VALUE.sub(HIDDEN, _SECRET_TEXT.sub(rf"\1={HIDDEN}", argument))
+        shown.append(HIDDEN if is_next else hidden)
+        is_next = argument.startswith("-") and _SECRET.fullmatch(argument) is not None
     return shown
 
 
@@ -135,9 +132,19 @@ def _described(command: Sequence[str], tries: dict[str, list[Any]], batch_size: 
 
 
 def _build(
-    command: Sequence[str], tries: dict[str, list[Any]], fields: dict[str, Any], reference: str, device_kind: str | None
+    command: Sequence[str],
+    tries: dict[str, list[Any]],
+    batch_size: int | None,
+    fields: dict[str, Any],
+    reference: str,
+    device_kind: str | None,
 ) -> ExplorationRequest:
-    shown: dict[str, Any] = {"command": shlex.join(hide_secrets(command)), **({"tries": tries} if tries else {})}
+    whole = json.dumps([list(command), str(Path.cwd()), batch_size]).encode()
+    shown: dict[str, Any] = {
+        "command": shlex.join(hide_secrets(command)),
+        "digest": hashlib.sha256(whole).hexdigest()[:32],  # tells another command from the same one
+        **({"tries": tries} if tries else {}),
+    }
     document = {"target": name_local_target(reference), "target_config": shown, "device_kind": device_kind}
     return options.build_request(Path("-"), document, fields)
 

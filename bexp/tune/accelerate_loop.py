@@ -7,7 +7,7 @@ from functools import wraps
 from types import ModuleType
 from typing import Any
 
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.hf_trainer import ACCUMULATION, is_serving
 from bexp.tune.lengths import Lengths, WorstFirst
@@ -24,6 +24,8 @@ def patch(module: ModuleType) -> None:
         return prepare(self, *(_resized(self, each) for each in given), **named)
 
     module.Accelerator.prepare = prepare_resized
+    for name in ("save", "save_model", "save_state", "init_trackers", "log", "end_training"):
+        setattr(module.Accelerator, name, lambda *_, **__: None)
 
 
 def _resized(accelerator: Any, given: Any) -> Any:
@@ -40,15 +42,16 @@ def _resized(accelerator: Any, given: Any) -> Any:
     )
     accelerator.gradient_accumulation_steps = min(ACCUMULATION, accelerator.gradient_accumulation_steps)
     size = int(os.environ.get(SIZE) or given.batch_size)
-    is_random = isinstance(given.sampler, RandomSampler)
-    worst = WorstFirst(lengths, size * accelerator.num_processes, 0) if lengths.is_known and is_random else None
+    worst = WorstFirst(lengths, size * accelerator.num_processes, given.sampler) if lengths.is_known else None
     return DataLoader(
         given.dataset,
         batch_size=size,
-        sampler=worst or (None if is_random else given.sampler),
-        shuffle=is_random and worst is None,
+        sampler=worst or given.sampler,
         collate_fn=given.collate_fn,
         num_workers=given.num_workers,
         pin_memory=given.pin_memory,
         drop_last=given.drop_last,
+        worker_init_fn=given.worker_init_fn,
+        persistent_workers=given.persistent_workers,
+        prefetch_factor=given.prefetch_factor,
     )

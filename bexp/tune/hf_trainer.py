@@ -8,6 +8,9 @@ from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
+from torch.utils.data import RandomSampler, SequentialSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
 from bexp.tune.lengths import Lengths, WorstFirst
 from bexp.tune.link import SCRATCH, Link, choice, connect
 from bexp.tune.measuring import Clock, Ranks, describe_parameters, measured
@@ -25,6 +28,7 @@ _OFF = {
     "do_eval": False,
     "include_num_input_tokens_seen": "no",
 }
+_FIXED = ("bf16", "fp16", "tf32", "torch_compile", "fsdp", "fsdp_config", "deepspeed", "use_cpu", "parallelism_config")
 _NEVER = ("save_strategy", "eval_strategy", "logging_strategy")
 
 
@@ -39,15 +43,18 @@ def patch(module: ModuleType) -> None:
 
     @wraps(init)
     def make(self: Any, *given: Any, **named: Any) -> None:
-        for arguments in (*given, *named.values()):
-            if isinstance(arguments, module.TrainingArguments):
-                _prepare(arguments)
+        found = [each for each in (*given, *named.values()) if isinstance(each, module.TrainingArguments)]
+        if not found:
+            found = [module.TrainingArguments(output_dir=os.environ[SCRATCH])]
+            named["args"] = found[0]
+        for arguments in found:
+            _prepare(arguments)
         init(self, *given, **named)
 
     @wraps(train)
     def measure(self: Any, *_: Any, **__: Any) -> None:
         _serve(self, partial(train, self))
-        raise SystemExit(0)
+        os._exit(0)  # what the command does at its end, or if it fails, is not for a trial
 
     trainer.__init__, trainer.train = make, measure
     for name in ("save_model", "push_to_hub", "save_state", "log_metrics", "save_metrics"):
@@ -62,6 +69,8 @@ def _prepare(arguments: Any) -> None:
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
     for name, value in choice().items():
+        if name in _FIXED:
+            raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
         if not hasattr(arguments, name):
             raise CannotSetError(f"TrainingArguments have no '{name}': put {{{name}}} where the command takes it")
         setattr(arguments, name, value)
@@ -109,8 +118,17 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
         reply = measured(partial(measure, int(command["micro_batch_size"])))
         if link is not None:
             link.send(reply)
+        elif reply["outcome"] != "ok":
+            print(f"rank {os.environ.get('RANK')}: {reply['reason']}", flush=True)  # noqa: T201 - the trial reads it
+            os._exit(1)  # the launcher ends the others, which wait for this one
         if reply["outcome"] != "ok":
             return
+
+
+def _worst_first(order: Any, lengths: Lengths, size: int) -> Any:
+    """The Trainer's own order after the longest samples; one that makes whole batches stays as it is."""
+    is_of_samples = isinstance(order, RandomSampler | SequentialSampler | LengthGroupedSampler)
+    return WorstFirst(lengths, size, order) if is_of_samples else order
 
 
 def _next(link: Link | None) -> dict[str, Any] | None:
@@ -147,7 +165,7 @@ def _measure(
     trainer.add_callback(steps)
     trainer.training_step = timed
     if lengths.is_known:
-        trainer._get_train_sampler = lambda *_: WorstFirst(lengths, size * ranks.number, arguments.seed)
+        trainer._get_train_sampler = lambda *given: _worst_first(original(*given), lengths, size * ranks.number)
     trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
     trainer._created_lr_scheduler = False
     try:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
-import torch
 from torch.utils.data import Sampler
 
+WORST_TIMES = 4
+FEWEST_BATCHES = 400
+"""Micro-batches before a loop of the data ends, so that none ends before its steps are timed."""
 MOST_SAMPLES = 20_000
 MOST_SECONDS = 10.0
 """Samples are read until there are so many, or for so long. The longest of the others is then not known."""
@@ -34,7 +37,10 @@ class Lengths:
             return cls((), None)
         tokens, begun = [], time.monotonic()
         for place in range(min(number, MOST_SAMPLES)):
-            length = _length(dataset[place])
+            try:
+                length = _length(dataset[place])
+            except (NotImplementedError, TypeError, KeyError, IndexError):  # a stream that knows how long it is
+                break
             if length is None or time.monotonic() - begun > MOST_SECONDS:
                 break
             tokens.append(length)
@@ -66,23 +72,26 @@ class Lengths:
 
 
 class WorstFirst(Sampler[int]):
-    """The longest `size` samples, then others in random order, again and again."""
+    """The longest micro-batch WORST_TIMES, then the order of another sampler, again and again.
 
-    def __init__(self, lengths: Lengths, size: int, seed: int) -> None:
+    `size` is that of a micro-batch over all processes. With the longest in two optimizer steps, one of them meets the
+    optimizer's state and gradients that have added up.
+    """
+
+    def __init__(self, lengths: Lengths, size: int, order: Collection[int]) -> None:
         self._lengths = lengths
         self._size = size
-        self._seed = seed
+        self._order = order
 
     def __len__(self) -> int:
-        number = len(self._lengths.tokens)
-        return self._size + max(number, 8 * self._size)
+        return WORST_TIMES * self._size + max(len(self._order), FEWEST_BATCHES * self._size)
 
     def __iter__(self) -> Iterator[int]:
-        generator = torch.Generator().manual_seed(self._seed)
-        yield from self._lengths.longest(self._size)
-        left = len(self) - self._size
+        for _ in range(WORST_TIMES):
+            yield from self._lengths.longest(self._size)
+        left = len(self) - WORST_TIMES * self._size
         while left > 0:
-            for place in torch.randperm(len(self._lengths.tokens), generator=generator).tolist()[:left]:
+            for place in islice(iter(self._order), left):
                 yield place
                 left -= 1
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from bexp.out_of_memory import is_out_of_memory
 
-WARM_UP_SECONDS = 0.5
-"""The clock counts after so long, and after the first optimizer step: that has the longest micro-batch."""
+WARM_UP_SECONDS, WARM_UP_STEPS = 0.5, 2
+"""The clock counts after so long, and after these optimizer steps, which have the longest micro-batch."""
 FEWEST_STEPS, MOST_STEPS = 3, 60
 LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 """Steps are timed until there are enough of them for so long."""
@@ -53,6 +53,7 @@ class Clock:
         self._device = torch.device(device)
         self._ranks = ranks
         self._first: float | None = None
+        self._num_steps = 0
         self._began: float | None = None
         self._ended = 0.0
         self._micro_steps: list[float] = []
@@ -83,7 +84,8 @@ class Clock:
         if self._began is not None:
             self._optimizer_steps.append(now - self._ended)
         self._ended = now
-        warm = now - (self._first or now) >= WARM_UP_SECONDS
+        self._num_steps += 1
+        warm = self._num_steps >= WARM_UP_STEPS and now - (self._first or now) >= WARM_UP_SECONDS
         elapsed = 0.0 if self._began is None else now - self._began
         number = len(self._optimizer_steps)
         enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS

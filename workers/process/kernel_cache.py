@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import stat
 import tempfile
 import time
@@ -75,7 +74,7 @@ def shrink_cache(given: Mapping[str, str], most_bytes: int = MOST_BYTES) -> int:
     """Delete the oldest compiled kernels until all together have at most `most_bytes`; return how many.
 
     A library compiles again what it does not find. A folder that `given`, the user's environment, names to a library
-    stays as it is. An entry is a folder that holds files, so that no kernel loses a part of itself.
+    stays as it is. An entry is the files of one folder, so that no kernel loses a part of itself.
     """
     folders = [Path(path) for name, path in kernel_cache(given).items() if name in COMPILED and name not in given]
     entries = sorted(entry for folder in folders for entry in _entries(folder))
@@ -83,7 +82,10 @@ def shrink_cache(given: Mapping[str, str], most_bytes: int = MOST_BYTES) -> int:
     for changed, size, folder in entries:
         if total <= most_bytes or now - changed < KEPT_SECONDS:
             break
-        shutil.rmtree(folder, ignore_errors=True)
+        with contextlib.suppress(OSError):  # another process may use the folder
+            for file in [each for each in folder.iterdir() if not each.is_dir()]:
+                file.unlink()
+            folder.rmdir()
         total -= size
         number += 1
     return number

@@ -16,8 +16,11 @@ from bexp.api.cli.tune import _read_try, hide_secrets, name_command
         (["--wandb_api_key=abc"], ["--wandb_api_key=..."]),
         (["--password", "--x"], ["--password", "..."]),
         (["hf_abcdef"], ["..."]),
-        (["--data=s3://user:pass@host/x"], ["--data=..."]),
-        (["--max_tokens=5"], ["--max_tokens=..."]),
+        (["--data=s3://user:pass@host/x"], ["--data=s3://...@host/x"]),
+        (["--max_tokens=5", "--tokenizer_name", "x"], ["--max_tokens=5", "--tokenizer_name", "x"]),
+        (["env", "HF_TOKEN=hf_abc", "hub_token=zzz"], ["env", "HF_TOKEN=...", "hub_token=..."]),
+        (["wandb.api_key=aaa"], ["wandb.api_key=..."]),
+        (["bash", "-c", "HF_TOKEN=abc python train.py --lr=1"], ["bash", "-c", "HF_TOKEN=... python train.py --lr=1"]),
         (["train.py", "--batch", "4"], ["train.py", "--batch", "4"]),
     ],
 )

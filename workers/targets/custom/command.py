@@ -198,6 +198,8 @@ class CommandProcess:
             self._send({"command": "measure", "micro_batch_size": size})
         elif self._coming != size:
             self._start(size, until)
+            if self._hello["kind"] == TRAINER:  # its size stands in the command, and it waits to be asked all the same
+                self._send({"command": "measure", "micro_batch_size": size})
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
@@ -294,19 +296,20 @@ class CommandProcess:
         self._line, self._received = None, b""
         if popen is None:
             return
+        others: list[psutil.Process] = []
         with suppress(psutil.NoSuchProcess):
             others = psutil.Process(popen.pid).children(recursive=True)
-            with suppress(ProcessLookupError):
-                os.killpg(popen.pid, signal.SIGKILL)
-            for other in others:  # those with a session of their own
-                with suppress(psutil.NoSuchProcess):
-                    other.kill()
+        with suppress(ProcessLookupError):
+            os.killpg(popen.pid, signal.SIGKILL)
+        for other in others:  # those with a session of their own
+            with suppress(psutil.NoSuchProcess):
+                other.kill()
         popen.kill()
         popen.wait(END_SECONDS)
         if self._reader is not None:
             self._reader.join(END_SECONDS)
-        if popen.stdout is not None:
-            popen.stdout.close()
+            if popen.stdout is not None and not self._reader.is_alive():  # else somebody else holds the other end
+                popen.stdout.close()
 
     def _lines(self) -> list[str]:
         lines = [line for line in self._tail if line]
