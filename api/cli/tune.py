@@ -76,9 +76,9 @@ def tune(
 ) -> None:
     """Find the best micro-batch size of a training command, by running a few steps of it at several sizes.
 
-    The batch stays what the command says. Nothing is saved, logged to a tracker, pushed or evaluated. transformers'
-    Trainer and its children are set from within. Any other loop has {micro_batch_size}, and {grad_accum_steps} if it
-    accumulates, where the command takes them.
+    The batch stays what the command says. transformers' Trainer, its children and accelerate's loops are set from
+    within; they save, log and push nothing. Any other loop has {micro_batch_size}, and {grad_accum_steps} if it
+    accumulates, where the command takes them, and does in its first steps what it always does.
 
     Example: bexp tune -- accelerate launch train.py
 

@@ -9,9 +9,9 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bexp.tune.hf_trainer import ACCUMULATION, is_serving
 from bexp.tune.lengths import Lengths, WorstFirst
 from bexp.tune.link import SIZE
+from bexp.tune.measuring import ACCUMULATION, serving
 from bexp.tune.own_loop import asked
 
 
@@ -31,7 +31,7 @@ def patch(module: ModuleType) -> None:
 def _resized(accelerator: Any, given: Any) -> Any:
     """Return a loader of the trial's size for the first loader of a training; anything else as it is."""
     is_loader = isinstance(given, DataLoader) and given.batch_size is not None
-    if not is_loader or asked or is_serving() or isinstance(given.dataset, IterableDataset):
+    if not is_loader or asked or serving or isinstance(given.dataset, IterableDataset):
         return given
     lengths = Lengths.of(given.dataset)
     asked.update(

@@ -11,12 +11,10 @@ from typing import Any
 from torch.utils.data import RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
-from bexp.tune.lengths import Lengths, WorstFirst
+from bexp.tune.lengths import WORST_TIMES, Lengths, WorstFirst
 from bexp.tune.link import SCRATCH, Link, choice, connect
-from bexp.tune.measuring import Clock, Ranks, describe_parameters, measured
+from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 
-ACCUMULATION = 2
-"""Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
 _OFF = {
     "report_to": [],
     "push_to_hub": False,
@@ -85,17 +83,9 @@ def _prepare(arguments: Any) -> None:
     arguments.bexp_asked = asked
 
 
-_serving: list[Any] = []
-
-
-def is_serving() -> bool:
-    """Whether a Trainer of this process measures."""
-    return bool(_serving)
-
-
 def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     """Describe the training, then measure the sizes that the trial asks for, until it ends."""
-    _serving.append(trainer)
+    serving.append(trainer)
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
     size, accumulation = trainer.args.bexp_asked
@@ -145,7 +135,7 @@ def _measure(
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
     trainer.accelerator.gradient_accumulation_steps = ACCUMULATION
-    clock = Clock(arguments.device, ranks)
+    clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:

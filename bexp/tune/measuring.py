@@ -14,11 +14,17 @@ import torch.distributed as dist
 
 from bexp.out_of_memory import is_out_of_memory
 
-WARM_UP_SECONDS, WARM_UP_STEPS = 0.5, 2
-"""The clock counts after so long, and after these optimizer steps, which have the longest micro-batch."""
+ACCUMULATION = 2
+"""Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
+WARM_UP_SECONDS = 0.5
+"""The clock counts after so long, and after the optimizer steps that have the longest micro-batch."""
 FEWEST_STEPS, MOST_STEPS = 3, 60
 LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 """Steps are timed until there are enough of them for so long."""
+
+
+serving: list[Any] = []
+"""The Trainers of this process that measure. No other loop is followed beside one."""
 
 
 class Ranks:
@@ -47,12 +53,13 @@ class Ranks:
 
 
 class Clock:
-    """Times the micro-steps and the optimizer steps of one size, and reads the peak."""
+    """Times the micro-steps and the optimizer steps of one size, and reads the peak; the first steps do not count."""
 
-    def __init__(self, device: torch.device, ranks: Ranks) -> None:
+    def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
         self._device = torch.device(device)
         self._ranks = ranks
         self._first: float | None = None
+        self._warm_up_steps = warm_up_steps
         self._num_steps = 0
         self._began: float | None = None
         self._ended = 0.0
@@ -85,7 +92,7 @@ class Clock:
             self._optimizer_steps.append(now - self._ended)
         self._ended = now
         self._num_steps += 1
-        warm = self._num_steps >= WARM_UP_STEPS and now - (self._first or now) >= WARM_UP_SECONDS
+        warm = self._num_steps >= self._warm_up_steps and now - (self._first or now) >= WARM_UP_SECONDS
         elapsed = 0.0 if self._began is None else now - self._began
         number = len(self._optimizer_steps)
         enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS

@@ -53,10 +53,16 @@ class _Loop:
     def _begin(self, optimizer: Any) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
-        from bexp.tune.hf_trainer import is_serving  # noqa: PLC0415 - needs torch
-        from bexp.tune.measuring import Clock, Ranks, describe_parameters  # noqa: PLC0415 - needs torch
+        from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
+        from bexp.tune.measuring import (  # noqa: PLC0415 - needs torch
+            ACCUMULATION,
+            Clock,
+            Ranks,
+            describe_parameters,
+            serving,
+        )
 
-        if is_serving():
+        if serving:
             return
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._link, ranks = connect(), Ranks()
@@ -67,7 +73,8 @@ class _Loop:
             self._link.send({"event": "ready", **own, **described, **asked})
         if size is None and not asked:
             os._exit(0)  # the trial says what is missing
-        clock = self._clock = Clock(parameters[0].device, ranks)
+        steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
+        clock = self._clock = Clock(parameters[0].device, ranks, steps)
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)

@@ -50,6 +50,6 @@ def default_kernels(request: ExplorationRequest, device_kind: str | None) -> tup
 
 
 def _is_quick(request: ExplorationRequest, device_kind: str | None) -> bool:
-    """Whether only eager code and the library's own loss are explored. On a CPU the rest is hardly faster."""
+    """Whether only eager code and the library's own loss are explored: on a CPU, if asked, and for other targets."""
     is_cpu = "cpu" in (device_kind, request.device_kind)
     return request.quick or is_cpu or request.target_name not in (BEXP, TRANSFORMERS)

@@ -15,7 +15,7 @@ CHILD_DEFAULTS = {
 }
 CPU_DEFAULTS = {
     # glibc returns a large tensor's memory to the kernel, or not, by what the process freed before. Pages that come
-    # back cost up to a quarter of a step, so one size would be faster after another size than by itself.
+    # back cost up to a third of a step, so one size would be faster after another size than by itself.
     "MALLOC_MMAP_MAX_": "0",
     "MALLOC_TRIM_THRESHOLD_": str(2**40),
 }

@@ -34,6 +34,7 @@ from bexp.workers.instruments.failures import TargetKilledError, TrialFailedErro
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
+from bexp.workers.targets.custom.process import last_lines
 
 SUFFIX = ".json:command"
 """What the reference of a command ends with: the file that describes it."""
@@ -282,7 +283,7 @@ class CommandProcess:
         """Raise what the end of the command means."""
         if self._reader is not None:
             self._reader.join(END_SECONDS)
-        output = " | ".join(self._lines())
+        output = " | ".join(last_lines(self._tail, LAST_LINES))
         if status == 0:
             raise TrialFailedError(Outcome.UNSUPPORTED, f"the command is no training: {NO_STEP}{self._last_lines()}")
         ended = classify_exit("the command", status, output, count_kernel_oom_kills() > kills)
@@ -311,12 +312,8 @@ class CommandProcess:
             if popen.stdout is not None and not self._reader.is_alive():  # else somebody else holds the other end
                 popen.stdout.close()
 
-    def _lines(self) -> list[str]:
-        lines = [line for line in self._tail if line]
-        return lines[-1:] if lines and "Error" in lines[-1] else lines[-LAST_LINES:]
-
     def _last_lines(self) -> str:
-        lines = self._lines()
+        lines = last_lines(self._tail, LAST_LINES)
         return f"; its last output: {' | '.join(lines)}" if lines else ""
 
     def _read_output(self, popen: subprocess.Popen[bytes]) -> None:

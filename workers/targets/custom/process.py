@@ -9,6 +9,7 @@ import subprocess
 import threading
 import time
 from collections import deque
+from collections.abc import Iterable
 from contextlib import suppress
 from typing import IO, Any
 
@@ -74,7 +75,7 @@ class TargetProcess:
             raise TrialFailedError(Outcome.TIMED_OUT, reason) from None
         if line is None:
             status = self._ended_status()
-            output = " | ".join(self._lines())
+            output = " | ".join(last_lines(self._tail, LAST_LINES))
             ended = classify_exit("the target's process", status, output, count_kernel_oom_kills() > kills)
             raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
         reply: dict[str, Any] = json.loads(line)
@@ -107,13 +108,8 @@ class TargetProcess:
         assert self._popen.returncode is not None, "it was waited for"
         return self._popen.returncode
 
-    def _lines(self) -> list[str]:
-        """The last lines of output; of a traceback of Python's own, its last line is enough."""
-        lines = [line for line in self._tail if line]
-        return lines[-1:] if lines and "Error" in lines[-1] else lines[-LAST_LINES:]
-
     def _last_lines(self) -> str:
-        lines = self._lines()
+        lines = last_lines(self._tail, LAST_LINES)
         return f"; its last output: {' | '.join(lines)}" if lines else ""
 
     def _read_replies(self) -> None:
@@ -126,6 +122,12 @@ class TargetProcess:
         assert self._popen.stderr is not None
         for line in self._popen.stderr:
             self._tail.append(line.decode(errors="replace").rstrip()[:400])
+
+
+def last_lines(output: Iterable[str], number: int) -> list[str]:
+    """Return the last lines of output; of a traceback of Python's own, its last line is enough."""
+    lines = [line for line in output if line]
+    return lines[-1:] if lines and "Error" in lines[-1] else lines[-number:]
 
 
 def _input(popen: subprocess.Popen[bytes]) -> IO[bytes]:

@@ -111,6 +111,16 @@ def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: 
     assert not out.exists()
 
 
+def test_a_loop_needs_no_transformers(commands: Commands, monkeypatch: pytest.MonkeyPatch) -> None:
+    libraries = commands.folder / "libraries"
+    libraries.mkdir()
+    (libraries / "transformers.py").write_text("raise ImportError('there is none')")
+    monkeypatch.setenv("PYTHONPATH", str(libraries))
+    process = commands(str(SCRIPTS / "with_a_loop.py"), "--batch", "{micro_batch_size}", "--output", "model")
+    open_(process)
+    assert measure(process, 2).repeats >= 6
+
+
 def test_a_loop_of_accelerates_gets_its_size_from_within(commands: Commands) -> None:
     out = commands.folder / "model"
     process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", str(out))
