@@ -307,6 +307,7 @@ class CommandProcess:
                 other.kill()
         popen.kill()
         popen.wait(END_SECONDS)
+        psutil.wait_procs(others, END_SECONDS)  # the next trial needs what they hold
         if self._reader is not None:
             self._reader.join(END_SECONDS)
             if popen.stdout is not None and not self._reader.is_alive():  # else somebody else holds the other end
