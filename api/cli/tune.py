@@ -9,6 +9,7 @@ import shlex
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -116,8 +117,9 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
 
 
 def name_command(command: Sequence[str]) -> str:
-    """Return the name of a command: its script or its file of settings, else its program."""
+    """Return the name of a command: its script, file of settings or module, else its program."""
     found = [match[1] for argument in command if (match := _PROGRAM.search(argument))]
+    found += [name.rpartition(".")[2] for flag, name in pairwise(command) if flag == "-m"]
     return found[0] if found else Path(command[0]).name
 
 

@@ -1,0 +1,96 @@
+"""Texts of real lengths, and the script's own stop-watch."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sysconfig
+import time
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.utils.data import Dataset
+from transformers import TrainerCallback
+
+CHARACTERS = 4
+"""Of a token, as tokenizers of today cut English and code."""
+WARM_UP_STEPS = 2
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every script takes. `--longest N` leaves only the texts of the N micro-batches with the longest ones."""
+    parser.add_argument("--per_device_train_batch_size", type=int, default=4)
+    parser.add_argument("--gradient_accumulation_steps", type=int, default=16)
+    parser.add_argument("--max_steps", type=int, default=-1)
+    parser.add_argument("--longest", type=int)
+    parser.add_argument("--tiny", action="store_true", help="a model that a CPU trains in seconds")
+    parser.add_argument("--output_dir", default="out")
+
+
+@cache
+def real_lengths(longest: int) -> tuple[int, ...]:
+    """Tokens of the files and of the blocks of Python's standard library: many short texts, and a long tail."""
+    folder = Path(sysconfig.get_paths()["stdlib"])
+    texts = [path.read_text(errors="replace") for path in sorted(folder.glob("*.py"))]
+    blocks = [block for text in texts for block in text.split("\n\n\n")]
+    return tuple(min(longest, max(8, len(text) // CHARACTERS)) for text in [*texts, *blocks])
+
+
+class Texts(Dataset[dict[str, Any]]):
+    """Random tokens with the lengths that real texts have."""
+
+    def __init__(self, options: argparse.Namespace, longest: int, vocabulary: int) -> None:
+        self.lengths = list(real_lengths(longest))
+        self._vocabulary = vocabulary
+        if options.longest is not None:
+            self.lengths.sort(reverse=True)
+            del self.lengths[options.longest * options.per_device_train_batch_size :]
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    def __getitem__(self, place: int) -> dict[str, Any]:
+        generator = torch.Generator().manual_seed(place)
+        return {"input_ids": torch.randint(5, self._vocabulary, (self.lengths[place],), generator=generator).tolist()}
+
+
+def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    """Pad a micro-batch to its longest text; padding has no label."""
+    longest = max(len(sample["input_ids"]) for sample in samples)
+    tokens = torch.zeros(len(samples), longest, dtype=torch.long)
+    mask, labels = torch.zeros_like(tokens), torch.full_like(tokens, -100)
+    for row, sample in enumerate(samples):
+        text = torch.tensor(sample["input_ids"])
+        tokens[row, : len(text)] = labels[row, : len(text)] = text
+        mask[row, : len(text)] = 1
+    return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
+
+
+class Watch(TrainerCallback):
+    """Prints samples a second after the first optimizer steps, and the peak of all."""
+
+    def __init__(self, samples: int) -> None:
+        self._samples = samples
+        self._steps = 0
+        self._began = 0.0
+
+    def step(self) -> None:
+        """An optimizer step has ended."""
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._steps += 1
+        if self._steps == WARM_UP_STEPS:
+            self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        """The Trainer's step has ended."""
+        self.step()
+
+    def tell(self) -> None:
+        """Print the figures as the last line."""
+        steps, seconds = self._steps - WARM_UP_STEPS, time.perf_counter() - self._began
+        peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
+        figures = {"samples_per_second": steps * self._samples / seconds if steps > 0 else None, "peak_bytes": peak}
+        print(json.dumps({"steps": self._steps, **figures}), flush=True)

@@ -1,0 +1,156 @@
+"""Holds the answer of `bexp tune` for training commands against sweeps of the same commands.
+
+    python -m benchmarks.tuned_commands --out results/h100-tuned-commands.json
+    python -m benchmarks.tuned_commands plain encoder --tiny --out F
+
+The commands are in `benchmarks/commands`; none of them knows bexp. For each there are, one after the other:
+
+- `tune`: `bexp tune -- COMMAND`, by the clock of whoever waits, with the time of each start of the command;
+- `start_seconds`: the command itself with a single optimizer step;
+- `sweep`: the command itself, with its own stop-watch, at each size that divides its batch, upwards until it runs out of
+  memory; `--rounds` times in turns;
+- `longest`: the command at the answer's size with nothing but the longest texts, 50 micro-batches of them. No 50 of
+  100,000 micro-batches that are drawn from the same texts need more memory.
+
+The file is written after each part. A second start measures what is missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from benchmarks.environment import describe_environment, write_results
+
+BATCHES = {"full": 64, "adapters": 16, "reward": 64, "encoder": 256, "plain": 64}
+"""Sequences of an optimizer step of each command."""
+HAS_OWN_LOOP = ("plain",)
+"""Commands whose size stands in the command."""
+SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
+STEPS = 6
+LONGEST = 50
+OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
+COUNTED = 'date +%s.%N >> "$STARTS"; exec "$@"'
+"""A command that writes down each of its starts."""
+
+Row = dict[str, Any]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure what the file lacks."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned_commands", description=__doc__)
+    parser.add_argument("commands", nargs="*", metavar="NAME")
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
+    parser.add_argument("--tiny", action="store_true", help="tiny models, to try this out")
+    parser.add_argument("--start-until", type=float, default=float("inf"), help="begin no part after these seconds")
+    options = parser.parse_args(arguments)
+    results: Row = json.loads(options.out.read_text()) if options.out.exists() else {"commands": {}}
+    results["environment"] = describe_environment()
+    ends_at = time.monotonic() + options.start_until
+    with tempfile.TemporaryDirectory() as folder:
+        for name in options.commands or BATCHES:
+            row = results["commands"].setdefault(name, {"batch_size": BATCHES[name], "sweep": []})
+            for part, measure in parts(name, row, options, Path(folder)):
+                if time.monotonic() > ends_at:
+                    return 1
+                row[part] = measure()
+                print(f"{name} {part}: {json.dumps(row[part])[:600]}", flush=True)
+                write_results(options.out, results)
+    return 0
+
+
+def parts(
+    name: str, row: Row, options: argparse.Namespace, folder: Path
+) -> Iterator[tuple[str, Callable[[], Any]]]:
+    """Yield the parts that a row lacks, each with the function that measures it."""
+    command = Command(name, row["batch_size"], options, folder)
+    if "tune" not in row:
+        yield "tune", command.tune
+    answer = row["tune"]["micro_batch_size"]
+    if "start_seconds" not in row:
+        yield "start_seconds", lambda: command.run(answer or 1, steps=1)["seconds"]
+    while len(row["sweep"]) < options.rounds:
+        yield "sweep", lambda: [*row["sweep"], command.sweep()]
+    if "longest" not in row and answer is not None:
+        yield "longest", lambda: command.run(answer, steps=LONGEST * answer // row["batch_size"] or 1, longest=True)
+
+
+class Command:
+    """One of the commands, with the batch that it always has."""
+
+    def __init__(self, name: str, batch_size: int, options: argparse.Namespace, folder: Path) -> None:
+        self._name = name
+        self._batch_size = batch_size
+        self._options = options
+        self._folder = folder
+
+    def tune(self) -> Row:
+        """The answer of `bexp tune`, its seconds, and when the command was started."""
+        begun, starts = time.time(), self._folder / "starts"
+        starts.write_text("")
+        database = f"sqlite:///{self._folder}/{self._name}.db"
+        environment = self._environment() | {"BEXP_DATABASE_URL": database, "STARTS": str(starts)}
+        sized = ["--batch-size", str(self._batch_size)] if self._name in HAS_OWN_LOOP else []
+        size = ("{micro_batch_size}", "{grad_accum_steps}") if self._name in HAS_OWN_LOOP else (4, self._batch_size // 4)
+        command = ["sh", "-c", COUNTED, "sh", *self._arguments(*size)]
+        client = [sys.executable, "-m", "bexp.api.cli"]
+        asked = [*client, "tune", "--device", self._options.device, *sized, "--", *command]
+        done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
+        seconds = time.time() - begun
+        best = [*client, "best", "latest", "--json"]
+        said = subprocess.run(best, env=environment, capture_output=True, text=True, check=False)
+        document = json.loads(said.stdout or "{}")
+        return {
+            "micro_batch_size": document.get("micro_batch_size"),
+            "confidence": document.get("confidence"),
+            "seconds": seconds,
+            "starts": [float(line) - begun for line in starts.read_text().splitlines()],
+            "log": done.stdout.splitlines(),
+            "errors": done.stderr.splitlines()[-20:],
+        }
+
+    def sweep(self) -> list[Row]:
+        """One run at each size that divides the batch, upwards until it runs out of memory."""
+        runs: list[Row] = []
+        for size in SIZES:
+            if self._batch_size % size == 0 and not (runs and runs[-1]["samples_per_second"] is None):
+                runs.append(self.run(size, steps=STEPS))
+        return runs
+
+    def run(self, size: int, *, steps: int, longest: bool = False) -> Row:
+        """Run the command itself."""
+        more = ["--max_steps", str(steps), *(["--longest", str(LONGEST)] if longest else [])]
+        begun = time.perf_counter()
+        asked = [*self._arguments(size, self._batch_size // size), *more]
+        done = subprocess.run(asked, env=self._environment(), capture_output=True, text=True, check=False)
+        figures: Row = {"micro_batch_size": size, "seconds": time.perf_counter() - begun, "samples_per_second": None}
+        if done.returncode == 0:
+            return figures | json.loads(done.stdout.splitlines()[-1])
+        if not any(text in done.stderr for text in OUT_OF_MEMORY):
+            raise RuntimeError(done.stderr[-2000:])
+        return figures | {"failed": "out of memory"}
+
+    def _arguments(self, size: object, accumulation: object) -> list[str]:
+        tiny = ["--tiny"] if self._options.tiny else []
+        script = [sys.executable, "-m", f"benchmarks.commands.{self._name}", *tiny]
+        script += ["--output_dir", str(self._folder / "out")]
+        sizes = ["--per_device_train_batch_size", str(size), "--gradient_accumulation_steps", str(accumulation)]
+        return [*script, *sizes]
+
+    def _environment(self) -> dict[str, str]:
+        found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
+        return found | ({"CUDA_VISIBLE_DEVICES": ""} if self._options.device == "cpu" else {})
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
