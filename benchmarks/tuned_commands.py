@@ -109,7 +109,7 @@ class Command:
         seconds = time.time() - begun
         best = [*client, "best", "latest", "--json"]
         said = subprocess.run(best, env=environment, capture_output=True, text=True, check=False)
-        document = json.loads(said.stdout or "{}")
+        document = json.loads(said.stdout or "{}").get("job", {})
         return {
             "micro_batch_size": document.get("micro_batch_size"),
             "confidence": document.get("confidence"),
