@@ -60,6 +60,18 @@ class BackEnd(NamedTuple):
         """The same kernels without the compiler."""
         return self._replace(compiled=False)
 
+    @property
+    def fusing(self) -> str | None:
+        """What fuses small operations: the compiler or liger's kernels; None if they run one by one."""
+        if self.compiled:
+            return COMPILED
+        return Kernels.LIGER.value if self.liger else None
+
+    @property
+    def unfused(self) -> BackEnd:
+        """The same kernels of attention and experts, and nothing fused around them."""
+        return self._replace(liger=False, compiled=False)
+
     def __str__(self) -> str:
         """Return the text that recordings contain."""
         how = (Kernels.LIGER.value if self.liger else None, COMPILED if self.compiled else None)

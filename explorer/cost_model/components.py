@@ -202,6 +202,11 @@ class Component(Frozen):
         return self.backend is not None and self.backend.compiled
 
     @property
+    def is_fused(self) -> bool:
+        """Whether its small operations are fused where others' are not: by the compiler, or by liger's kernels."""
+        return self.backend is not None and self.backend.fusing is not None
+
+    @property
     def variant(self) -> tuple[int | None, float | None]:
         """What it names of the model variant that it is for, because its work depends on it."""
         return self.num_query_groups, self.capacity_factor

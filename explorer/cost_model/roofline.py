@@ -54,8 +54,11 @@ LEAST_SECONDS = 2e-6
 
 Without them, a block at a small size would look inefficient, and so would other back ends at every size.
 """
-COMPILED_DEVICE_SHARE, COMPILED_HOST_SHARE = 0.9, 0.5
-"""First guesses of what compiled code takes of the device's and the host's seconds of eager code."""
+FUSED_DEVICE_SHARE, FUSED_HOST_SHARE = 0.75, 0.7
+"""First guesses of what code with fused operations takes of the device's and the host's seconds of eager code.
+
+Four models of the library on an H100 take 0.46 to 0.74 of the device's (benchmarks/results/h100-default-explorations.json).
+"""
 LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
 """A first guess of the bandwidth between devices, each way, which is measured before all else.
 
@@ -80,9 +83,9 @@ def predict_component_seconds(
     """Return the seconds of one component on `hardware`: the roofline's, and LEAST_SECONDS for each operation."""
     predicted = roofline_seconds(component, model, request, hardware)
     device = predicted.device + LEAST_SECONDS * predicted.num_operations
-    if not component.is_compiled:
+    if not component.is_fused:
         return replace(predicted, device=device)
-    return replace(predicted, device=COMPILED_DEVICE_SHARE * device, host=COMPILED_HOST_SHARE * predicted.host)
+    return replace(predicted, device=FUSED_DEVICE_SHARE * device, host=FUSED_HOST_SHARE * predicted.host)
 
 
 def roofline_seconds(

@@ -88,10 +88,10 @@ def test_what_compiling_gains_is_shared_over_sizes_and_back_ends() -> None:
         attention(1, backend="cudnn+compiled"),
     )
     found = Covariance.of([eager, compiled, other])
-    own = 0.2**2 * fixed(1)  # compiled code has fixed costs of its own
-    assert found.level[1, 1] == pytest.approx(level(attention(1))[0, 0] + 0.25**2 + 0.05**2 + own)
+    shared = 0.35**2 + 0.06**2 + 0.2**2 * fixed(1)  # what fusing gains, the compiler's part, and fixed costs
+    assert found.level[1, 1] == pytest.approx(level(attention(1))[0, 0] + shared + 0.04**2)
     assert found.level[0, 1] == pytest.approx(level(eager, attention(1))[0, 1])
-    assert found.level[1, 2] == pytest.approx(level(attention(1), attention(1, backend="cudnn"))[0, 1] + 0.25**2 + own)
+    assert found.level[1, 2] == pytest.approx(level(attention(1), attention(1, backend="cudnn"))[0, 1] + shared)
     assert found.curve[0, 1] == pytest.approx(0.9 * np.exp(-0.5))
     assert found.curve[1, 2] == 0
 
@@ -103,3 +103,26 @@ def test_a_block_without_kernels_of_a_choice_is_the_same_back_end_compiled_or_no
     assert compiled.key == "dense_ffn(m=4,compiled)"
     found = level(plain, compiled)
     assert found[0, 1] == pytest.approx(found[0, 0])
+
+
+def layer(backend: str, size: int = 1) -> Component:
+    return Component.model_validate(
+        {"kind": "layer", "part": "DecoderLayer", "micro_batch_size": size, "backend": backend}
+    )
+
+
+def test_attention_of_a_layer_is_shared_over_its_experts_and_the_reverse() -> None:
+    found = level(layer("sdpa+fused"), layer("sdpa+grouped_mm"), layer("flash+fused"), layer("flash+grouped_mm"))
+    apart = found[0, 3]
+    assert found[0, 1] == pytest.approx(apart + 0.1**2)
+    assert found[0, 2] == pytest.approx(apart + 0.25**2)
+    kernels_own = 0.01**2 + 0.04**2 + 0.5**2 * fixed(1)  # together, of the mode, and fixed costs of the back end
+    assert found[0, 0] == pytest.approx(apart + 0.1**2 + 0.25**2 + kernels_own)
+
+
+def test_what_ligers_kernels_gain_says_what_the_compiler_gains() -> None:
+    plain, liger, compiled = layer("sdpa"), layer("sdpa+liger"), layer("sdpa+compiled")
+    found = level(plain, liger, compiled)
+    gained = found[1, 1] - found[0, 0]
+    assert gained == pytest.approx(0.35**2 + 0.06**2 + 0.04**2 + 0.2**2 * fixed(1))
+    assert found[1, 2] - found[0, 1] == pytest.approx(gained - 0.06**2), "all but the way of fusing"
