@@ -2,8 +2,8 @@
 
     python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
 
-Starts one worker on a new SQLite database and waits until it is ready. Then it submits each configuration when the one
-before has ended, and follows its events as any command does. All seconds are those of the submitter: from just before
+Starts one worker on a new SQLite database and waits until it is ready. Then it submits each configuration a few seconds
+after the one before has ended, and follows its events as any command does. All seconds are those of the submitter: from just before
 the submission until the event was read. The worker keeps a profiler process ready for the next
 job, as it does in a service. `process_start` and `queue` say how long a job had to wait. A configuration measures
 everything itself, unless it says `fresh: false`: then it starts from what the ones before it learnt.
@@ -41,6 +41,8 @@ SURE = 90
 
 WARM_SECONDS = 40.0
 """How long a worker is idle before the first job. It imports libraries meanwhile and builds the kernels of checks."""
+IDLE_SECONDS = 15.0
+"""How long it is idle before every other job: nobody submits the next one in the moment in which the last has ended."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -56,6 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
     )
     parser.add_argument("--warm-seconds", type=float, default=WARM_SECONDS, help="idle seconds before the first job")
+    parser.add_argument("--idle-seconds", type=float, default=IDLE_SECONDS, help="idle seconds before every other job")
     parser.add_argument("--resume", action="store_true", help="keep the runs in --out, and leave out those names")
     options = parser.parse_args(arguments)
     runs: list[dict[str, Any]] = []
@@ -78,6 +81,7 @@ def main(arguments: list[str] | None = None) -> int:
                     if options.max_seconds is not None:
                         document["budget"] = (document.get("budget") or {}) | {"max_seconds": options.max_seconds}
                     request = parse_request({"fresh": True, **document}).model_copy(update={"seed": seed})
+                    time.sleep(options.idle_seconds if runs else 0.0)
                     runs.append(explore(stored, path.stem, request))
                     results = {"environment": describe_environment(), "hardware": runs[0]["hardware"], "runs": runs}
                     results["kernels"] = kernels_digest()

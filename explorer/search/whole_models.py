@@ -32,6 +32,11 @@ NEGLIGIBLE = 0.02
 CONSIDERABLE = 0.1
 """Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
 """
+RUN_WORTH = 0.5
+"""The gain that a runner-up's whole model must promise, as a share of what its seconds are worth to the compiler.
+
+It is less, because a whole model also makes the answer surer.
+"""
 SHARE = 1 / 3
 """Share of a variant's seconds that its whole models have, after the first that ran well.
 
@@ -109,7 +114,7 @@ class WholeModels:
         rival = find_runner_up(posterior)
         least = CONSIDERABLE if self._is_compared(best) else NEGLIGIBLE
         if rival is not None:
-            least = max(least, worth(posterior.whole_compiling_seconds(rival.row)))
+            least = max(least, RUN_WORTH * worth(posterior.whole_model_seconds(rival.row)))
         if rival is None or rival.gain < least * posterior.request.tolerance:
             return self._above_limit()
         if not self._has_time(rival.row):

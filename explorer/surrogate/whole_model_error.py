@@ -65,11 +65,13 @@ COMMON_STD = {"cuda": 0.03, "cpu": 0.10}
 
 It is wide beside the others, so that an error of all candidates is not taken for an error of one.
 """
-REPLAY_STD = 0.003
+REPLAY_STD = 0.002
 """Standard deviation of the part that all candidates with CUDA graphs share.
 
 A replay has the same kernels with the same blocks' seconds. It leaves out the gaps between kernels, of about a
-microsecond each where the device sets the pace: below 1% of kernels that take 100 to 300 us.
+microsecond each where the device sets the pace. Three pairs of whole models with the same compiled code, with and
+without graphs, differ by -1.3, -0.1 and +0.6% (benchmarks/results/h100-default-explorations.json), which is what single
+runs differ by.
 """
 COMPILED_STD = 0.012
 """Standard deviation of the part that all candidates with compiled layers share.

@@ -18,6 +18,7 @@ from bexp.kernels.shapes import AttentionShape, ExpertsShape
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.gpu_processes import GpuProcessMonitor
 from bexp.workers.devices.discovery import open_gpu
+from bexp.workers.instruments.compilation import start_compiler
 from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
 from bexp.workers.instruments.failures import is_poisoned
 from bexp.workers.process.protocol import Command, Hello, Open, Refused
@@ -63,11 +64,12 @@ def do_until_asked(commands: CommandQueue, steps: Iterable[Callable[[], object]]
 
 
 def kernel_checks(device: torch.device) -> Iterator[Callable[[], object]]:
-    """The checks of all back ends, each of which builds the kernels that it runs."""
+    """The checks of all back ends, each of which builds the kernels that it runs; then the start of the compiler."""
     for shape in ATTENTION:
         yield partial(attention_support, shape, device)
     for backend in expert_backends():
         yield partial(backend.unsupported_reason, EXPERTS, device)
+    yield partial(start_compiler, device)
 
 
 IDLE_SECONDS = 1.0

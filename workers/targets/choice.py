@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from importlib import import_module
 from pathlib import Path
+
+import torch
 
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
@@ -27,6 +29,8 @@ _NEEDED_BY = {
     ),
 }
 """The modules that a target is made of. The process of a target of somebody else imports its own."""
+_NEEDED_ON_GPUS = (("torch._inductor.compile_fx",), ("liger_kernel.transformers.monkey_patch",))
+"""What compiled candidates and those with liger's kernels need, which are explored on GPUs unless a request says not."""
 
 
 def open_target(request: ExplorationRequest, instruments: Instruments) -> ProfiledTarget | WholeTarget:
@@ -55,6 +59,8 @@ def target_imports() -> Iterator[Callable[[], None]]:
     """Yield the imports of what a job may need. Each takes up to seconds the first time."""
     for name in _NEEDED_BY:
         yield partial(import_target, name)
+    for modules in _NEEDED_ON_GPUS if torch.version.cuda is not None else ():
+        yield partial(_import_all, modules)
 
 
 def import_target(name: str) -> None:
@@ -62,8 +68,12 @@ def import_target(name: str) -> None:
 
     Nothing happens where a library is missing or broken, in whatever way, because the job itself says so.
     """
+    _import_all(_NEEDED_BY.get(name, ()))
+
+
+def _import_all(modules: Iterable[str]) -> None:
     with suppress(Exception):
-        for module in _NEEDED_BY.get(name, ()):
+        for module in modules:
             import_module(module)
 
 

@@ -109,8 +109,14 @@ def test_a_library_that_is_broken_in_any_way_does_not_end_an_idle_process(monkey
     preparation.do_until_asked(commands(), choice.target_imports())
 
 
-def test_the_checks_are_those_of_every_back_end() -> None:
+def test_the_checks_are_those_of_every_back_end_and_the_last_one_starts_the_compiler(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    started: list[torch.device] = []
+    monkeypatch.setattr(preparation, "start_compiler", started.append)
     checks = list(preparation.kernel_checks(torch.device("cpu")))
     for check in checks:
+        assert not started
         check()
-    assert len(checks) == len(preparation.ATTENTION) + len(expert_backends())
+    assert len(checks) == len(preparation.ATTENTION) + len(expert_backends()) + 1
+    assert started == [torch.device("cpu")]

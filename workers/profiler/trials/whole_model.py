@@ -35,7 +35,8 @@ MIN_STEPS = 3
 MAX_STEPS = 10
 MAX_MESH_STEPS = 30
 """Steps of several ranks, each with a host of its own, vary more."""
-TIMED_SECONDS = 3.0
+TIMED_SECONDS = {"cuda": 1.5, "cpu": 3.0}
+"""Steps are timed for so long. On a GPU two runs of a model differ by more than the steps of one run of this length."""
 
 
 def _step_seconds(instruments: Instruments, training: _Stepped) -> float:
@@ -182,7 +183,7 @@ def _run(
             training.step()  # without the meter, which prevents compilation
             step_seconds = _step_seconds(instruments, training)
     (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
-    num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(TIMED_SECONDS / step_seconds)))
+    num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(TIMED_SECONDS[instruments.device.type] / step_seconds)))
     with clock.phase("timed"), instruments.monitor.watch() as watch, collector_paused():
         marks = []
         for _ in range(num_steps):
