@@ -3,10 +3,10 @@
     python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
 
 Starts one worker on a new SQLite database and waits until it is ready. Then it submits each configuration a few seconds
-after the one before has ended, and follows its events as any command does. All seconds are those of the submitter: from just before
-the submission until the event was read. The worker keeps a profiler process ready for the next
-job, as it does in a service. `process_start` and `queue` say how long a job had to wait. A configuration measures
-everything itself, unless it says `fresh: false`: then it starts from what the ones before it learnt.
+after the one before has ended, and follows its events as any command does. All seconds are those of the submitter: from
+just before the submission until the event was read. The worker keeps a profiler process ready for the next job, as it
+does in a service. `process_start` and `queue` say how long a job had to wait. A configuration measures everything
+itself, unless it says `fresh: false`: then it starts from what the ones before it learnt.
 """
 
 from __future__ import annotations

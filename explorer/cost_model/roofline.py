@@ -57,7 +57,8 @@ Without them, a block at a small size would look inefficient, and so would other
 FUSED_DEVICE_SHARE, FUSED_HOST_SHARE = 0.75, 0.7
 """First guesses of what code with fused operations takes of the device's and the host's seconds of eager code.
 
-Four models of the library on an H100 take 0.46 to 0.74 of the device's (benchmarks/results/h100-default-explorations.json).
+Four models of the library on an H100 take 0.46 to 0.74 of the device's
+(benchmarks/results/h100-default-explorations.json).
 """
 LINK_BYTES_PER_SECOND = {"cuda": 2e11, "cpu": 1e9}
 """A first guess of the bandwidth between devices, each way, which is measured before all else.

@@ -30,7 +30,7 @@ _NEEDED_BY = {
 }
 """The modules that a target is made of. The process of a target of somebody else imports its own."""
 _NEEDED_ON_GPUS = (("torch._inductor.compile_fx",), ("liger_kernel.transformers.monkey_patch",))
-"""What compiled candidates and those with liger's kernels need, which are explored on GPUs unless a request says not."""
+"""What compiled candidates and those with liger's kernels need. Both are explored on GPUs by default."""
 
 
 def open_target(request: ExplorationRequest, instruments: Instruments) -> ProfiledTarget | WholeTarget:

@@ -183,7 +183,8 @@ def _run(
             training.step()  # without the meter, which prevents compilation
             step_seconds = _step_seconds(instruments, training)
     (step_seconds,) = instruments.rank_group.all_reduce_max(step_seconds)
-    num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(TIMED_SECONDS[instruments.device.type] / step_seconds)))
+    timed_seconds = TIMED_SECONDS[instruments.device.type]
+    num_steps = 1 if is_long else max(MIN_STEPS, min(most_steps, int(timed_seconds / step_seconds)))
     with clock.phase("timed"), instruments.monitor.watch() as watch, collector_paused():
         marks = []
         for _ in range(num_steps):
