@@ -8,7 +8,7 @@ For each configuration there is an exploration with the target `transformers` th
 gets its best size, among those that divide the batch that the exploration was asked about:
 
 - `unchanged`: the Trainer alone, with gradient checkpointing where that is faster.
-- `compiled`: its own `torch_compile`, if the exploration was asked to compile.
+- `compiled`: its own `torch_compile`, unless the exploration was asked for eager code or for padded batches.
 - `liger`: its `use_liger_kernel`; with `torch_compile`, too, where `compiled` runs. The faster one remains.
 - `recommended`: what the README does with the answer, at the answer's size.
 - `stock`: the recommended candidate without kernels or tiles of this project, if it has any.

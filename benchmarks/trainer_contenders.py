@@ -33,10 +33,10 @@ def document_of(row: Run, candidate: Run) -> Run:
 
 def variants_of(row: Run) -> dict[str, list[Run]]:
     """The variants of each contender whose size is to be found, without their sizes."""
-    compiles = any(field in row["fields"] for field in ("execution=compile", "execution=explore"))
+    is_eager = any(field in {"execution=eager", "quick=true"} or field.startswith("padding=") for field in row["fields"])
     liger = {"use_liger_kernel": True}
     contenders: dict[str, list[Run]] = {"unchanged": [{}, {"gradient_checkpointing": True}], "liger": [liger]}
-    if compiles:
+    if not is_eager:
         contenders["compiled"] = [{"torch_compile": True}]
         contenders["liger"].append({**liger, "torch_compile": True})
     if (run := answered(row)) is not None:
