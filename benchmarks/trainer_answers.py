@@ -29,7 +29,8 @@ from benchmarks.environment import describe_commit, describe_environment, write_
 from benchmarks.recorded_candidates import compose
 from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import SearchTruth, read_truth
-from benchmarks.unseen.world import draw_truth
+from benchmarks.unseen.device import UnseenDevice
+from benchmarks.unseen.truth import draw_truth
 from bexp.explorer.cost_model.composition import Floats, required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.exports.choice import choose
@@ -120,7 +121,7 @@ def answer_for_trainer(seed: int, name: TrainerName) -> AnswerForTrainer | None:
     if np.count_nonzero(truth.tokens_C) < FEWEST:
         return None
     clock = VirtualClock()
-    found = search(truth, truth.device(seed, clock), clock, seed)
+    found = search(truth, UnseenDevice(truth, seed, clock), clock, seed)
     if found is None:
         return None
     request, known = found.source.request, found.recommendation

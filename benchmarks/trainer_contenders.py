@@ -33,7 +33,8 @@ def document_of(row: Run, candidate: Run) -> Run:
 
 def variants_of(row: Run) -> dict[str, list[Run]]:
     """The variants of each contender whose size is to be found, without their sizes."""
-    is_eager = any(field in {"execution=eager", "quick=true"} or field.startswith("padding=") for field in row["fields"])
+    eager = ("execution=eager", "quick=true", "padding=left", "padding=right")
+    is_eager = any(field in eager for field in row["fields"])
     liger = {"use_liger_kernel": True}
     contenders: dict[str, list[Run]] = {"unchanged": [{}, {"gradient_checkpointing": True}], "liger": [liger]}
     if not is_eager:

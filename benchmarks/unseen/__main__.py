@@ -4,7 +4,7 @@
     python -m benchmarks.unseen --gate [reached]
 
 Each seed is a device and a model of its own (`benchmarks.unseen.kernels`, `benchmarks.unseen.models`), with noise,
-drift, outliers and errors of composition and memory (`benchmarks.unseen.world`). The results name the commit, so that
+drift, outliers and errors of composition and memory (`benchmarks.unseen.truth`). The results name the commit, so that
 seeds can be seen to be newer than the code. The gate searches on a fixed set and fails if a figure is worse than its
 limit: what is wanted, or with `reached` what the search has reached.
 """

@@ -2,11 +2,12 @@
 
     python -m benchmarks.unseen.executions --seed-range FIRST END --out F
 
-Each device is searched with `execution: eager` and with a choice, in two spaces: the drawn one, and one of the three
-smallest micro-batch sizes with a single value of everything else. The choice is with CUDA graphs, or with all
-executions. Graphs have the components of eager code, so that they cost whole models alone. Compiled code has
-components of its own, and each takes 4 to 20 s to compile. The cost is the device seconds of all searches together,
-compilation and whole models included, as a multiple of those without the choice.
+Each device is searched with `execution: eager` and with a choice, in three spaces: the drawn one, one of the three
+smallest micro-batch sizes with a single value of everything else, and that of a model of a library
+(`benchmarks.unseen.library`), whose choice is the default of a GPU: its losses and kernels, too. The choice is with
+CUDA graphs, or with all executions. Graphs have the components of eager code, so that they cost whole models alone.
+Compiled code has components of its own, and each takes 4 to 20 s to compile. The cost is the device seconds of all
+searches together, compilation and whole models included, as a multiple of those without the choice.
 """
 
 from __future__ import annotations
@@ -27,13 +28,17 @@ import numpy as np
 from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.replay.calibration import CONFIDENT
 from benchmarks.replay.runs import Run, search
-from benchmarks.unseen.world import UnseenTruth, draw_truth
+from benchmarks.unseen.device import UnseenDevice
+from benchmarks.unseen.library import draw_library_truth
+from benchmarks.unseen.truth import UnseenTruth, draw_truth
 from bexp.explorer.spec.execution import Execution
 from bexp.workers.replay.device import VirtualClock
 
-SPACES = {"drawn": None, "three sizes": 3}
-"""Spaces by name, with the number of their micro-batch sizes; None leaves the space as it was drawn."""
+SIZES = {"drawn": None, "three sizes": 3}
+"""Drawn spaces by name, with the number of their micro-batch sizes; None leaves the space as it was drawn."""
+LIBRARY = "library"
 CHOICES: dict[str, tuple[Execution, ...]] = {"graphs": (Execution.EAGER, Execution.GRAPH), "all": tuple(Execution)}
+RUNS = [*((space, choice) for choice in CHOICES for space in SIZES), (LIBRARY, "all")]
 MOST_TIMES = 1.3
 """What a choice with graphs may cost."""
 
@@ -58,7 +63,7 @@ class ExecutionRun:
 
 def compare(seed: int, space: str, choice: str) -> ExecutionRun:
     """Search on the device of a seed without and with a choice of executions."""
-    (eager, without), (all_of, chosen) = _search(seed, space, None), _search(seed, space, CHOICES[choice])
+    (eager, without), (all_of, chosen) = _search(seed, space, None), _search(seed, space, choice)
     return ExecutionRun(
         seed,
         space,
@@ -71,9 +76,13 @@ def compare(seed: int, space: str, choice: str) -> ExecutionRun:
     )
 
 
-def _search(seed: int, space: str, executions: Sequence[Execution] | None) -> tuple[UnseenTruth, Run]:
-    truth, clock = draw_truth(seed, executions=executions, num_sizes=SPACES[space]), VirtualClock()
-    return truth, search(truth, seed, truth.device(seed, clock), clock)
+def _search(seed: int, space: str, choice: str | None) -> tuple[UnseenTruth, Run]:
+    if space == LIBRARY:
+        truth = draw_library_truth(seed, quick=choice is None)
+    else:
+        truth = draw_truth(seed, executions=None if choice is None else CHOICES[choice], num_sizes=SIZES[space])
+    clock = VirtualClock()
+    return truth, search(truth, seed, UnseenDevice(truth, seed, clock), clock)
 
 
 def summarize(runs: Sequence[ExecutionRun]) -> dict[str, Any]:
@@ -120,7 +129,7 @@ def main(arguments: list[str] | None = None) -> int:
     if not 0 <= first < end:
         parser.error("--seed-range needs a first seed of at least 0, and an end above it")
     os.environ |= {name: os.environ.get(name, "1") for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS")}
-    tasks = [(seed, space, choice) for choice in CHOICES for space in SPACES for seed in range(first, end)]
+    tasks = [(seed, space, choice) for space, choice in RUNS for seed in range(first, end)]
     with ProcessPoolExecutor(options.processes, mp_context=get_context("spawn")) as pool:
         runs = list(pool.map(compare, *zip(*tasks, strict=True), chunksize=5))
     spaces = summarize(runs)

@@ -12,7 +12,8 @@ from pathlib import Path
 
 from benchmarks.replay.calibration import CONFIDENT
 from benchmarks.replay.runs import Line, search
-from benchmarks.unseen.world import draw_truth
+from benchmarks.unseen.device import UnseenDevice
+from benchmarks.unseen.truth import draw_truth
 from bexp.workers.replay.device import VirtualClock
 
 CHUNK = 5
@@ -54,7 +55,7 @@ class UnseenRun:
 def run_search(seed: int) -> UnseenRun:
     """Search on the device of one seed."""
     truth, clock = draw_truth(seed), VirtualClock()
-    device = truth.device(seed, clock)
+    device = UnseenDevice(truth, seed, clock)
     run = search(truth, seed, device, clock)
     recommended = next((c for c in truth.table.candidates if c.describe() == run.candidate), None)
     return UnseenRun(

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.trainer_answers import answer_for_trainer, exports_of_table, for_trainer
-from benchmarks.unseen.world import draw_truth
+from benchmarks.unseen.truth import draw_truth
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 
 SEED = 8000001

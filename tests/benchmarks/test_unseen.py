@@ -11,13 +11,15 @@ import pytest
 from benchmarks.replay.runs import Line
 from benchmarks.unseen import searches
 from benchmarks.unseen.__main__ import main
+from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.draws import Draws
 from benchmarks.unseen.executions import CHOICES, MOST_TIMES, ExecutionRun, compare
 from benchmarks.unseen.executions import summarize as summarize_executions
 from benchmarks.unseen.figures import GATE, misses, summarize
 from benchmarks.unseen.kernels import Kernels
+from benchmarks.unseen.library import draw_library_truth
 from benchmarks.unseen.searches import UnseenRun, run_search, run_searches
-from benchmarks.unseen.world import UnseenTruth, draw_truth
+from benchmarks.unseen.truth import UnseenTruth, draw_truth
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.execution import Execution
@@ -41,7 +43,7 @@ def measure(truth: UnseenTruth, row: int, kind: TrialKind, seed: int = 0, number
         components=truth.table.decompositions[row].components if kind is TrialKind.COMPONENTS else (),
         timeout_seconds=60,
     )
-    return truth.device(seed, VirtualClock())(task)
+    return UnseenDevice(truth, seed, VirtualClock())(task)
 
 
 def test_everything_follows_from_the_seed(truth: UnseenTruth) -> None:
@@ -204,3 +206,29 @@ def test_an_empty_range_of_seeds_is_refused(capsys: pytest.CaptureFixture[str]) 
     with pytest.raises(SystemExit):
         main(["--seed-range", "5", "5"])
     assert "above it" in capsys.readouterr().err
+
+
+def test_a_model_of_a_library_is_explored_as_a_gpu_does_by_default() -> None:
+    quick, default = draw_library_truth(3, quick=True), draw_library_truth(3)
+    assert {c.execution for c in quick.table.candidates} == {None}
+    assert {c.execution for c in default.table.candidates} == set(Execution)
+    assert {c.loss for c in default.table.candidates} == {"library", "chunked", "liger"}
+    assert quick.best <= default.best, "the choice contains eager code"
+    column = {c.key: k for k, c in enumerate(default.table.components)}
+    shared = [(c.key, k) for k, c in enumerate(quick.table.components) if c.key in column]
+    assert shared, "eager code has the same layers in both"
+    assert all(default.device_K[column[key]] == quick.device_K[k] for key, k in shared)
+
+
+def test_fused_operations_make_layers_faster_and_losses_differ() -> None:
+    default = draw_library_truth(3)
+    seconds = {c.key: default.device_K[k] for k, c in enumerate(default.table.components)}
+    layers = [key for key in seconds if key.startswith("layer") and "compiled" in key]
+    assert layers
+    assert all(seconds[key] < seconds[key.replace("+compiled", "")] for key in layers)
+
+
+def test_the_default_of_a_gpu_gains_on_a_model_of_a_library() -> None:
+    found = compare(5, "library", "all")
+    assert found.gain > 1.0
+    assert found.regret[1] < 0.03, "5 is no seed of particular luck: see replay-executions.json for many"
