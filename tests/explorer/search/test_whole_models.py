@@ -316,11 +316,16 @@ def test_the_confidence_falls_where_runs_of_one_whole_model_differ_widely() -> N
 
 
 @pytest.mark.parametrize("finder", ["find_runner_up", "find_above_limit"])
-@pytest.mark.parametrize(("gain", "is_run"), [(0.00019, False), (0.00021, True), (0.004, True)])
+@pytest.mark.parametrize(("share", "is_run"), [(0.95, False), (1.05, True), (20.0, True)])
+@pytest.mark.parametrize("seconds", [1.0, 30.0])
 def test_a_rival_is_run_if_its_expected_gain_is_worth_it(
-    monkeypatch: pytest.MonkeyPatch, gain: float, is_run: bool, finder: str
+    monkeypatch: pytest.MonkeyPatch, share: float, is_run: bool, seconds: float, finder: str
 ) -> None:
+    """Worth it are 0.02% where the tolerance is 1%, and for a runner-up 0.005% for each of its seconds."""
     state, _ = small_whole_models()
+    monkeypatch.setattr(state, "whole_model_seconds", lambda row: seconds)
+    least = 0.0015 if (finder, seconds) == ("find_runner_up", 30.0) else 0.0002
+    gain = share * least
     best = state.recommend()
     assert best is not None
     size = state.table.candidates[best.row].micro_batch_size
