@@ -32,6 +32,8 @@ NEGLIGIBLE = 0.02
 CONSIDERABLE = 0.1
 """Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
 """
+FEW_RUNS, TIMES_SEARCHED = 4, 0.8
+"""After a few whole models, all of them take at most so many times the seconds in which components were measured."""
 RUN_WORTH = 0.5
 """The gain that a runner-up's whole model must promise, as a share of what its seconds are worth to the compiler.
 
@@ -137,7 +139,11 @@ class WholeModels:
         share = SHARE * (LIMITED_SHARE if self._noise.outweighs_whole_models else 1.0)
         expected = self._posterior.whole_model_seconds(row)
         spent = sum(trial.seconds for trial in self.trials)
-        return spent + expected <= share * self._history.seconds_each
+        searched = self._history.seconds_of(self._posterior.table.model.variant) - spent
+        most = share * self._history.seconds_each
+        if len(self.trials) >= FEW_RUNS:
+            most = min(most, TIMES_SEARCHED * searched)
+        return spent + expected <= most
 
     def _likeliest_to_fit(self) -> NextCheck | None:
         """The candidate that is likeliest to fit as a whole model, because none fits as composed; None if hardly any.

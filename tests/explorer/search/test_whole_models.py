@@ -360,3 +360,23 @@ def test_after_the_first_a_whole_model_begins_only_if_it_ends_within_a_third_of_
         monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row, ran=bool(trials): ran)
         check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
         assert (None if check is None else check.row) == expected
+
+
+@pytest.mark.parametrize(("number", "searched", "is_run"), [(3, 1.0, True), (4, 20.0, False), (4, 60.0, True)])
+def test_after_a_few_whole_models_all_of_them_take_hardly_longer_than_the_components(
+    monkeypatch: pytest.MonkeyPatch, number: int, searched: float, is_run: bool
+) -> None:
+    """Each of them has taken 7 s."""
+    state = small_state()
+    know(state, candidate(1), candidate(2), candidate(4))
+    best = state.recommend()
+    assert best is not None
+    size = state.table.candidates[best.row].micro_batch_size
+    row = state.table.row[candidate(next(s for s in (1, 2, 4) if s != size))]
+    wholes = [whole_trial(7 + i, size, tokens=100.0).model_copy(update={"seconds": 7.0}) for i in range(number)]
+    parts = trial(0, candidate(size), Outcome.OK).model_copy(update={"seconds": searched})
+    monkeypatch.setattr("bexp.explorer.search.whole_models.find_runner_up", lambda _: RunnerUp(row, 0.5, 0.1, 1.0))
+    monkeypatch.setattr(state.knowledge.whole_models, "was_run", lambda row: True)
+    history = TrialHistory([parts, *wholes], state.request.budget, 1)
+    check = WholeModels(state, history, 0, NoiseLimit(state, history, 0)).next()
+    assert (check is not None) == is_run
