@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from functools import wraps
 from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bexp.tune.lengths import Lengths, WorstFirst
+from bexp.tune.data_loader import followed, with_sampler
+from bexp.tune.lengths import Lengths
 from bexp.tune.link import SIZE
 from bexp.tune.measuring import ACCUMULATION, serving
+from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 from bexp.tune.own_loop import asked
 
 
@@ -21,18 +24,26 @@ def patch(module: ModuleType) -> None:
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
-        return prepare(self, *(_resized(self, each) for each in given), **named)
+        replaced = [_resized(self, each) for each in given]
+        prepared = prepare(self, *(loader for loader, *_ in replaced), **named)
+        for each, (_, *known) in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
+            if known:
+                _follow(each, *known)
+        return prepared
 
     module.Accelerator.prepare = prepare_resized
     for name in ("save", "save_model", "save_state", "init_trackers", "log", "end_training"):
         setattr(module.Accelerator, name, lambda *_, **__: None)
 
 
-def _resized(accelerator: Any, given: Any) -> Any:
-    """Return a loader of the trial's size for the first loader of a training; anything else as it is."""
+def _resized(accelerator: Any, given: Any) -> tuple[Any, ...]:
+    """Return a loader of the trial's size for the first loader of a training; anything else as it is.
+
+    What is known of its data follows.
+    """
     is_loader = isinstance(given, DataLoader) and given.batch_size is not None
     if not is_loader or asked or serving or isinstance(given.dataset, IterableDataset):
-        return given
+        return (given,)
     lengths = Lengths.of(given.dataset)
     asked.update(
         kind="accelerate's loop",
@@ -42,16 +53,27 @@ def _resized(accelerator: Any, given: Any) -> Any:
     )
     accelerator.gradient_accumulation_steps = min(ACCUMULATION, accelerator.gradient_accumulation_steps)
     size = int(os.environ.get(SIZE) or given.batch_size)
-    worst = WorstFirst(lengths, size * accelerator.num_processes, given.sampler) if lengths.is_known else None
-    return DataLoader(
-        given.dataset,
-        batch_size=size,
-        sampler=worst or given.sampler,
-        collate_fn=given.collate_fn,
-        num_workers=given.num_workers,
-        pin_memory=given.pin_memory,
-        drop_last=given.drop_last,
-        worker_init_fn=given.worker_init_fn,
-        persistent_workers=given.persistent_workers,
-        prefetch_factor=given.prefetch_factor,
+    if not lengths.is_known:
+        return (with_sampler(given, size, given.sampler),)
+    sampler, micro_batches = order_of(
+        given.sampler,
+        epoch_of(given.sampler, lengths),
+        lengths,
+        size,
+        processes=accelerator.num_processes,
+        rank=accelerator.process_index,
     )
+    return with_sampler(given, size, sampler), lengths, micro_batches
+
+
+def _follow(prepared: Any, lengths: Lengths, micro_batches: MicroBatches | None) -> None:
+    """Note what a prepared loader yields, in the moment when the loop takes it: the loader itself is one ahead."""
+    own = type(prepared)
+    iterate = own.__iter__
+
+    @wraps(iterate)
+    def iterate_followed(self: Any) -> Iterator[Any]:
+        batches = iterate(self)
+        return followed.follow(batches, lengths, micro_batches) if self is prepared else batches
+
+    own.__iter__ = iterate_followed  # Python looks for it in the class, and this one cannot be changed for one object

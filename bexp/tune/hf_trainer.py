@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
+import math
 import os
 from collections.abc import Callable
 from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
-from torch.utils.data import RandomSampler, SequentialSampler
-from transformers.trainer_pt_utils import LengthGroupedSampler
+import torch
+from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
-from bexp.tune.lengths import WORST_TIMES, Lengths, WorstFirst
+from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, Link, choice, connect
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
+from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
 
 _OFF = {
     "report_to": [],
@@ -115,10 +118,19 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
             return
 
 
-def _worst_first(order: Any, lengths: Lengths, size: int) -> Any:
-    """The Trainer's own order after the longest samples; one that makes whole batches stays as it is."""
-    is_of_samples = isinstance(order, RandomSampler | SequentialSampler | LengthGroupedSampler)
-    return WorstFirst(lengths, size, order) if is_of_samples else order
+def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
+    """The order in which the training takes the samples that were read; None of a sampler that makes whole batches."""
+    if not isinstance(order, LengthGroupedSampler):
+        return epoch_of(order, lengths)
+    number = len(lengths.tokens)
+    groups = max(1, min((lengths.number or number) // (4 * batch_size), 50))  # as the library has them
+
+    def grouped(seed: int) -> list[int]:
+        generator = torch.Generator().manual_seed(seed)
+        found: list[int] = get_length_grouped_indices(order.lengths[:number], batch_size, groups, generator)
+        return found
+
+    return grouped
 
 
 def _next(link: Link | None) -> dict[str, Any] | None:
@@ -136,6 +148,7 @@ def _measure(
     arguments.max_steps = 1 << 30
     trainer.accelerator.gradient_accumulation_steps = ACCUMULATION
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
+    numbers = itertools.count()
 
     class Steps(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
@@ -147,15 +160,24 @@ def _measure(
 
     def timed(*given: Any, **named: Any) -> Any:
         clock.begin_micro_step()
+        positions = positions_of(named["inputs"] if "inputs" in named else given[1])
         loss = step(*given, **named)
-        clock.end_micro_step()
+        clock.end_micro_step(next(numbers), positions)
         return loss
+
+    def worst_first(*given: Any) -> Any:
+        order = original(*given)
+        epoch = _epoch(order, lengths, math.prod(arguments.bexp_asked))
+        if epoch is None:
+            return order
+        sampler, clock.micro_batches = order_of(order, epoch, lengths, size, processes=ranks.number, rank=ranks.own)
+        return sampler
 
     steps = Steps()
     trainer.add_callback(steps)
     trainer.training_step = timed
     if lengths.is_known:
-        trainer._get_train_sampler = lambda *given: _worst_first(original(*given), lengths, size * ranks.number)
+        trainer._get_train_sampler = worst_first
     trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
     trainer._created_lr_scheduler = False
     try:

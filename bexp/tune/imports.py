@@ -18,6 +18,7 @@ def arm() -> None:
             "transformers.trainer": _patch_trainer,
             "accelerate.accelerator": _patch_accelerate,
             "torch.optim.optimizer": _patch_torch,
+            "torch.utils.data.dataloader": _patch_loaders,
         }
         sys.meta_path.insert(0, _Watcher(patches))
 
@@ -36,6 +37,12 @@ def _patch_accelerate(module: ModuleType) -> None:
 
 def _patch_torch(module: ModuleType) -> None:
     from bexp.tune.own_loop import patch  # noqa: PLC0415 - it needs what the command has just imported
+
+    patch(module)
+
+
+def _patch_loaders(module: ModuleType) -> None:
+    from bexp.tune.data_loader import patch  # noqa: PLC0415 - it needs what the command has just imported
 
     patch(module)
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass
-from itertools import islice
-from typing import Any
+from itertools import chain, islice, repeat
+from typing import Any, Protocol
 
 from torch.utils.data import Sampler
 
@@ -17,16 +17,30 @@ MOST_SAMPLES = 20_000
 MOST_SECONDS = 10.0
 """Samples are read until there are so many, or for so long. The longest of the others is then not known."""
 COLUMNS = ("input_ids", "input_features", "pixel_values")
-ENDING = "_ids"
-"""A sample without one of these columns has several texts, such as `prompt_ids`, `chosen_ids` and `rejected_ids`."""
+ENDING, PROMPT = "_ids", "prompt_"
+"""A sample without one of these columns has several texts, such as `chosen_ids` and `rejected_ids`, each of them after
+the prompt, if there is one."""
+
+
+class Order(Protocol):
+    """The places of samples in the order of a sampler."""
+
+    def __len__(self) -> int: ...
+
+    def __iter__(self) -> Iterator[int]: ...
 
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the samples that were read, by their place; `number` is that of all samples, None for a stream."""
+    """Tokens of the samples that were read, by their place; `number` is that of all samples, None for a stream.
+
+    A sample takes `rows` of a micro-batch, one for each of its texts. `widths` are the tokens of the longest.
+    """
 
     tokens: tuple[int, ...]
     number: int | None
+    widths: tuple[int, ...] = ()
+    rows: int = 1
 
     @classmethod
     def of(cls, dataset: Any) -> Lengths:
@@ -35,16 +49,19 @@ class Lengths:
             number = len(dataset)
         except TypeError:
             return cls((), None)
-        tokens, begun = [], time.monotonic()
+        tokens, widths, num_rows, begun = [], [], 1, time.monotonic()
         for place in range(min(number, MOST_SAMPLES)):
             try:
-                length = _length(dataset[place])
+                found = _tokens(dataset[place])
             except (NotImplementedError, TypeError, KeyError, IndexError):  # a stream that knows how long it is
                 break
-            if length is None or time.monotonic() - begun > MOST_SECONDS:
+            if found is None or time.monotonic() - begun > MOST_SECONDS:
                 break
-            tokens.append(length)
-        return cls(tuple(tokens), number)
+            total, rows = found
+            tokens.append(total)
+            widths.append(max(rows))
+            num_rows = max(num_rows, len(rows))
+        return cls(tuple(tokens), number, tuple(widths), num_rows)
 
     @property
     def is_known(self) -> bool:
@@ -57,8 +74,14 @@ class Lengths:
         return sum(self.tokens) / len(self.tokens) if self.tokens else 1.0
 
     def longest(self, number: int) -> list[int]:
-        """The places of the longest samples, the longest first; some occur again if there are too few."""
+        """The places of the longest samples; some occur again if there are too few.
+
+        The first has the longest row, to which all others may be padded. The others have the most tokens.
+        """
         order = sorted(range(len(self.tokens)), key=lambda place: -self.tokens[place])
+        widest = max(order, key=lambda place: self.widths[place])
+        order.remove(widest)
+        order.insert(0, widest)
         return [order[i % len(order)] for i in range(number)]
 
     def describe(self) -> dict[str, Any]:
@@ -67,7 +90,8 @@ class Lengths:
             "num_samples": self.number,
             "num_read": len(self.tokens),
             "mean": self.mean,
-            "longest": max(self.tokens, default=None),
+            "longest": max(self.widths, default=None),
+            "rows": self.rows,
         }
 
 
@@ -75,33 +99,45 @@ class WorstFirst(Sampler[int]):
     """The longest micro-batch WORST_TIMES, then the order of another sampler, again and again.
 
     `size` is that of a micro-batch over all processes. With the longest in two optimizer steps, one of them meets the
-    optimizer's state and gradients that have added up.
+    optimizer's state and gradients that have added up. `longest_at` says which micro-batches these are, if not the
+    first ones.
     """
 
-    def __init__(self, lengths: Lengths, size: int, order: Collection[int]) -> None:
+    def __init__(
+        self, lengths: Lengths, size: int, order: Order, *, longest_at: Collection[int] = range(WORST_TIMES)
+    ) -> None:
         self._lengths = lengths
         self._size = size
         self._order = order
+        self._longest_at = longest_at
+
+    @property
+    def num_batches(self) -> int:
+        """Micro-batches before the order begins anew."""
+        return len(self._longest_at) + max(-(-len(self._order) // self._size), FEWEST_BATCHES)
 
     def __len__(self) -> int:
-        return WORST_TIMES * self._size + max(len(self._order), FEWEST_BATCHES * self._size)
+        return self._size * self.num_batches
 
     def __iter__(self) -> Iterator[int]:
-        for _ in range(WORST_TIMES):
-            yield from self._lengths.longest(self._size)
-        left = len(self) - WORST_TIMES * self._size
-        while left > 0:
-            for place in islice(iter(self._order), left):
-                yield place
-                left -= 1
+        others = chain.from_iterable(repeat(self._order))
+        for number in range(self.num_batches):
+            if number in self._longest_at:
+                yield from self._lengths.longest(self._size)
+            else:
+                yield from islice(others, self._size)
 
 
-def _length(sample: Any) -> int | None:
-    """Tokens of a sample; None if it has none."""
+def _tokens(sample: Any) -> tuple[int, list[int]] | None:
+    """Tokens of a sample, and of each row that it takes in a micro-batch; None if it has none."""
     if not isinstance(sample, dict) and not hasattr(sample, "keys"):
         return None
     for column in COLUMNS:
         if column in sample:
-            return len(sample[column])
-    texts = [sample[column] for column in sample if column.endswith(ENDING)]
-    return sum(map(len, texts)) if texts and all(hasattr(text, "__len__") for text in texts) else None
+            return len(sample[column]), [len(sample[column])]
+    texts = {column: sample[column] for column in sample if column.endswith(ENDING)}
+    if not texts or not all(hasattr(text, "__len__") for text in texts.values()):
+        return None
+    prompt = sum(len(text) for column, text in texts.items() if column.startswith(PROMPT))
+    rows = [prompt + len(text) for column, text in texts.items() if not column.startswith(PROMPT)]
+    return sum(map(len, texts.values())), rows or [prompt]

@@ -16,6 +16,8 @@ CHOICE = "BEXP_TUNE_CHOICE"
 """The variable with the settings of the trial beside its size, as a JSON object."""
 SIZE = "BEXP_TUNE_SIZE"
 """The variable with the size that stands in the command; it is not there if the command names none."""
+STEPS = "BEXP_TUNE_STEPS"
+"""The variable with the accumulation steps that belong to this size."""
 SCRATCH = "BEXP_TUNE_SCRATCH"
 """The variable that names a folder which takes what the command would write."""
 

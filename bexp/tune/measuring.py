@@ -6,13 +6,17 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
 from bexp.out_of_memory import is_out_of_memory
+
+if TYPE_CHECKING:
+    from bexp.tune.micro_batches import MicroBatches
 
 ACCUMULATION = 2
 """Micro-steps of a measured step. More of them would show nothing new, and each step takes longer."""
@@ -21,6 +25,10 @@ WARM_UP_SECONDS = 0.5
 FEWEST_STEPS, MOST_STEPS = 3, 60
 LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 """Steps are timed until there are enough of them for so long."""
+FEWEST_VARIED = 12
+"""Micro-steps that are timed at least, if their micro-batches differ in length by more than ALIKE."""
+ALIKE = 1.02
+FEWEST_OTHERS = 2
 
 
 serving: list[Any] = []
@@ -34,6 +42,11 @@ class Ranks:
     def number(self) -> int:
         """How many there are."""
         return dist.get_world_size() if dist.is_initialized() else 1
+
+    @property
+    def own(self) -> int:
+        """The number of this one."""
+        return dist.get_rank() if dist.is_initialized() else 0
 
     def share(self, message: dict[str, Any] | None) -> dict[str, Any] | None:
         """What the first process has been told, in each of them."""
@@ -52,8 +65,21 @@ class Ranks:
         return {name: max(each[name] for each in found) for name in figures}
 
 
+@dataclass(frozen=True)
+class MicroStep:
+    """A micro-step, the number of its micro-batch, and the positions that were computed, as far as they are known."""
+
+    seconds: float
+    is_timed: bool
+    number: int | None = None
+    positions: int | None = None
+
+
 class Clock:
-    """Times the micro-steps and the optimizer steps of one size, and reads the peak; the first steps do not count."""
+    """Times the micro-steps and the optimizer steps of one size, and reads the peak; the first steps do not count.
+
+    `micro_batches` are those that the steps take, if these vary in length.
+    """
 
     def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
         self._device = torch.device(device)
@@ -63,9 +89,10 @@ class Clock:
         self._num_steps = 0
         self._began: float | None = None
         self._ended = 0.0
-        self._micro_steps: list[float] = []
+        self._micro_steps: list[MicroStep] = []
         self._optimizer_steps: list[float] = []
         self.is_over = False
+        self.micro_batches: MicroBatches | None = None
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -78,11 +105,10 @@ class Clock:
         if self._first is None:
             self._first = self._ended = self._now()
 
-    def end_micro_step(self) -> None:
-        """A micro-step has ended."""
+    def end_micro_step(self, number: int | None = None, positions: int | None = None) -> None:
+        """A micro-step has ended: that of the micro-batch with this number, which has so many positions."""
         now = self._now()
-        if self._began is not None:
-            self._micro_steps.append(now - self._ended)
+        self._micro_steps.append(MicroStep(now - self._ended, self._began is not None, number, positions))
         self._ended = now
 
     def end_step(self) -> None:
@@ -93,9 +119,12 @@ class Clock:
         self._ended = now
         self._num_steps += 1
         warm = self._num_steps >= self._warm_up_steps and now - (self._first or now) >= WARM_UP_SECONDS
+        warm = warm and self._has_met_others()
         elapsed = 0.0 if self._began is None else now - self._began
         number = len(self._optimizer_steps)
         enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS
+        if enough and len(self._timed()) < FEWEST_VARIED:
+            enough = not self._varies()
         told = self._ranks.share(
             {"is_warm": warm, "is_over": enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS}
         )
@@ -105,14 +134,16 @@ class Clock:
 
     def figures(self) -> dict[str, Any]:
         """What the trial is told: the slowest and the fullest process."""
-        if len(self._micro_steps) < 2:
+        timed = self._timed()
+        if len(timed) < 2:
             raise RuntimeError("the training ended by itself before two micro-steps could be timed")
-        number = len(self._micro_steps)
-        error = statistics.stdev(self._micro_steps) / math.sqrt(number)
+        number = len(timed)
+        expected = None if self.micro_batches is None else self.micro_batches.expect(self._micro_steps)
+        mean, error = expected or (statistics.fmean(timed), statistics.stdev(timed) / math.sqrt(number))
         peak, reserved = self._peaks()
         found = self._ranks.slowest(
             {
-                "micro_step_seconds": statistics.fmean(self._micro_steps),
+                "micro_step_seconds": mean,
                 "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
                 "standard_error_seconds": error,
                 "peak_bytes": peak,
@@ -120,6 +151,21 @@ class Clock:
             }
         )
         return found | {name: int(found[name]) for name in ("peak_bytes", "reserved_bytes")} | {"repeats": number}
+
+    def _timed(self) -> list[float]:
+        return [step.seconds for step in self._micro_steps if step.is_timed]
+
+    def _has_met_others(self) -> bool:
+        """Whether micro-batches were met that are not the longest: what new shapes cost is not to be timed."""
+        if self.micro_batches is None:
+            return True
+        others = [step for step in self._micro_steps if not self.micro_batches.is_longest(step.number or 0)]
+        return len(others) >= FEWEST_OTHERS
+
+    def _varies(self) -> bool:
+        """Whether the micro-batches differ in length, as far as that can be seen."""
+        seen = [step.positions for step in self._micro_steps if step.positions]
+        return bool(seen) and max(seen) > ALIKE * min(seen)
 
     def _now(self) -> float:
         if self._device.type == "cuda":

@@ -53,6 +53,7 @@ class _Loop:
     def _begin(self, optimizer: Any) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
+        from bexp.tune.data_loader import followed  # noqa: PLC0415 - it imports this module
         from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
         from bexp.tune.measuring import (  # noqa: PLC0415 - needs torch
             ACCUMULATION,
@@ -69,18 +70,21 @@ class _Loop:
         size = os.environ.get(SIZE)
         if self._link is not None:
             described = describe_parameters(parameters)
-            own = {"class_name": "loop", "kind": "a loop of its own", "num_devices": ranks.number}
+            own: dict[str, Any] = {"class_name": "loop", "kind": "a loop of its own", "num_devices": ranks.number}
+            if followed.lengths is not None:
+                own["lengths"] = followed.lengths.describe()
             self._link.send({"event": "ready", **own, **described, **asked})
         if size is None and not asked:
             os._exit(0)  # the trial says what is missing
         steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
         clock = self._clock = Clock(parameters[0].device, ranks, steps)
+        clock.micro_batches = followed.micro_batches
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)
         def timed(*given: Any, **named: Any) -> Any:
             result = backward(*given, **named)  # type: ignore[no-untyped-call]  # torch has no types for it
-            clock.end_micro_step()
+            clock.end_micro_step(followed.number, followed.positions)
             return result
 
         torch.Tensor.backward = timed  # type: ignore[method-assign]

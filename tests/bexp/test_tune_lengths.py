@@ -33,6 +33,7 @@ def test_a_micro_batch_larger_than_the_data_takes_samples_again() -> None:
     [
         ({"input_ids": [1, 2], "labels": [1, 2]}, (2,)),
         ({"prompt_ids": [1], "chosen_ids": [1, 2], "rejected_ids": [1, 2, 3]}, (6,)),
+        ({"chosen_input_ids": [1, 2], "rejected_input_ids": [1], "chosen_attention_mask": [1, 1]}, (3,)),
         ({"text": "words"}, ()),
         ((1, 2), ()),
     ],
@@ -47,3 +48,14 @@ def test_a_stream_has_no_lengths() -> None:
     lengths = Lengths.of(iter(samples(1)))
     assert not lengths.is_known
     assert (lengths.mean, lengths.number) == (1.0, None)
+
+
+def test_a_sample_of_several_texts_takes_a_row_for_each() -> None:
+    pairs = [
+        {"chosen_ids": [1] * chosen, "rejected_ids": [1] * rejected, "prompt_ids": [1, 1]}
+        for chosen, rejected in ((5, 5), (1, 8), (4, 4))
+    ]
+    lengths = Lengths.of(pairs)
+    assert (lengths.rows, lengths.widths, lengths.tokens) == (2, (7, 10, 6), (12, 11, 10))
+    assert lengths.longest(2) == [1, 0], "all rows are padded to the longest of them"
+    assert lengths.describe()["longest"] == 10

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
+LONGEST = 512
+
 
 class Texts(Dataset[dict[str, list[int]]]):
-    """Random tokens, 8 to 64 of them; one text has 128."""
+    """Random tokens, 8 to 64 of them; one text has 128. With a long tail, most are short, and some have LONGEST."""
 
-    def __init__(self, number: int) -> None:
+    def __init__(self, number: int, *, long_tail: bool) -> None:
         generator = torch.Generator().manual_seed(0)
         lengths = torch.randint(8, 65, (number,), generator=generator).tolist()
         lengths[number // 2] = 128
+        if long_tail:
+            lengths = torch.randn(number, generator=generator).mul(1.2).add(3).exp().clamp(8, LONGEST).int().tolist()
         self._texts = [torch.randint(0, 200, (length,), generator=generator).tolist() for length in lengths]
 
     def __len__(self) -> int:
@@ -39,6 +45,16 @@ class Padded:
         return {"input_ids": padded, "labels": labels}
 
 
+class Slow(Trainer):
+    """Takes a fixed time for each token of a micro-batch, padding included."""
+
+    seconds_per_token = 0.0
+
+    def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        time.sleep(self.seconds_per_token * inputs["input_ids"].numel())
+        return super().training_step(model, inputs, *given, **named)
+
+
 def main() -> None:
     """Train, evaluate and save."""
     parser = argparse.ArgumentParser()
@@ -46,8 +62,10 @@ def main() -> None:
     parser.add_argument("--gradient_accumulation_steps", type=int, default=4)
     parser.add_argument("--output_dir", type=Path, required=True)
     parser.add_argument("--hub_token")
+    parser.add_argument("--long_tail", action="store_true")
+    parser.add_argument("--seconds_per_token", type=float, default=0.0)
     options = parser.parse_args()
-    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=256, n_positions=128))
+    model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=256, n_positions=LONGEST))
     arguments = TrainingArguments(
         output_dir=str(options.output_dir),
         per_device_train_batch_size=options.per_device_train_batch_size,
@@ -60,8 +78,9 @@ def main() -> None:
         num_train_epochs=1,
         report_to=[],
     )
-    texts = Texts(200)
-    trainer = Trainer(model=model, args=arguments, train_dataset=texts, eval_dataset=texts, data_collator=Padded())
+    texts = Texts(200, long_tail=options.long_tail)
+    trainer = Slow(model=model, args=arguments, train_dataset=texts, eval_dataset=texts, data_collator=Padded())
+    trainer.seconds_per_token = options.seconds_per_token
     trainer.train()
     trainer.save_model()
     (options.output_dir / "finished").touch()

@@ -29,7 +29,7 @@ import psutil
 
 from bexp.child_process import PACKAGES_FOLDER
 from bexp.explorer.records.measurement import Outcome
-from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET
+from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
@@ -86,13 +86,16 @@ class TrainingCommand:
         """The arguments of a trial, and the settings that do not stand in them."""
         values = {name: _text(value) for name, value in choice.items()}
         if size is not None:
-            accumulation = max(1, (self.batch_size or size) // size)
-            values |= {"micro_batch_size": str(size), "grad_accum_steps": str(accumulation)}
+            values |= {"micro_batch_size": str(size), "grad_accum_steps": str(self.steps(size))}
         left = {name: value for name, value in choice.items() if not self._names(name)}
         arguments = list(self.arguments)
         for name, text in values.items():
             arguments = [argument.replace(f"{{{name}}}", text) for argument in arguments]
         return arguments, left
+
+    def steps(self, size: int) -> int:
+        """The accumulation steps of a size, by the batch that the person has stated."""
+        return max(1, (self.batch_size or size) // size)
 
     def _names(self, name: str) -> bool:
         return any(f"{{{name}}}" in argument for argument in self.arguments)
@@ -222,7 +225,7 @@ class CommandProcess:
             "BEXP_TUNE_SITE": str(PACKAGES_FOLDER),
         }
         if size is not None:
-            own[SIZE] = str(size)
+            own |= {SIZE: str(size), STEPS: str(self._command.steps(size))}
         try:
             self._popen = subprocess.Popen(
                 arguments,

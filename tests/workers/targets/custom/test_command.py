@@ -8,12 +8,15 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import psutil
 import pytest
 
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.tune.measuring import FEWEST_VARIED
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import NO_SIZE, CommandProcess, TrainingCommand
+from tests.tune_commands import with_a_loader, with_trainer
 
 SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"
 SECONDS = 120.0
@@ -66,6 +69,40 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
     process.end()
     assert not psutil.pid_exists(first)
     assert list(commands.folder.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("texts", "arguments"),
+    [
+        (
+            with_trainer.Texts(200, long_tail=True),
+            ("with_trainer.py", "--long_tail", "--per_device_train_batch_size", "4", "--output_dir", "out"),
+        ),
+        (
+            with_a_loader.Texts(200),
+            ("with_a_loader.py", "--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}"),
+        ),
+        (with_a_loader.Texts(200), ("with_a_loader.py", "--accelerate")),
+    ],
+)
+def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
+    commands: Commands, texts: with_trainer.Texts | with_a_loader.Texts, arguments: tuple[str, ...]
+) -> None:
+    per_token = 4e-4
+    script, *others = arguments
+    process = commands(str(SCRIPTS / script), *others, "--seconds_per_token", str(per_token), batch_size=8)
+    open_(process)
+    described = process.ask("describe", SECONDS)
+    lengths = np.array([len(texts[place]["input_ids"]) for place in range(200)])
+    assert described["seq_length"] == round(lengths.mean())
+    found = [measure(process, 4) for _ in range(3)]
+    assert all(each.repeats >= FEWEST_VARIED for each in found)
+    rng = np.random.default_rng(0)
+    longest = [lengths[rng.permutation(200)].reshape(-1, 4).max(axis=1).mean() for _ in range(100)]
+    truth = per_token * 4 * float(np.mean(longest))
+    seconds = sorted(each.micro_step_seconds for each in found)
+    assert seconds[0] == pytest.approx(1.05 * truth, rel=0.15), "the model takes little beside them"
+    assert min(seconds[1] / seconds[0], seconds[2] / seconds[1]) < 1.08, "one may be of a moment with other work"
 
 
 def test_the_processes_of_one_training_are_measured_together_and_are_gone_afterwards(commands: Commands) -> None:

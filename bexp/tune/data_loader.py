@@ -1,0 +1,101 @@
+"""The loaders of data of loops that are no Trainer's: the longest micro-batch comes first, and each is known."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import wraps
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from bexp.tune.link import SIZE, STEPS
+from bexp.tune.own_loop import asked
+
+if TYPE_CHECKING:  # this module is loaded while torch itself is
+    from torch.utils.data import DataLoader
+
+    from bexp.tune.lengths import Lengths
+    from bexp.tune.micro_batches import MicroBatches
+
+_OURS = "_bexp_loader"
+
+
+@dataclass
+class Followed:
+    """The micro-batch that the loop has taken last."""
+
+    lengths: Lengths | None = None
+    micro_batches: MicroBatches | None = None
+    number: int | None = None
+    positions: int | None = None
+
+    def follow(self, batches: Iterable[Any], lengths: Lengths, micro_batches: MicroBatches | None) -> Iterator[Any]:
+        """Yield the batches of one epoch, and note each of them."""
+        from bexp.tune.micro_batches import positions_of  # noqa: PLC0415 - needs torch
+
+        for number, batch in enumerate(batches):
+            self.lengths, self.micro_batches = lengths, micro_batches
+            self.number, self.positions = number, positions_of(batch)
+            yield batch
+
+
+followed = Followed()
+
+
+def patch(module: ModuleType) -> None:
+    """Have each loader of the trial's size begin with the longest micro-batch, if it shuffles its samples."""
+    iterate = module.DataLoader.__iter__
+
+    @wraps(iterate)
+    def iterate_worst_first(self: Any) -> Any:
+        found = _worst_first(self)
+        return iterate(self) if found is None else followed.follow(iterate(found[0]), *found[1:])
+
+    module.DataLoader.__iter__ = iterate_worst_first
+
+
+def with_sampler(loader: DataLoader[Any], size: int, sampler: Any) -> DataLoader[Any]:
+    """Return a loader of the same data with another size and order."""
+    from torch.utils.data import DataLoader  # noqa: PLC0415 - it is complete by now
+
+    return DataLoader(
+        loader.dataset,
+        batch_size=size,
+        sampler=sampler,
+        collate_fn=loader.collate_fn,
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        drop_last=loader.drop_last,
+        worker_init_fn=loader.worker_init_fn,
+        persistent_workers=loader.persistent_workers,
+        prefetch_factor=loader.prefetch_factor,
+    )
+
+
+def _worst_first(loader: Any) -> tuple[DataLoader[Any], Lengths, MicroBatches | None] | None:
+    """The loader that takes the place of another; None if this one serves the Trainer, accelerate or no training."""
+    from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
+
+    from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch
+    from bexp.tune.measuring import serving  # noqa: PLC0415 - needs torch
+
+    if asked or serving or str(loader.batch_size) != os.environ.get(SIZE):
+        return None
+    if not isinstance(loader.sampler, RandomSampler):  # the data of an evaluation is not shuffled
+        return None
+    if _OURS not in vars(loader):
+        lengths = Lengths.of(loader.dataset)
+        vars(loader)[_OURS] = _replaced(loader, lengths) if lengths.is_known else None
+    found: tuple[DataLoader[Any], Lengths, MicroBatches | None] | None = vars(loader)[_OURS]
+    return found
+
+
+def _replaced(loader: DataLoader[Any], lengths: Lengths) -> tuple[DataLoader[Any], Lengths, MicroBatches | None]:
+    from bexp.tune.micro_batches import epoch_of, order_of  # noqa: PLC0415 - needs torch
+
+    size, steps = int(os.environ[SIZE]), int(os.environ.get(STEPS) or 1)
+    longest_at = {0, 1, steps, steps + 1}  # the second pair meets the optimizer's state
+    epoch = epoch_of(loader.sampler, lengths)
+    sampler, micro_batches = order_of(loader.sampler, epoch, lengths, size, longest_at=longest_at)
+    return with_sampler(loader, size, sampler), lengths, micro_batches

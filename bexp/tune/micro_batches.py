@@ -1,0 +1,196 @@
+"""The micro-batches of one size: those that a trial runs, and those that the training will see."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import RandomSampler, SequentialSampler
+
+from bexp.tune.expectation import Figures, expect
+from bexp.tune.lengths import WORST_TIMES, Lengths, WorstFirst
+
+if TYPE_CHECKING:
+    from bexp.tune.measuring import MicroStep
+
+FEWEST_SIMULATED = 400
+PACKED = 0
+PADDINGS = (1, 8, 16, 32, 64, 128)
+"""Rows are padded to the longest, and to a multiple of this."""
+TOLERANCE = 0.05
+"""A way of making micro-batches explains the positions that were seen if it is no further off than this."""
+FEWEST_DRAWN = 4
+GOLDEN = (5**0.5 - 1) / 2
+"""Multiples of it, modulo 1, are spread evenly, however many of them there are."""
+
+Places = NDArray[np.int64]
+Epoch = Callable[[int], Sequence[int] | Places]
+"""The places of samples in the order of an epoch that has this seed."""
+
+
+def epoch_of(sampler: Any, lengths: Lengths) -> Epoch | None:
+    """Return the order of torch's own samplers, among the samples that were read; None for any other sampler."""
+    number = len(lengths.tokens)
+    if isinstance(sampler, RandomSampler):
+        return lambda seed: np.random.default_rng(seed).permutation(number)
+    if isinstance(sampler, SequentialSampler):
+        return lambda _: range(number)
+    return None
+
+
+def order_of(
+    sampler: Any,
+    epoch: Epoch | None,
+    lengths: Lengths,
+    size: int,
+    *,
+    processes: int = 1,
+    rank: int = 0,
+    longest_at: Collection[int] = range(WORST_TIMES),
+) -> tuple[WorstFirst, MicroBatches | None]:
+    """Return the order of a trial in place of a sampler's, and the micro-batches if they are known and vary.
+
+    If they do not vary, or if the sampler's epoch is not known, its own order follows the longest micro-batch.
+    """
+    if epoch is not None:
+        made = MicroBatches(lengths, epoch, size, processes=processes, rank=rank, longest_at=longest_at)
+        if made.varies:
+            return made.sampler, made
+    return WorstFirst(lengths, size * processes, sampler, longest_at=longest_at), None
+
+
+def positions_of(batch: Any) -> int | None:
+    """Return for how many tokens a micro-batch is computed, padding included; None if that cannot be seen.
+
+    They are those of its largest tensor of integers, or of all `input_ids` if it has several.
+    """
+    named = (
+        dict(batch) if isinstance(batch, Mapping) else dict(enumerate(batch)) if isinstance(batch, tuple | list) else {}
+    )
+    sizes = {
+        str(name): tensor.numel()
+        for name, tensor in named.items()
+        if isinstance(tensor, torch.Tensor) and tensor.ndim <= 2 and tensor.dtype in (torch.int64, torch.int32)
+    }
+    texts = [size for name, size in sizes.items() if name.endswith("input_ids")]
+    return sum(texts) if len(texts) > 1 else max(sizes.values(), default=None)
+
+
+class MicroBatches:
+    """The longest micro-batch first, and then some of all lengths, in the shares that the training will see.
+
+    An epoch with a fixed seed is cut into micro-batches of the size. A trial runs them from all over their order by
+    length, so that the first few are as long in the mean as all of them.
+    """
+
+    def __init__(
+        self,
+        lengths: Lengths,
+        epoch: Epoch,
+        size: int,
+        *,
+        processes: int = 1,
+        rank: int = 0,
+        longest_at: Collection[int] = range(WORST_TIMES),
+    ) -> None:
+        self.lengths = lengths
+        self._size = size
+        self._own = slice(rank * size, (rank + 1) * size)
+        self._tokens = np.array(lengths.tokens, np.float64)
+        self._widths = np.array(lengths.widths, np.float64)
+        whole = size * processes
+        self._simulated = _cut(epoch, whole)
+        widths, tokens = self._widths[self._simulated].max(axis=1), self._tokens[self._simulated].sum(axis=1)
+        self.varies = bool(np.ptp(widths) > TOLERANCE * widths.mean() or np.ptp(tokens) > TOLERANCE * tokens.mean())
+        """Whether the training's micro-batches differ in length."""
+        self._by_length = np.argsort(widths * whole + tokens, kind="stable")
+        self._longest_at = frozenset(longest_at)
+        self._longest = np.array(lengths.longest(whole))
+        self.sampler = WorstFirst(lengths, whole, _Drawn(self), longest_at=self._longest_at)
+
+    def is_longest(self, number: int) -> bool:
+        """Whether the micro-batch with this number is the longest of all."""
+        return number % self.sampler.num_batches in self._longest_at
+
+    def drawn(self, number: int) -> Places:
+        """The places of the samples of a micro-batch, in all processes; those with the longest are not counted."""
+        share = (0.5 + number * GOLDEN) % 1.0
+        places: Places = self._simulated[self._by_length[int(share * len(self._by_length))]]
+        return places
+
+    def num_simulated(self) -> int:
+        """How many micro-batches stand for the training's, in all processes together."""
+        return len(self._simulated)
+
+    def expect(self, steps: Sequence[MicroStep]) -> tuple[float, float] | None:
+        """Return the seconds of a micro-step in the mean over the training, and their standard error.
+
+        None if too few were timed, or if it is not known how the positions of these follow from the lengths of the
+        samples. The longest ones count as soon as the optimizer has its state.
+        """
+        known = [
+            (step, self._places(step.number), self.is_longest(step.number))
+            for step in steps
+            if step.number is not None and step.number > 1 and step.positions
+        ]
+        used = [each for each in known if each[0].is_timed or each[2]]
+        is_drawn = np.array([not is_longest for *_, is_longest in used], np.bool_)
+        if is_drawn.sum() < FEWEST_DRAWN:
+            return None
+        places = np.stack([places for _, places, _ in used])
+        padding = self._padding(places, np.array([step.positions for step, *_ in used], np.float64))
+        if padding is None:
+            return None
+        population = self._work(self._simulated.reshape(-1, self._size), padding)
+        return expect(self._work(places, padding), np.array([step.seconds for step, *_ in used]), is_drawn, population)
+
+    def _places(self, number: int) -> Places:
+        """The places of the samples of a micro-batch of this process."""
+        number %= self.sampler.num_batches
+        if number in self._longest_at:
+            return self._longest[self._own]
+        return self.drawn(number - sum(at < number for at in self._longest_at))[self._own]
+
+    def _padding(self, places: Places, seen: Figures) -> int | None:
+        """How micro-batches are made, by the positions that were seen; None if in no way that is known."""
+        off = {
+            padding: float(np.abs(seen / self._work(places, padding)[:, 0] - 1).mean())
+            for padding in (PADDINGS[0], PACKED, *PADDINGS[1:])
+        }
+        best = min(off, key=lambda padding: off[padding])
+        return best if off[best] <= TOLERANCE else None
+
+    def _work(self, places: Places, padding: int) -> Figures:
+        """For each micro-batch its positions, and the pairs of them that attention computes."""
+        if padding == PACKED:
+            return np.column_stack([self._tokens[places].sum(axis=1), np.square(self._tokens[places]).sum(axis=1)])
+        widths = np.ceil(self._widths[places].max(axis=1) / padding) * padding
+        positions = self._size * self.lengths.rows * widths
+        return np.column_stack([positions, positions * widths])
+
+
+class _Drawn:
+    """The places of the micro-batches that a trial draws, one after the other."""
+
+    def __init__(self, micro_batches: MicroBatches) -> None:
+        self._micro_batches = micro_batches
+
+    def __len__(self) -> int:
+        return self._micro_batches.num_simulated() * len(self._micro_batches.drawn(0))
+
+    def __iter__(self) -> Iterator[int]:
+        for number in range(self._micro_batches.num_simulated()):
+            yield from map(int, self._micro_batches.drawn(number))
+
+
+def _cut(epoch: Epoch, size: int) -> Places:
+    """Epochs cut into micro-batches, until there are enough of them."""
+    cut: list[Places] = []
+    while sum(map(len, cut)) < FEWEST_SIMULATED:
+        order = np.asarray(epoch(len(cut)), np.int64)
+        order = order[: len(order) // size * size] if len(order) >= size else np.resize(order, size)
+        cut.append(order.reshape(-1, size))
+    return np.concatenate(cut)

@@ -1,0 +1,202 @@
+"""The seconds of a micro-step in the mean over all data, from a few timed ones of very unequal length."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
+from transformers.trainer_pt_utils import LengthGroupedSampler
+
+from bexp.tune.expectation import LEAST_ERROR, Figures, expect
+from bexp.tune.hf_trainer import _epoch
+from bexp.tune.lengths import WORST_TIMES, Lengths
+from bexp.tune.measuring import MicroStep
+from bexp.tune.micro_batches import Epoch, MicroBatches, epoch_of, order_of, positions_of
+
+SIZE = 4
+Seconds = Callable[[Figures, Figures], Figures]
+
+
+def texts(number: int = 5000) -> Lengths:
+    """Many short texts and a long tail, as a library's files have it."""
+    tokens = np.exp(np.random.default_rng(1).normal(4.5, 1.3, number)).clip(8, 2048).astype(int).tolist()
+    return Lengths(tuple(tokens), number, tuple(tokens))
+
+
+def shuffled(lengths: Lengths) -> Epoch:
+    return lambda seed: np.random.default_rng(seed).permutation(len(lengths.tokens))
+
+
+def padded(lengths: Lengths, places: list[int], multiple: int = 1) -> int:
+    longest = max(lengths.widths[place] for place in places)
+    return len(places) * lengths.rows * -(-longest // multiple) * multiple
+
+
+def linear(x: Figures, pairs: Figures) -> Figures:
+    return 2e-3 + 2e-5 * x + 6e-9 * pairs
+
+
+def with_a_floor(x: Figures, pairs: Figures) -> Figures:
+    """A device that waits for its host where there is little work."""
+    return np.maximum(0.02, linear(x, pairs))
+
+
+def timed(
+    micro_batches: MicroBatches,
+    lengths: Lengths,
+    seconds: Seconds,
+    rng: np.random.Generator,
+    number: int,
+    multiple: int,
+) -> list[MicroStep]:
+    """What the clock notes of the first micro-steps of a trial, padded to the longest; two in a hundred are noise."""
+    order = list(micro_batches.sampler)
+    steps = []
+    for i in range(number):
+        places = order[i * SIZE : (i + 1) * SIZE]
+        x = padded(lengths, places, multiple)
+        took = float(seconds(np.array(float(x)), np.array(x * x / SIZE))) * (1 + 0.02 * rng.standard_normal())
+        steps.append(MicroStep(took, i >= WORST_TIMES + 2, i, x))
+    return steps
+
+
+@pytest.mark.parametrize("multiple", [1, 64])
+@pytest.mark.parametrize("seconds", [linear, with_a_floor])
+def test_twelve_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, multiple: int) -> None:
+    lengths, rng = texts(), np.random.default_rng(2)
+    epochs = [rng.permutation(len(lengths.tokens)).reshape(-1, SIZE).tolist() for _ in range(8)]
+    x = np.array([padded(lengths, places, multiple) for epoch in epochs for places in epoch], float)
+    all_seconds = seconds(x, x * x / SIZE)
+    truth = all_seconds.mean()
+    off, plain_off, within = [], [], []
+    for _ in range(20):
+        micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+        found = micro_batches.expect(timed(micro_batches, lengths, seconds, rng, WORST_TIMES + 2 + 12, multiple))
+        assert found is not None
+        off.append(abs(found[0] / truth - 1))
+        within.append(abs(found[0] - truth) < 3 * found[1])
+        plain_off.append(abs(rng.choice(all_seconds, 6).mean() / truth - 1))
+    assert np.mean(off) < 0.02
+    assert max(off) < 0.04
+    assert np.mean(plain_off) > 0.2
+    assert np.mean(within) >= 0.9
+
+
+def test_no_noise_leaves_no_doubt_of_the_coefficients_but_some_error() -> None:
+    rng = np.random.default_rng(0)
+    work = np.column_stack([x := rng.uniform(10, 1000, 14), x * x])
+    population = np.column_stack([x := rng.uniform(10, 1000, 500), x * x])
+    mean, error = expect(work, linear(work[:, 0], work[:, 1]), np.arange(14) >= 2, population)
+    assert mean == pytest.approx(linear(population[:, 0], population[:, 1]).mean(), rel=1e-6)
+    assert error == pytest.approx(LEAST_ERROR * mean)
+
+
+def test_no_factor_of_the_work_is_negative() -> None:
+    work = np.column_stack([x := np.array([1.0, 2.0, 3.0, 4.0]), x * x])
+    population = np.column_stack([x := np.array([100.0]), x * x])
+    mean, _ = expect(work, np.array([1.04, 1.03, 1.02, 1.01]), np.full(4, True), population)
+    assert mean == pytest.approx(1.025), "more work does not take less time"
+
+
+def test_packed_samples_are_told_from_padded_ones() -> None:
+    lengths = texts()
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    order = list(micro_batches.sampler)
+    steps = []
+    for i in range(20):
+        tokens = sum(lengths.tokens[place] for place in order[i * SIZE : (i + 1) * SIZE])
+        steps.append(MicroStep(1e-5 * tokens, i >= WORST_TIMES, i, tokens))
+    found = micro_batches.expect(steps)
+    assert found is not None
+    assert found[0] == pytest.approx(1e-5 * SIZE * lengths.mean, rel=0.01)
+
+
+def test_positions_that_the_lengths_do_not_explain_tell_nothing() -> None:
+    lengths, rng = texts(), np.random.default_rng(0)
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    steps = timed(micro_batches, lengths, linear, rng, 20, 1)
+    assert micro_batches.expect([MicroStep(each.seconds, True, each.number, 777) for each in steps]) is None
+    assert micro_batches.expect([MicroStep(each.seconds, True, each.number) for each in steps]) is None
+    assert micro_batches.expect(steps[: WORST_TIMES + 2 + 3]) is None, "three are too few"
+
+
+def test_the_longest_come_first_and_any_few_of_the_others_have_the_mean_of_all() -> None:
+    lengths = texts()
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE, longest_at={0, 1, 6, 7})
+    order = np.array(list(micro_batches.sampler)).reshape(-1, SIZE)
+    again = MicroBatches(lengths, shuffled(lengths), SIZE, longest_at={0, 1, 6, 7})
+    assert order.tolist() == np.array(list(again.sampler)).reshape(-1, SIZE).tolist(), "each trial takes the same"
+    widest = np.array(lengths.widths)[order].max(axis=1)
+    assert [i for i in range(9) if order[i].tolist() == lengths.longest(SIZE)] == [0, 1, 6, 7]
+    assert [micro_batches.is_longest(i) for i in range(9)] == [i in {0, 1, 6, 7} for i in range(9)]
+    for first in (2, 8, 100, 300):
+        some = np.array([widest[i] for i in range(first, first + 16) if i not in {6, 7}])
+        assert some.mean() == pytest.approx(widest.mean(), rel=0.25)
+
+
+def test_each_process_knows_its_own_part() -> None:
+    lengths = texts()
+    first, second = (MicroBatches(lengths, shuffled(lengths), SIZE, processes=2, rank=rank) for rank in (0, 1))
+    order = np.array(list(first.sampler)).reshape(-1, 2, SIZE)
+    for number in (0, 5, 17, len(order), len(order) + 9):
+        row = order[number % len(order)]
+        assert first._places(number).tolist() == row[0].tolist()
+        assert second._places(number).tolist() == row[1].tolist()
+
+
+def test_data_of_one_length_and_unknown_orders_stay_as_they_are() -> None:
+    equal = Lengths((8,) * 100, 100, (8,) * 100)
+    sampler, micro_batches = order_of(range(100), shuffled(equal), equal, 2)
+    assert micro_batches is None
+    assert list(sampler)[2 * WORST_TIMES :][:4] == [0, 1, 2, 3]
+    weighted = WeightedRandomSampler([1.0] * 100, 100)
+    assert epoch_of(weighted, equal) is None
+    assert order_of(weighted, None, texts(100), 2)[1] is None
+    in_order, at_random = (
+        epoch_of(sampler, equal) for sampler in (SequentialSampler(equal.tokens), RandomSampler(equal.tokens))
+    )
+    assert in_order is not None
+    assert at_random is not None
+    assert list(in_order(0)) == list(range(100)) == sorted(at_random(3))
+
+
+def test_lengths_are_grouped_as_the_library_groups_them() -> None:
+    lengths = texts()
+    sampler = LengthGroupedSampler(16, lengths=list(lengths.tokens))
+    epoch = _epoch(sampler, lengths, 16)
+    assert epoch is not None
+    assert list(epoch(1)) == list(epoch(1)) != list(epoch(2))
+    tokens = np.array(lengths.tokens)
+
+    def positions(order: Iterable[int]) -> float:
+        return float(tokens[list(order)].reshape(-1, SIZE).max(axis=1).mean())
+
+    assert positions(epoch(1)) == pytest.approx(positions(sampler), rel=0.05)
+    assert positions(epoch(1)) < 0.7 * positions(shuffled(lengths)(1)), "rows of one length need no padding"
+
+
+def test_a_micro_batch_may_be_larger_than_the_data() -> None:
+    few = Lengths((8, 9, 30), 3, (8, 9, 30))
+    assert len(list(MicroBatches(few, shuffled(few), 8).sampler)) % 8 == 0
+
+
+@pytest.mark.parametrize(
+    ("batch", "positions"),
+    [
+        ({"input_ids": torch.ones(2, 5, dtype=torch.long), "labels": torch.ones(2, 5, dtype=torch.long)}, 10),
+        (
+            {name: torch.ones(2, 5, dtype=torch.long) for name in ("chosen_input_ids", "rejected_input_ids", "labels")},
+            20,
+        ),
+        ((torch.ones(3, 4, dtype=torch.long), torch.ones(3, dtype=torch.long)), 12),
+        ({"input_ids": torch.ones(2, 5).long(), "attention_mask": torch.ones(2, 1, 5, 5).long()}, 10),
+        ({"pixel_values": torch.ones(2, 3, 8, 8)}, None),
+        ([{"prompt": "words"}], None),
+        (torch.ones(2, 2), None),
+    ],
+)
+def test_the_positions_of_a_micro_batch_are_those_of_its_tokens(batch: object, positions: int | None) -> None:
+    assert positions_of(batch) == positions
