@@ -26,6 +26,7 @@ from bexp.api.cli.results import terminal_width
 from bexp.api.text import row, wrap
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.formats.document import load_document
+from bexp.explorer.spec.parts import SampleLengths
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
@@ -172,7 +173,7 @@ def _read_try(text: str) -> tuple[str, list[Any]]:
 
 
 def _how_to_train(stored: Explorations, job_id: str, command: Sequence[str]) -> Iterator[str]:
-    """What to change in the command."""
+    """What to change in the command, and whether any of its data may need more memory."""
     result = stored.result(job_id)
     best = None if result is None else result.recommendation
     if best is None:
@@ -186,3 +187,17 @@ def _how_to_train(stored: Explorations, job_id: str, command: Sequence[str]) -> 
         yield row("for the command", f"--per_device_train_batch_size {size}{accumulation}")
     if best.candidate.settings is not None:
         yield row("and", best.candidate.settings)
+    samples = ((stored.get(job_id).report or {}).get("parts") or {}).get("samples")
+    yield row("worst micro-batch", describe_worst(None if samples is None else SampleLengths(**samples), size))
+
+
+def describe_worst(samples: SampleLengths | None, size: int) -> str:
+    """Whether the longest micro-batch of a size is known, and ran."""
+    if samples is None:
+        return "not known: the lengths or the order of the samples cannot be read"
+    ran = f"{size * samples.rows:,} x {samples.longest:,} tokens ran first"
+    if samples.num_read < samples.number:
+        return (
+            f"{ran}: the longest of the first {samples.num_read:,} of {samples.number:,} samples, no others were read"
+        )
+    return f"{ran}: no micro-batch of this data is longer"

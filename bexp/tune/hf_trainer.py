@@ -170,6 +170,7 @@ def _measure(
         epoch = _epoch(order, lengths, math.prod(arguments.bexp_asked))
         if epoch is None:
             return order
+        clock.ran_longest = True
         sampler, clock.micro_batches = order_of(order, epoch, lengths, size, processes=ranks.number, rank=ranks.own)
         return sampler
 

@@ -86,13 +86,8 @@ class Lengths:
 
     def describe(self) -> dict[str, Any]:
         """What is known, for the trial."""
-        return {
-            "num_samples": self.number,
-            "num_read": len(self.tokens),
-            "mean": self.mean,
-            "longest": max(self.widths, default=None),
-            "rows": self.rows,
-        }
+        found = {"number": self.number, "num_read": len(self.tokens), "longest": max(self.widths, default=0)}
+        return {"mean": self.mean, "samples": found | {"rows": self.rows} if self.is_known else None}
 
 
 class WorstFirst(Sampler[int]):

@@ -78,7 +78,7 @@ class MicroStep:
 class Clock:
     """Times the micro-steps and the optimizer steps of one size, and reads the peak; the first steps do not count.
 
-    `micro_batches` are those that the steps take, if these vary in length.
+    `micro_batches` are those that the steps take, if these vary in length. `ran_longest` is told to the trial.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
@@ -93,6 +93,7 @@ class Clock:
         self._optimizer_steps: list[float] = []
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
+        self.ran_longest = False
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
             torch.cuda.empty_cache()
@@ -150,7 +151,8 @@ class Clock:
                 "reserved_bytes": reserved,
             }
         )
-        return found | {name: int(found[name]) for name in ("peak_bytes", "reserved_bytes")} | {"repeats": number}
+        whole = {name: int(found[name]) for name in ("peak_bytes", "reserved_bytes")}
+        return found | whole | {"repeats": number, "ran_longest": self.ran_longest}
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]

@@ -78,7 +78,7 @@ class _Loop:
             os._exit(0)  # the trial says what is missing
         steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
         clock = self._clock = Clock(parameters[0].device, ranks, steps)
-        clock.micro_batches = followed.micro_batches
+        clock.micro_batches, clock.ran_longest = followed.micro_batches, followed.lengths is not None
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)

@@ -48,6 +48,18 @@ class LayerPart(Part):
     has_experts: bool = False
 
 
+class SampleLengths(Frozen):
+    """The samples that a training command draws from, of which the longest ran first at each size.
+
+    `num_read` of them were read. A sample takes `rows` of a micro-batch, and `longest` are the tokens of the longest.
+    """
+
+    number: Count
+    num_read: Annotated[int, Field(ge=1)]
+    longest: Count
+    rows: Annotated[int, Field(ge=1)] = 1
+
+
 class ModelParts(Frozen):
     """A model as the code that trains it defines it.
 
@@ -81,6 +93,9 @@ class ModelParts(Frozen):
     )
     micro_batch_size: Count | None = Field(
         None, description="The size that a training command asks for.", exclude_if=is_null
+    )
+    samples: SampleLengths | None = Field(
+        None, description="A training command's data, if its longest micro-batch is known and ran.", exclude_if=is_null
     )
 
     @model_validator(mode="after")

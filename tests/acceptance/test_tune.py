@@ -24,6 +24,7 @@ def test_a_trainer_is_tuned_its_batch_stays_and_nothing_is_written(machine: Mach
     assert size * steps == 8, "the command's own batch is 2 x 4"
     assert "GPT2LMHeadModel" in printed
     assert re.search(r"base +micro_batch_size=2", printed), "1.00x is what the command says"
+    assert re.search(rf"worst micro-batch +{size} x 128 tokens ran first: no micro-batch", printed), "it has 200 texts"
     assert not out.exists()
     stored = b"".join(path.read_bytes() for path in (machine.folder / "data").rglob("*") if path.is_file())
     assert b"with_trainer.py" in stored
@@ -40,6 +41,7 @@ def test_a_loop_of_ones_own_is_tuned_by_the_size_in_its_command(machine: Machine
     size, steps = map(int, found.groups())
     assert size * steps == 8
     assert size < 8, "8 runs out of memory"
+    assert re.search(r"worst micro-batch +not known", printed)
     assert not out.exists()
 
 

@@ -41,7 +41,7 @@ def test_a_micro_batch_larger_than_the_data_takes_samples_again() -> None:
 def test_a_samples_length_is_that_of_its_tokens(sample: Any, tokens: tuple[int, ...]) -> None:
     lengths = Lengths.of([sample])
     assert lengths.tokens == tokens
-    assert lengths.describe()["num_samples"] == 1
+    assert lengths.number == 1
 
 
 def test_a_stream_has_no_lengths() -> None:
@@ -58,4 +58,7 @@ def test_a_sample_of_several_texts_takes_a_row_for_each() -> None:
     lengths = Lengths.of(pairs)
     assert (lengths.rows, lengths.widths, lengths.tokens) == (2, (7, 10, 6), (12, 11, 10))
     assert lengths.longest(2) == [1, 0], "all rows are padded to the longest of them"
-    assert lengths.describe()["longest"] == 10
+    assert lengths.describe() == {
+        "mean": 11.0,
+        "samples": {"number": 3, "num_read": 3, "longest": 10, "rows": 2},
+    }

@@ -122,6 +122,7 @@ class CommandProcess:
         self._listener.listen()
         self._line: socket.socket | None = None
         self._received = b""
+        self._ran_longest = False
         self._has_ended = False
 
     @property
@@ -177,8 +178,8 @@ class CommandProcess:
     def _describe(self, until: float) -> dict[str, Any]:
         own = self._coming or int(self._hello.get("micro_batch_size") or 1)
         self._figures[own] = self._measure(own, until)  # the first trial of this size takes it
-        found = self._hello
-        length = max(1, round((found.get("lengths") or {}).get("mean") or 1))
+        found, lengths = self._hello, self._hello.get("lengths") or {}
+        length = max(1, round(lengths.get("mean") or 1))
         size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
         batch = self._command.batch_size or (size * accumulation if size and not self._command.has_size else None)
         return {
@@ -193,6 +194,7 @@ class CommandProcess:
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
             "micro_batch_size": None if self._command.has_size else size,
+            "samples": lengths.get("samples") if self._ran_longest else None,
         }
 
     def _measure(self, size: int, until: float) -> dict[str, Any]:
@@ -208,6 +210,7 @@ class CommandProcess:
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
             raise TrialFailedError(outcome, reply["reason"])
+        self._ran_longest = reply.pop("ran_longest")
         if self._restarts:
             self._stop()
         return reply

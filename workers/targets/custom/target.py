@@ -249,6 +249,7 @@ class CustomTarget:
             settings=tuple(self._choices),
             batch_size=introduction.get("batch_size"),
             micro_batch_size=introduction.get("micro_batch_size"),
+            samples=introduction.get("samples"),
         )
 
     def _flops_per_token(self, introduction: Mapping[str, Any]) -> float:
