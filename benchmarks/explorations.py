@@ -1,6 +1,7 @@
 """Whole explorations by a real worker: from submit to the final answer.
 
     python -m benchmarks.explorations examples/olmoe-1b-7b.yaml ... --device cuda:0 --out results/NAME.json
+    python -m benchmarks.explorations benchmarks/published/*.json --set hf_seq_length=4096 --set batch_size=64 --out F
 
 Starts one worker on a new SQLite database and waits until it is ready. Then it submits each configuration a few seconds
 after the one before has ended, and follows its events as any command does. All seconds are those of the submitter: from
@@ -53,6 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--group", action="store_true", help="one worker for all of the devices")
     parser.add_argument("--num-devices", type=int, help="instead of the configurations' own")
     parser.add_argument("--max-seconds", type=float, help="of the budget, instead of the configurations' own")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=NUMBER", dest="fields", help="of all")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument(
         "--repeat", type=int, default=1, help="run each configuration this many times, with other seeds"
@@ -76,6 +78,11 @@ def main(arguments: list[str] | None = None) -> int:
             for path in configs:
                 for seed in range(options.repeat):
                     document = load_document(path.read_text())
+                    if "model_type" in document:
+                        document = {"hf_config": document, "target": "transformers"}
+                    document |= {
+                        name: int(value) for name, _, value in (field.partition("=") for field in options.fields)
+                    }
                     if options.num_devices is not None:
                         document["num_devices"] = options.num_devices
                     if options.max_seconds is not None:

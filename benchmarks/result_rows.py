@@ -10,6 +10,7 @@ from typing import Any
 
 from benchmarks import trainer_contenders
 from benchmarks.result_tables import RESULTS, Row, load
+from bexp.explorer.records.event import EventCode
 
 CHECK = re.compile(r"composed\s+step ([+-][\d.]+)%,\s+composed\s+peak ([+-][\d.]+)%")
 WITHIN = 0.98
@@ -117,8 +118,10 @@ def explorations(result: Row) -> Iterable[Row]:
     """Return each run with its recommendation and timings; one without whole models has no final answer."""
     for run in result["runs"]:
         final = run["submit_to_final_seconds"] if run["request"]["verify"] else None
-        recommendation = run["answer"]["variants"][0]["recommendation"]
-        yield {"comparisons": {}, **run, "final": final, "found": recommendation, "t": run["overheads"]["timings"]}
+        recommendation, timings = run["answer"]["variants"][0]["recommendation"], run["overheads"]["timings"]
+        moments = zip(run["lines"], run.get("line_seconds") or (), strict=False)
+        eager = next((seconds for line, seconds in moments if line.startswith(f"BEXP{int(EventCode.EAGER)}")), None)
+        yield {"comparisons": {}, **run, "eager": eager, "final": final, "found": recommendation, "t": timings}
 
 
 def checked(result: Row) -> Iterable[Row]:

@@ -10,7 +10,7 @@ from peft import LoraConfig, get_peft_model
 from torch.utils.data import Dataset
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, default_data_collator
 
-from benchmarks.commands.texts import Texts, Watch, add_arguments
+from benchmarks.commands.texts import Texts, Watch, add_arguments, save_strategy
 
 SIZES = {
     "hidden_size": 4096,
@@ -66,6 +66,7 @@ def main() -> None:
         bf16=True,
         gradient_checkpointing=True,
         learning_rate=2e-4,
+        save_strategy=save_strategy(options),
         save_steps=500,
         logging_steps=100,
         report_to=[],

@@ -7,7 +7,7 @@ import argparse
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
-from benchmarks.commands.texts import Texts, Watch, add_arguments, padded
+from benchmarks.commands.texts import Texts, Watch, add_arguments, padded, save_strategy
 
 SIZES = {
     "hidden_size": 2048,
@@ -37,6 +37,7 @@ def main() -> None:
         max_steps=options.max_steps,
         bf16=has_gpu,
         learning_rate=1e-5,
+        save_strategy=save_strategy(options),
         save_steps=500,
         logging_steps=100,
         report_to=[],

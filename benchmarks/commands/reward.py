@@ -10,7 +10,7 @@ from torch.nn.functional import logsigmoid
 from torch.utils.data import Dataset
 from transformers import Qwen2Config, Qwen2ForSequenceClassification, Trainer, TrainingArguments
 
-from benchmarks.commands.texts import Texts, Watch, add_arguments, padded
+from benchmarks.commands.texts import Texts, Watch, add_arguments, padded, save_strategy
 
 SIZES = {
     "hidden_size": 896,
@@ -71,6 +71,7 @@ def main() -> None:
         max_steps=options.max_steps,
         bf16=has_gpu,
         remove_unused_columns=False,
+        save_strategy=save_strategy(options),
         save_steps=500,
         report_to=[],
     )

@@ -29,6 +29,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--output_dir", default="out")
 
 
+def save_strategy(options: argparse.Namespace) -> str:
+    """Checkpoints are for whole trainings: of a few steps that are timed, they would take longer than the steps."""
+    return "steps" if options.max_steps < 0 else "no"
+
+
 @cache
 def real_lengths(longest: int) -> tuple[int, ...]:
     """Tokens of the files and of the blocks of Python's standard library: many short texts, and a long tail."""
@@ -69,20 +74,21 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 
 
 class Watch(TrainerCallback):
-    """Prints samples a second after the first optimizer steps, and the peak of all."""
+    """Prints samples a second from the first optimizer steps to the last, and the peak of all."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._steps = 0
-        self._began = 0.0
+        self._began = self._ended = 0.0
 
     def step(self) -> None:
         """An optimizer step has ended."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
         self._steps += 1
+        self._ended = time.perf_counter()
         if self._steps == WARM_UP_STEPS:
-            self._began = time.perf_counter()
+            self._began = self._ended
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """The Trainer's step has ended."""
@@ -90,7 +96,7 @@ class Watch(TrainerCallback):
 
     def tell(self) -> None:
         """Print the figures as the last line."""
-        steps, seconds = self._steps - WARM_UP_STEPS, time.perf_counter() - self._began
+        steps, seconds = self._steps - WARM_UP_STEPS, self._ended - self._began
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
         figures = {"samples_per_second": steps * self._samples / seconds if steps > 0 else None, "peak_bytes": peak}
         print(json.dumps({"steps": self._steps, **figures}), flush=True)
