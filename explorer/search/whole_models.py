@@ -32,7 +32,7 @@ NEGLIGIBLE = 0.02
 CONSIDERABLE = 0.1
 """Once the confidence has reached its target, and two candidates were run whole, the gain must be at least this share.
 """
-FEW_RUNS, TIMES_SEARCHED = 4, 0.8
+FEW_RUNS, TIMES_SEARCHED = 4, 1.0
 """After a few whole models, all of them take at most so many times the seconds in which components were measured."""
 RUN_WORTH = 0.5
 """The gain that a runner-up's whole model must promise, as a share of what its seconds are worth to the compiler.
