@@ -152,7 +152,7 @@ def test_where_the_host_sets_the_pace_what_was_not_measured_is_not_taken_to_be_f
 
 @pytest.mark.slow
 def test_searches_on_a_fixed_set_stay_at_the_level_that_is_reached() -> None:
-    """That is a mean regret of 0.19%, one answer of 16 outside its tolerance, and 50 of 54 sure lines true."""
+    """That is a mean regret of 0.20%, one answer of 16 outside its tolerance, and 39 of 43 sure lines true."""
     found = summarize(run_searches(SEEDS, processes=1))
     assert found["regret"]["mean"] < 0.003
     assert found["regret"]["max"] < 0.02
