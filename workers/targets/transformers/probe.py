@@ -131,8 +131,9 @@ class SettingsProbe:
         return self._resolved.model.config._attn_implementation or "eager"
 
     def attention_supports(self) -> tuple[BackendSupport, ...]:
-        """The library's choice and each back end of torch that can be pinned; others are tried when named.
+        """The library's choice, each back end of torch that can be pinned, and on a GPU flash attention's own packages.
 
+        Others are tried when a request names them.
         A pinned back end that torch would choose anyway is the library's choice under another name, and left out. So is
         the library's choice if it is flash attention, which a request may exclude.
         """
@@ -160,10 +161,17 @@ class SettingsProbe:
         others = [name for name in self._resolved.attention_implementations if name != default]
         for name in others:
             reason = self._resolved.attention_implementations[name]
+            is_default = reason is None and self._is_installed_flash(name)
             if reason is None:
-                reason = self.refusal(Settings(attention=name)) if name in asked else NAME_IT
-            supports.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=True))
+                reason = self.refusal(Settings(attention=name)) if is_default or name in asked else NAME_IT
+            named = not is_default
+            supports.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=named))
         return tuple(supports)
+
+    def _is_installed_flash(self, name: str) -> bool:
+        """Whether a default space has an attention of the library that can be set: a package of flash attention's."""
+        wanted = self._request.flash_attention and not self._request.quick
+        return name.startswith("flash_attention") and self._device.type == "cuda" and wanted
 
     def expert_supports(self) -> tuple[BackendSupport, ...]:
         """The library's implementations and, on a GPU, ours; empty for a model without experts."""

@@ -102,6 +102,34 @@ def test_a_flash_attention_that_fails_to_import_is_left_out_with_the_cause(
     assert found["sdpa"].usable
 
 
+@pytest.mark.parametrize(
+    ("device", "fields", "tried"),
+    [
+        ("cuda", {}, True),
+        ("cpu", {}, False),
+        ("cuda", {"quick": True}, False),
+        ("cuda", {"flash_attention": False}, False),
+    ],
+)
+def test_an_installed_flash_attention_is_in_the_default_space_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+    resolved: ResolvedModel,
+    builder: PartsBuilder,
+    device: str,
+    fields: dict[str, Any],
+    tried: bool,
+) -> None:
+    install_flash(monkeypatch, 2)
+    probe = SettingsProbe(resolved, builder, request_for(**fields))
+    monkeypatch.setattr(probe, "_device", torch.device(device))
+    monkeypatch.setattr(probe, "refusal", lambda settings: None)
+    found = {each.name: each for each in probe.attention_supports()}
+    two, three = found["flash_attention_2"], found["flash_attention_3"]
+    assert (two.usable, two.only_when_named) == (tried, not tried)
+    assert not three.usable, "it is not installed"
+    assert three.only_when_named
+
+
 def space(resolved: ResolvedModel, builder: PartsBuilder, asked: ExplorationRequest) -> tuple[Candidate, ...]:
     """The legal space of a request, by what the probe finds."""
     probe = SettingsProbe(resolved, builder, asked)
