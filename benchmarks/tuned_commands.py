@@ -7,8 +7,8 @@ The commands are in `benchmarks/commands`; none of them knows bexp. For each the
 
 - `tune`: `bexp tune -- COMMAND`, by the clock of whoever waits, with the time of each start of the command;
 - `start_seconds`: the command itself with a single optimizer step;
-- `sweep`: the command itself, with its own stop-watch, at each size that divides its batch, upwards until it runs out of
-  memory; `--rounds` times in turns;
+- `sweep`: the command itself, with its own stop-watch, at each size that divides its batch, upwards until it runs out
+  of memory; `--rounds` times in turns;
 - `longest`: the command at the answer's size with nothing but the longest texts, 50 micro-batches of them. No 50 of
   100,000 micro-batches that are drawn from the same texts need more memory.
 
@@ -69,9 +69,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def parts(
-    name: str, row: Row, options: argparse.Namespace, folder: Path
-) -> Iterator[tuple[str, Callable[[], Any]]]:
+def parts(name: str, row: Row, options: argparse.Namespace, folder: Path) -> Iterator[tuple[str, Callable[[], Any]]]:
     """Yield the parts that a row lacks, each with the function that measures it."""
     command = Command(name, row["batch_size"], options, folder)
     if "tune" not in row:
@@ -100,8 +98,9 @@ class Command:
         starts.write_text("")
         database = f"sqlite:///{self._folder}/{self._name}.db"
         environment = self._environment() | {"BEXP_DATABASE_URL": database, "STARTS": str(starts)}
-        sized = ["--batch-size", str(self._batch_size)] if self._name in HAS_OWN_LOOP else []
-        size = ("{micro_batch_size}", "{grad_accum_steps}") if self._name in HAS_OWN_LOOP else (4, self._batch_size // 4)
+        is_own = self._name in HAS_OWN_LOOP
+        sized = ["--batch-size", str(self._batch_size)] if is_own else []
+        size = ("{micro_batch_size}", "{grad_accum_steps}") if is_own else (4, self._batch_size // 4)
         command = ["sh", "-c", COUNTED, "sh", *self._arguments(*size)]
         client = [sys.executable, "-m", "bexp.api.cli"]
         asked = [*client, "tune", "--device", self._options.device, *sized, "--", *command]
@@ -135,7 +134,8 @@ class Command:
         done = subprocess.run(asked, env=self._environment(), capture_output=True, text=True, check=False)
         figures: Row = {"micro_batch_size": size, "seconds": time.perf_counter() - begun, "samples_per_second": None}
         if done.returncode == 0:
-            return figures | json.loads(done.stdout.splitlines()[-1])
+            own: Row = json.loads(done.stdout.splitlines()[-1])
+            return figures | own
         if not any(text in done.stderr for text in OUT_OF_MEMORY):
             raise RuntimeError(done.stderr[-2000:])
         return figures | {"failed": "out of memory"}
@@ -148,7 +148,8 @@ class Command:
         return [*script, *sizes]
 
     def _environment(self) -> dict[str, str]:
-        found = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))}
+        path = os.pathsep.join(filter(None, [str(Path.cwd()), os.environ.get("PYTHONPATH")]))
+        found = {**os.environ, "PYTHONPATH": path}
         return found | ({"CUDA_VISIBLE_DEVICES": ""} if self._options.device == "cpu" else {})
 
 

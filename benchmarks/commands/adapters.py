@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 
 from benchmarks.commands.texts import Texts, Watch, add_arguments, save_strategy
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
     "num_hidden_layers": 32,
@@ -20,7 +20,7 @@ SIZES = {
     "num_key_value_heads": 8,
     "vocab_size": 128256,
 }
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 class Packed(Dataset[dict[str, Any]]):

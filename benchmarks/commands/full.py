@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
 from benchmarks.commands.texts import Texts, Watch, add_arguments, padded, save_strategy
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 2048,
     "intermediate_size": 8192,
     "num_hidden_layers": 16,
@@ -18,7 +19,7 @@ SIZES = {
     "vocab_size": 128256,
     "tie_word_embeddings": True,
 }
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
+TINY: dict[str, Any] = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2}
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import torch
 from torch.utils.data import DataLoader
@@ -10,8 +11,8 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from benchmarks.commands.texts import Texts, Watch, add_arguments, padded
 
-SIZES = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50257}
-TINY = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512}
+SIZES: dict[str, Any] = {"n_embd": 1024, "n_layer": 24, "n_head": 16, "vocab_size": 50257}
+TINY: dict[str, Any] = {"n_embd": 64, "n_layer": 2, "n_head": 2, "vocab_size": 512}
 
 
 def main() -> None:

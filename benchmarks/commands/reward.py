@@ -12,7 +12,7 @@ from transformers import Qwen2Config, Qwen2ForSequenceClassification, Trainer, T
 
 from benchmarks.commands.texts import Texts, Watch, add_arguments, padded, save_strategy
 
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 896,
     "intermediate_size": 4864,
     "num_hidden_layers": 24,
@@ -20,7 +20,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "vocab_size": 151936,
 }
-TINY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2}
+TINY: dict[str, Any] = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 2,
+}
 
 
 class Pairs(Dataset[dict[str, Any]]):
@@ -46,7 +52,7 @@ def pair(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
 class RewardTrainer(Trainer):
     """Trains the difference of two rewards."""
 
-    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
+    def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, *_: Any, **__: Any) -> Any:
         """Return the negative log-likelihood that the better text is preferred (Bradley and Terry)."""
         output = model(**inputs)
         better, worse = output.logits.squeeze(-1).chunk(2)
@@ -60,7 +66,7 @@ def main() -> None:
     add_arguments(parser)
     options = parser.parse_args()
     sizes = TINY | {"vocab_size": 512} if options.tiny else SIZES
-    config = Qwen2Config(**sizes, num_labels=1, pad_token_id=0)
+    config = Qwen2Config(**sizes | {"num_labels": 1, "pad_token_id": 0})
     has_gpu = torch.cuda.is_available()
     with torch.device("cuda" if has_gpu else "cpu"):
         model = Qwen2ForSequenceClassification(config)
