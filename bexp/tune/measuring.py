@@ -28,7 +28,8 @@ LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 FEWEST_VARIED = 12
 """Micro-steps that are timed at least, if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
-FEWEST_OTHERS = 2
+FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
+"""Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps."""
 
 
 serving: list[Any] = []
@@ -159,7 +160,7 @@ class Clock:
 
     def _has_met_others(self) -> bool:
         """Whether micro-batches were met that are not the longest: what new shapes cost is not to be timed."""
-        if self.micro_batches is None:
+        if self.micro_batches is None or self._num_steps >= self._warm_up_steps + MOST_MORE_STEPS:
             return True
         others = [step for step in self._micro_steps if not self.micro_batches.is_longest(step.number or 0)]
         return len(others) >= FEWEST_OTHERS

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import pytest
@@ -10,6 +10,7 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from bexp.tune import measuring
 from bexp.tune.expectation import LEAST_ERROR, Figures, expect
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
@@ -181,6 +182,29 @@ def test_lengths_are_grouped_as_the_library_groups_them() -> None:
 def test_a_micro_batch_may_be_larger_than_the_data() -> None:
     few = Lengths((8, 9, 30), 3, (8, 9, 30))
     assert len(list(MicroBatches(few, shuffled(few), 8).sampler)) % 8 == 0
+
+
+@pytest.mark.parametrize("numbers", [range(1000), [0] * 1000])
+def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_others(
+    numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WARM_UP_SECONDS", "LEAST_SECONDS"):
+        monkeypatch.setattr(measuring, name, 0.0)
+    lengths = texts()
+    clock = measuring.Clock(torch.device("cpu"), measuring.Ranks(), WORST_TIMES // 2)
+    clock.micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    left = iter(numbers)
+    clock.begin_micro_step()
+    while not clock.is_over:
+        for number in (next(left), next(left)):
+            places = list(clock.micro_batches._places(number))
+            clock.end_micro_step(number, padded(lengths, places))
+        clock.end_step()
+    timed = [step for step in clock._micro_steps if step.is_timed]
+    varies = numbers[1] > 0
+    assert len(timed) == (measuring.FEWEST_VARIED if varies else 2 * measuring.FEWEST_STEPS)
+    assert timed[0].number == (WORST_TIMES + measuring.FEWEST_OTHERS if varies else 0)
+    assert clock.figures()["repeats"] == len(timed)
 
 
 @pytest.mark.parametrize(
