@@ -197,7 +197,5 @@ def describe_worst(samples: SampleLengths | None, size: int) -> str:
         return "not known: the lengths or the order of the samples cannot be read"
     ran = f"{size * samples.rows:,} x {samples.longest:,} tokens ran first"
     if samples.num_read < samples.number:
-        return (
-            f"{ran}: the longest of the first {samples.num_read:,} of {samples.number:,} samples, no others were read"
-        )
+        return f"{ran}: the longest of {samples.num_read:,} samples that were read, of {samples.number:,}"
     return f"{ran}: no micro-batch of this data is longer"

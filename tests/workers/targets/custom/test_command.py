@@ -101,8 +101,8 @@ def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
     longest = [lengths[rng.permutation(200)].reshape(-1, 4).max(axis=1).mean() for _ in range(100)]
     truth = per_token * 4 * float(np.mean(longest))
     seconds = sorted(each.micro_step_seconds for each in found)
-    assert seconds[0] == pytest.approx(1.05 * truth, rel=0.15), "the model takes little beside them"
-    assert min(seconds[1] / seconds[0], seconds[2] / seconds[1]) < 1.08, "one may be of a moment with other work"
+    assert 0.95 * truth < seconds[0] < 1.5 * truth, "the model takes little beside them, if nothing else runs"
+    assert min(seconds[1] / seconds[0], seconds[2] / seconds[1]) < 1.1, "one may be of a moment with other work"
 
 
 def test_the_processes_of_one_training_are_measured_together_and_are_gone_afterwards(commands: Commands) -> None:
