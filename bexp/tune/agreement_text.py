@@ -1,0 +1,164 @@
+"""The answer to whether accumulation changes a training, and its text."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import dataclass
+from enum import StrEnum
+
+WIDTH = 80
+LABEL = 24
+LEAST_SHOWN = 1e-5
+SAME = 0.02
+
+
+class Cause(StrEnum):
+    """Known reasons why the gradients of a batch depend on its micro-batches."""
+
+    AVERAGED = "averaged by micro-batch"
+    SCALED = "wrong number of micro-batches"
+    DEVICE = "counted by device"
+    ROUTER = "router loss"
+    BATCH_NORM = "batch norm"
+    TOGETHER = "samples depend on each other"
+
+
+_SENTENCES = {
+    Cause.AVERAGED: "the loss is averaged in each micro-batch, where label tokens are few or many, and not over the "
+    "whole batch",
+    Cause.DEVICE: "label tokens are counted on each device, and not over all of them",
+    Cause.ROUTER: "the loss that balances the routers, without which the gradients agree",
+    Cause.BATCH_NORM: "batch norm over each micro-batch, without which the gradients agree",
+    Cause.TOGETHER: "the loss of a sample depends on the others in its micro-batch: in-batch negatives, another loss "
+    "over the micro-batch, or padding that is not masked",
+}
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A cause that fits.
+
+    `ratio` is how many times too large the accumulated gradient is because of it, and `weights` are the least and the
+    largest share that micro-batches should have, in the mean of all.
+    """
+
+    cause: Cause
+    ratio: float = 1.0
+    weights: tuple[float, float] | None = None
+
+    def describe(self, steps: float) -> str:
+        """A sentence; `steps` is how many times more micro-batches there are."""
+        if self.cause is Cause.SCALED:
+            return _scale(self.ratio, steps)
+        text = _SENTENCES[self.cause]
+        if self.weights is not None:
+            text += f": each should count {self.weights[0]:.2f} to {self.weights[1]:.2f} times as much"
+        return text if abs(self.ratio - 1) < SAME else f"{text}; also, {_scale(self.ratio, steps)}"
+
+
+@dataclass(frozen=True)
+class AccumulationCheck:
+    """Whether the gradients of one batch are the same in large and in small micro-batches.
+
+    Attributes:
+        agrees: whether they are, within the tolerance.
+        batch_size: the samples that were compared, on each device.
+        large_micro_batch_size: the micro-batch that they are compared with: all of them if they had memory.
+        micro_batch_size: the micro-batch that was accumulated.
+        norm: the gradient's norm in large micro-batches.
+        accumulated_norm: its norm in small ones; for `Cause.DEVICE`, with the samples on other devices.
+        cosine: the cosine of the angle between both.
+        difference: the norm of their difference, as a share of `norm`.
+        spread: the same for two orders of the same samples, in the same micro-batches.
+        tolerance: what `difference` may be.
+        cause: the known cause that fits, if they differ.
+        text: the verdict in a few lines.
+    """
+
+    agrees: bool
+    batch_size: int
+    large_micro_batch_size: int
+    micro_batch_size: int
+    norm: float
+    accumulated_norm: float
+    cosine: float
+    difference: float
+    spread: float
+    tolerance: float
+    cause: Cause | None
+    text: str
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        agrees: bool,
+        shape: tuple[int, int, int],
+        norms: tuple[float, float],
+        cosine: float,
+        difference: float,
+        spread: float,
+        tolerance: float,
+        kind: tuple[str, float] | None,
+        finding: Finding | None,
+        note: str | None,
+    ) -> AccumulationCheck:
+        """The answer with its text. `kind` are the weights that differ most, beyond their own spread."""
+        number, large, small = shape
+        is_devices = finding is not None and finding.cause is Cause.DEVICE
+        rows = [
+            (_shape(number, large), f"norm {norms[0]:.6g}"),
+            ("on other devices" if is_devices else _shape(number, small), f"norm {norms[1]:.6g}"),
+            ("difference", _difference(difference, cosine, spread, tolerance)),
+        ]
+        if difference <= tolerance and kind is not None:
+            rows.append(("", f"but {kind[0]} differs by {_share(kind[1])}, more than its own spread allows"))
+        if finding is not None:
+            rows.append(("probable cause", finding.describe(large / small)))
+        if note is not None:
+            rows.append(("not checked", note))
+        changes = "another number of devices" if is_devices else "another micro-batch"
+        verdict = "The gradients agree: accumulation leaves this training as it is."
+        if not agrees:
+            verdict = f"The gradients do not agree: {changes} changes this training."
+        text = "\n".join([verdict, *(line for row in rows for line in _lines(*row))])
+        cause = None if finding is None else finding.cause
+        return cls(agrees, number, large, small, *norms, cosine, difference, spread, tolerance, cause, text)
+
+
+def _scale(ratio: float, steps: float) -> str:
+    """What a sum means that is `ratio` times what it should be."""
+    if abs(ratio / steps - 1) < SAME:
+        return f"the loss is not divided by the number of micro-batches: the sum is {ratio:.3g} times too large"
+    if abs(ratio * steps - 1) < SAME:
+        return f"the loss is divided twice by the number of micro-batches: the sum is {1 / ratio:.3g} times too small"
+    return f"the loss is divided by a wrong number of micro-batches: the sum is {ratio:.3g} times what it should be"
+
+
+def _shape(number: int, size: int) -> str:
+    count = number // size
+    return f"{count} micro-batch{'' if count == 1 else 'es'} of {size}"
+
+
+def _difference(difference: float, cosine: float, spread: float, tolerance: float) -> str:
+    return (
+        f"{_share(difference)}, cosine {cosine:.6f}; {_share(tolerance)} is allowed: two orders of the same samples "
+        f"differ by {_share(spread)}"
+    )
+
+
+def _share(share: float) -> str:
+    if share < LEAST_SHOWN:
+        return f"under {LEAST_SHOWN:.3%}"
+    return f"{100 * share:.2g}%" if share < 0.1 else f"{share:.0%}"
+
+
+def _lines(label: str, text: str) -> list[str]:
+    return textwrap.wrap(
+        text,
+        WIDTH,
+        initial_indent=f"  {label:<{LABEL}}",
+        subsequent_indent=" " * (LABEL + 2),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )

@@ -1,0 +1,35 @@
+"""Has a model round otherwise, as it does where a micro-batch of another size takes other kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+
+LOSS_SCALE = 0.73
+"""The loss is multiplied by this, and its gradients divided: no power of two, so all roundings backwards change."""
+
+
+@contextmanager
+def rounded_otherwise(model: nn.Module) -> Iterator[None]:
+    """Change what each layer with parameters returns by about one rounding of its number format.
+
+    Two sizes of a micro-batch differ so in low precision. It may change the choice of a router, for example.
+    """
+    layers = [module for module in model.modules() if next(module.parameters(recurse=False), None) is not None]
+    handles = [layer.register_forward_hook(_round_otherwise) for layer in layers]
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def _round_otherwise(_: nn.Module, __: Any, output: Any) -> Any:
+    if not isinstance(output, torch.Tensor) or not output.is_floating_point():
+        return output
+    noise = torch.rand_like(output).sub_(0.5).mul_(output.detach()).mul_(torch.finfo(output.dtype).eps)
+    return output + noise
