@@ -17,6 +17,7 @@ from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, Link, choice, connect
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
+from bexp.tune.trainer_accumulation import TrainerCheck
 
 _OFF = {
     "report_to": [],
@@ -91,6 +92,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     serving.append(trainer)
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
+    check = TrainerCheck(trainer, train, ranks)
     size, accumulation = trainer.args.bexp_asked
     model = describe_parameters(list(trainer.model.parameters()))
     if link is not None:
@@ -108,7 +110,8 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
             }
         )
     while (command := ranks.share(_next(link))) is not None:
-        reply = measured(partial(measure, int(command["micro_batch_size"])))
+        is_check = command["command"] == "check"
+        reply = measured(partial(check.answer, command) if is_check else partial(measure, command["micro_batch_size"]))
         if link is not None:
             link.send(reply)
         elif reply["outcome"] != "ok":

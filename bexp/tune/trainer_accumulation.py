@@ -1,0 +1,257 @@
+"""The gradients of one batch in transformers' Trainer, by its own loop of training up to the first optimizer step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from itertools import islice
+from typing import Any
+
+import torch.distributed as dist
+from torch.utils.data import IterableDataset, Sampler
+
+from bexp.tune.accumulation import remedies, seed_everything
+from bexp.tune.agreement import CannotCheckError, Parts, check, divisors
+from bexp.tune.agreement_text import Cause
+from bexp.tune.gradients import Gradient, steps_of
+from bexp.tune.label_tokens import label_tokens, most_unequal
+from bexp.tune.measuring import Ranks
+from bexp.tune.rounding import LOSS_SCALE, rounded_otherwise
+from bexp.tune.switched_off import nothing_random
+
+MOST_SAMPLES = 64
+"""A larger batch of the command is cut to so many samples on each device, because it is run at least four times."""
+SMALLER, MOST_SMALLER = 1 / 16, 4
+"""In float16 the first scale of the loss is often too large, and is made smaller so many times."""
+_OFF = ("model_init", "neftune_noise_alpha")
+"""The first would make other weights for each run, and the second noise."""
+
+
+class _WholeBatchError(Exception):
+    """All micro-batches of the batch have been run: what would follow is the optimizer's step."""
+
+
+class _Fixed(Sampler[int]):
+    """Samples in an order that was chosen, once."""
+
+    def __init__(self, places: Sequence[int]) -> None:
+        self._places = places
+        self.is_taken = False
+
+    def __len__(self) -> int:
+        return len(self._places)
+
+    def __iter__(self) -> Iterator[int]:
+        self.is_taken = True
+        return iter(self._places)
+
+
+class TrainerCheck:
+    """Checks one Trainer; `train` is its own `train`. All processes of a training do the same."""
+
+    def __init__(self, trainer: Any, train: Callable[[], Any], ranks: Ranks) -> None:
+        self._trainer = trainer
+        self._train = train
+        self._optimizer = trainer.optimizer
+        self._accumulation = trainer.accelerator.gradient_accumulation_steps  # 1: the Trainer divides by itself
+        self._ranks = ranks
+        self._shares: list[list[int]] = []
+        self._swapped: list[list[int]] = []
+
+    @property
+    def num_devices(self) -> int:
+        """The processes of the training."""
+        return self._ranks.number
+
+    def answer(self, command: Mapping[str, Any]) -> dict[str, Any]:
+        """What the trial is told: the check as a document, or why there is none, as `refused`."""
+        trainer = self._trainer
+        before = {name: getattr(trainer, name, None) for name in ("train_dataset", *_OFF)}
+        try:
+            if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
+                raise CannotCheckError("gradients that are spread over devices cannot be compared")  # noqa: TRY301
+            dataset = trainer.train_dataset
+            number, size = sizes_of(
+                trainer.args.bexp_asked,
+                command.get("batch_size"),
+                command.get("micro_batch_size"),
+                len(dataset) // self.num_devices if hasattr(dataset, "__len__") else None,
+            )
+            return asdict(check(self, number, size, self._take_samples(number)))
+        except CannotCheckError as error:
+            return {"refused": str(error)}
+        finally:
+            for name, value in before.items():
+                setattr(trainer, name, value)
+
+    def gradient(self, parts: Parts, *, rounds_otherwise: bool = False, is_swapped: bool = False) -> Gradient:
+        """The gradient after all micro-batches, in the Trainer's own precision."""
+        found: list[Gradient] = []
+        for _ in range(MOST_SMALLER):
+            divisor = self._run(parts, self._swapped if is_swapped else self._shares, rounds_otherwise=rounds_otherwise)
+            found.append(Gradient.of(self._trainer.model, divisor))
+            scaler = self._trainer.accelerator.scaler
+            if found[-1].is_finite or scaler is None:
+                break
+            scaler.update(scaler.get_scale() * SMALLER)
+        return found[-1]
+
+    def steps(self, parts: Parts) -> list[Gradient]:
+        """What each micro-batch adds to the gradient, on each device."""
+        after: list[Gradient] = []
+
+        def note() -> None:
+            after.append(Gradient.of(self._trainer.model, self._divisor(1.0) * self.num_devices))
+
+        self._run(parts, self._shares, note)
+        own = steps_of(after)
+        if self.num_devices == 1:
+            return own
+        gathered: list[Any] = [None] * self.num_devices
+        dist.all_gather_object(gathered, own)
+        return [step for steps in gathered for step in steps]
+
+    def remedies(self) -> Mapping[Cause, Callable[[], AbstractContextManager[None]]]:
+        """What switches off parts of this model that depend on the whole micro-batch."""
+        return remedies(self._trainer.model)
+
+    def _take_samples(self, number: int) -> str | None:
+        """Choose the first samples of the data, as unequal on devices and in micro-batches as they can be.
+
+        Returns what could not be checked with them.
+        """
+        trainer, num_devices = self._trainer, self.num_devices
+        dataset, whole = trainer.train_dataset, number * num_devices
+        if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+            dataset = trainer.train_dataset = list(islice(dataset, whole))
+        if len(dataset) < whole:
+            raise CannotCheckError(f"there are only {len(dataset)} samples")
+        tokens = [label_tokens(dataset[place]) for place in range(whole)]
+        order = most_unequal(tokens)
+        self._shares = [order[rank * number : (rank + 1) * number] for rank in range(num_devices)]
+        self._swapped = [order[rank::num_devices] for rank in range(num_devices)]
+        if len(set(tokens)) > 1 or tokens[0] is None:
+            return None
+        return f"samples of unequal length: all of these have {tokens[0]} tokens"
+
+    def _run(
+        self,
+        parts: Parts,
+        shares: Sequence[Sequence[int]],
+        note: Callable[[], None] | None = None,
+        *,
+        rounds_otherwise: bool = False,
+    ) -> float:
+        """Run the micro-batches of one optimizer step; return what the gradients are to be divided by.
+
+        `note` is called after each of them, and has each process keep its own gradients.
+        """
+        from transformers.trainer_callback import TrainerCallback  # noqa: PLC0415 - the command has imported it
+
+        trainer, accelerator = self._trainer, self._trainer.accelerator
+        order = _Fixed([share[place] for part in parts for share in shares for place in part])
+        original, step, backward = trainer._get_train_sampler, trainer.training_step, accelerator.backward
+        done, scaled, loss_scale = 0, 0, LOSS_SCALE if rounds_otherwise else 1.0
+
+        class BeforeStep(TrainerCallback):
+            def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
+                raise CannotCheckError(f"its loader of data has made {done} micro-batches in place of {len(parts)}")
+
+        def counted(model: Any, *given: Any, **named: Any) -> Any:
+            nonlocal done
+            if done == 0:
+                ends.enter_context(nothing_random(trainer.model))
+                if rounds_otherwise:
+                    ends.enter_context(rounded_otherwise(trainer.model))
+            with nullcontext() if note is None else _keeps_own(model):
+                loss = step(model, *given, **named)
+            if note is not None:
+                note()
+            done += 1
+            if done == len(parts):
+                raise _WholeBatchError
+            return loss
+
+        def backward_scaled(loss: Any, **named: Any) -> None:
+            nonlocal scaled
+            scaled += 1
+            backward(loss * loss_scale, **named)
+
+        before_step = BeforeStep()
+        self._set(len(parts[0]), len(parts))
+        trainer._get_train_sampler = lambda *_: order
+        trainer.training_step, accelerator.backward = counted, backward_scaled
+        trainer.add_callback(before_step)
+        seed_everything(int(rounds_otherwise))
+        with ExitStack() as ends:
+            try:
+                self._train()
+            except _WholeBatchError:
+                pass
+            finally:
+                trainer.remove_callback(before_step)
+                trainer._get_train_sampler, trainer.training_step = original, step
+                accelerator.backward = backward
+        if not order.is_taken or done < len(parts):
+            raise CannotCheckError("its loader of data does not use the Trainer's order of samples")
+        return self._divisor(loss_scale if scaled else 1.0)
+
+    def _set(self, size: int, steps: int) -> None:
+        """Have the Trainer train from its beginning, with these sizes, for one step."""
+        trainer = self._trainer
+        arguments = trainer.args
+        arguments.per_device_train_batch_size = trainer._train_batch_size = size
+        arguments.gradient_accumulation_steps = steps
+        arguments.max_steps = 1
+        trainer.accelerator.gradient_accumulation_steps = 1 if self._accumulation == 1 else steps
+        for name in _OFF:
+            setattr(trainer, name, None)
+        trainer.optimizer, trainer.lr_scheduler = self._optimizer, None
+        trainer._created_lr_scheduler = False
+
+    def _divisor(self, loss_scale: float) -> float:
+        scaler = self._trainer.accelerator.scaler
+        return loss_scale * (1.0 if scaler is None else float(scaler.get_scale()))
+
+
+def sizes_of(
+    own: tuple[int, int], batch_size: int | None, micro_batch_size: int | None, available: int | None
+) -> tuple[int, int]:
+    """The samples to compare on each device, and the micro-batch that is to be accumulated.
+
+    `own` is the command's micro-batch with its accumulation steps, and `available` what there is of samples.
+
+    Raises CannotCheckError if the batch cannot be split so.
+    """
+    size, steps = own
+    if micro_batch_size is not None:
+        size, steps = micro_batch_size, max(2, -(-own[0] * own[1] // micro_batch_size))
+    number = batch_size
+    if number is None:
+        most = MOST_SAMPLES if available is None else min(MOST_SAMPLES, available)
+        number = size * min(steps, max(1, most // size))
+        number = number if available is None else min(number, available)
+    if available is not None and number > available:
+        raise CannotCheckError(f"there are only {available} samples for each device, and a batch has {number}")
+    if number < 2:
+        raise CannotCheckError("a batch of one sample has nothing to accumulate: --batch-size states a larger one")
+    if micro_batch_size is None:
+        return number, next(divisor for divisor in divisors(number)[1:] if divisor <= size)
+    if micro_batch_size >= number or number % micro_batch_size:
+        raise CannotCheckError(f"a batch of {number} cannot be split into micro-batches of {micro_batch_size}")
+    return number, micro_batch_size
+
+
+@contextmanager
+def _keeps_own(model: Any) -> Iterator[None]:
+    """Have processes exchange no gradients in this micro-step, the last one of a batch included."""
+    if not hasattr(model, "require_backward_grad_sync"):
+        yield
+        return
+    before = model.require_backward_grad_sync
+    model.require_backward_grad_sync = False
+    try:
+        yield
+    finally:
+        model.require_backward_grad_sync = before
