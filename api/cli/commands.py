@@ -17,6 +17,10 @@ COMMANDS = {
         "tune:tune",
         "Find the best micro-batch size of a training command, by running a few steps of it at several sizes.",
     ),
+    "check-accumulation": (
+        "check_accumulation:check_accumulation",
+        "Check that accumulation leaves the gradients of a training command as they are.",
+    ),
     "submit": (
         "submit:submit",
         "Submit a model to the workers of a service or a database, and print the id of the exploration.",

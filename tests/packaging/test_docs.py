@@ -54,12 +54,12 @@ def test_make_targets_that_are_shown_exist(page: Path) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_commands_that_are_shown_exist(page: Path) -> None:
     known = set(getattr(typer.main.get_command(app), "commands", {}))
-    assert set(re.findall(r"^\$? ?bexp ([a-z]+)", _code(page), flags=re.MULTILINE)) <= known
+    assert set(re.findall(r"^\$? ?bexp ([a-z-]+)", _code(page), flags=re.MULTILINE)) <= known
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_options_that_are_shown_exist(page: Path) -> None:
-    for line in re.findall(r"\bbexp ([a-z]+(?: [^\n|;#`)]*)?)", _code(page)):
+    for line in re.findall(r"\bbexp ([a-z-]+(?: [^\n|;#`)]*)?)", _code(page)):
         name, *words = line.split()
         if name not in COMMANDS:
             continue
