@@ -121,6 +121,16 @@ Quick = Annotated[
         help="Explore eager execution and the library's own loss alone: seconds in place of a minute or two on a GPU.",
     ),
 ]
+OptimizerOption = Annotated[
+    str | None,
+    typer.Option(
+        "--optim",
+        metavar="NAME",
+        help="The optimizer, by its name in transformers' TrainingArguments: adamw_torch_fused, adamw_bnb_8bit, "
+        "adafactor, lion_8bit, adamw_torch_4bit, ...",
+        show_default="of CONFIG, else adamw_torch_fused",
+    ),
+]
 TrainerOption = Annotated[
     TrainerName | None,
     typer.Option(
@@ -179,6 +189,7 @@ FIELDS = {
     "max_seconds": "budget.max_seconds",
     "max_trials": "budget.max_trials",
     "confidence_target": "budget.confidence_target",
+    "optim": "training.optimizer.name",
 }  # options whose field is not at the top of a request
 
 
@@ -193,6 +204,7 @@ def collect_fields(
     mode: ModeOption = None,
     execution: ExecutionOption = None,
     quick: Quick = False,
+    optim: OptimizerOption = None,
     trainer: TrainerOption = None,
     max_seconds: MaxSeconds = None,
     max_trials: MaxTrials = None,
@@ -214,6 +226,7 @@ def collect_fields(
         "mode": mode,
         "execution": execution,
         "quick": quick or None,
+        "optim": optim,
         "trainer": trainer,
         "max_seconds": max_seconds,
         "max_trials": max_trials,

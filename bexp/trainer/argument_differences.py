@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bexp.explorer.spec.trainer import HALF_NAMES, LIBRARY_OPTIMIZERS
+from bexp.explorer.spec.optimizers import LIBRARY_NAMES
+from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.trainer.recommended_setup import RecommendedSetup
 
 CHECKPOINTING_FIELDS = ("activation_checkpointing", "gradient_checkpointing")
@@ -39,7 +40,7 @@ def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     if setup.optimizer is None:
         return
     yield from _autocast_differences(setup, args)
-    optimizer, measured = getattr(args, "optim", None), LIBRARY_OPTIMIZERS[setup.optimizer]
+    optimizer, measured = getattr(args, "optim", None), LIBRARY_NAMES[setup.optimizer]
     optimizer = getattr(optimizer, "value", optimizer)
     if optimizer is not None and optimizer != measured:
         yield f"optimizer {optimizer}, not {measured}"

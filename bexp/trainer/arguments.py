@@ -10,7 +10,8 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from bexp.explorer.spec.trainer import HALF_NAMES, LIBRARY_OPTIMIZERS
+from bexp.explorer.spec.optimizers import LIBRARY_NAMES
+from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
     argument_differences,
@@ -71,7 +72,7 @@ def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
     if recomputes:
         fields[f"{name}_kwargs"] = {"use_reentrant": False}
     if setup.optimizer is not None:
-        fields["optim"] = LIBRARY_OPTIMIZERS[setup.optimizer]
+        fields["optim"] = LIBRARY_NAMES[setup.optimizer]
         if setup.autocast in HALF_NAMES:
             fields[HALF_NAMES[setup.autocast]] = True
         elif "trl" in sys.modules:

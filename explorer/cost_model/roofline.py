@@ -165,6 +165,8 @@ def _stepped_bytes(parts: ModelParts, request: ExplorationRequest) -> float:
     Gradients beside master weights are converted to float32 first, and the new weights are written in both formats.
     """
     stepped, states = parts.trainable_bytes, 2 * request.training.optimizer.num_states
+    if parts.optimizer_state_bytes is not None:
+        return float((2 + 1) * stepped + 2 * parts.optimizer_state_bytes)
     if not request.training.keeps_master_weights:
         return float((2 + states + 1) * stepped)
     return float(2 * stepped + (1 + 2 + states + 1) * master_bytes(parts))

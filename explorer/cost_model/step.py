@@ -135,11 +135,12 @@ def _whole_parts(model: ExploredModel, request: ExplorationRequest) -> MemoryPar
     if isinstance(model, ModelParts):  # its own code trains the parameters as they are, unless it has master weights
         master = request.training.keeps_master_weights
         stepped = master_bytes(model) if master else model.trainable_bytes
+        states = model.optimizer_state_bytes
         return MemoryParts(
             parameters=model.parameter_bytes,
             gradients=model.trainable_bytes,
             master_weights=stepped if master else 0,
-            optimizer_states=spec.num_states * stepped,
+            optimizer_states=spec.num_states * stepped if states is None else states,
         )
     number = count_parameters(model)
     return MemoryParts(

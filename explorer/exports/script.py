@@ -5,13 +5,15 @@ from __future__ import annotations
 from bexp.explorer.exports.sharding_communication import reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.optimizers import LIBRARY
 from bexp.explorer.spec.training import LoRASpec, Sharding
 
-TORCH_OPTIMIZERS = {
+OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(..., fused=True)",
     "sgd": "torch.optim.SGD(..., momentum=0.9, fused=True)",
+    **{name: known.maker for name, known in LIBRARY.items()},
 }
-"""The optimizers that are measured, as torch makes them."""
+"""The optimizers that are measured, as a script makes them."""
 
 
 def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[str]:
@@ -41,7 +43,7 @@ def model_notes(settings: TrainerSettings) -> list[str]:
 
 def optimizer_notes(settings: TrainerSettings) -> list[str]:
     """Return the optimizer that was measured."""
-    return [] if settings.is_own_code else [f"in the script: {TORCH_OPTIMIZERS[settings.optimizer]}, as measured"]
+    return [] if settings.is_own_code else [f"in the script: {OPTIMIZERS[settings.optimizer]}, as measured"]
 
 
 def length_notes(settings: TrainerSettings) -> list[str]:

@@ -12,7 +12,8 @@ from bexp.explorer.exports.script import length_notes, model_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.trainer import HALF_NAMES, LIBRARY_OPTIMIZERS
+from bexp.explorer.spec.optimizers import LIBRARY_NAMES
+from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.explorer.spec.training import Sharding
 
 EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL_25: 4}
@@ -45,7 +46,7 @@ def batch_fields(settings: TrainerSettings) -> dict[str, Any]:
 
 def optimizer_fields(settings: TrainerSettings, field: str = "optim") -> dict[str, Any]:
     """Return the optimizer that was measured; none for a person's own code."""
-    return {} if settings.is_own_code else {field: LIBRARY_OPTIMIZERS[settings.optimizer]}
+    return {} if settings.is_own_code else {field: LIBRARY_NAMES[settings.optimizer]}
 
 
 def model_fields(settings: TrainerSettings) -> dict[str, Any]:

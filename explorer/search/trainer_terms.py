@@ -117,6 +117,7 @@ def find_missing(
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
+        "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
     }
     if not any(missing.values()):
         return {}
@@ -132,6 +133,7 @@ def find_missing(
         "sharding": f"the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",
+        "optimizer": f"the optimizer '{request.training.optimizer.name}'",
         "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
     }
     return {name: words[name] for name, is_missing in missing.items() if is_missing}

@@ -82,6 +82,9 @@ class ModelParts(Frozen):
     parameter_bytes: Count
     trainable_bytes: Count
     largest_trainable_bytes: Count = Field(0, description="Of the largest single parameter that is trained.")
+    optimizer_state_bytes: Count | None = Field(
+        None, description="Of the real state after a step, where it was read.", exclude_if=is_null
+    )
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
     settings: tuple[str, ...] = Field(

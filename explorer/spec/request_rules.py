@@ -66,6 +66,8 @@ def check_training_of_target(request: ExplorationRequest) -> None:
         _check_master_weights(request)
     if request.training.precision == "upcast":
         _check_upcast(request)
+    if request.training.optimizer.of_library is not None:
+        _check_library_optimizer(request)
     if request.target_name != BEXP:
         return
     if request.training.precision != "pure":
@@ -105,6 +107,23 @@ def _check_master_weights(request: ExplorationRequest) -> None:
         if getattr(optimizer, name) not in formats:
             where = f"training.optimizer.{name}"
             raise RuleError(f"precision 'master' keeps it in {kept}: leave {name} out", where, field)
+
+
+def _check_library_optimizer(request: ExplorationRequest) -> None:
+    """An optimizer of a library steps the whole parameters of a transformers model, in their own format."""
+    field, name = "training.optimizer.name", request.training.optimizer.name
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(f"optimizer '{name}' needs target '{TRANSFORMERS}'", field, "target")
+    if request.training.precision in ("master", "upcast"):
+        raise RuleError(
+            f"optimizer '{name}' is measured with precision 'pure' or 'autocast'", field, "training.precision"
+        )
+    if request.space.highest_sharding is not Sharding.NONE:
+        raise RuleError(f"optimizer '{name}' is measured without sharding", field, "training.sharding")
+    optimizer = request.training.optimizer
+    for part in ("grad_dtype", "state_dtype"):
+        if getattr(optimizer, part) is not None:
+            raise RuleError(f"optimizer '{name}' decides its formats by itself: leave {part} out", field)
 
 
 def _check_upcast(request: ExplorationRequest) -> None:

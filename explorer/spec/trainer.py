@@ -23,8 +23,6 @@ LIBRARY_ATTENTION = frozenset(
 """Attention implementations of the transformers library."""
 LIBRARY_EXPERTS = frozenset({"eager", "batched_mm", "grouped_mm"})
 """Experts implementations of the transformers library that need no other package."""
-LIBRARY_OPTIMIZERS = {"adamw": "adamw_torch_fused", "sgd": "sgd"}
-"""The transformers library's names of the optimizers that are measured."""
 HALF_NAMES: dict[str, str] = {DType.BFLOAT16: "bf16", DType.FLOAT16: "fp16"}
 """What trainers call the formats of half precision, such as the fields that switch autocast on."""
 OUR_EXPERTS = frozenset({"fused", "triton_grouped", "hopper_grouped", "auto"})
@@ -63,10 +61,11 @@ class Trainer:
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
     `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any cannot
     be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
-    `lora` says that it can be told adapters, in its file or in its script. `targets` are the targets whose measured
-    code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are what it
-    keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
-    routers to float32, unless it trains adapters or shards: precision `upcast`.
+    `lora` says that it can be told adapters, in its file or in its script, `optimizers` that it can be told those of
+    other libraries. `targets` are the targets whose measured code it runs; for others an export promises no tokens/s.
+    The first of `precisions`, and `allocator`, are what it keeps where a request states nothing. Beside
+    `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains adapters or
+    shards: precision `upcast`.
     """
 
     title: str
@@ -85,6 +84,7 @@ class Trainer:
     graphs: bool = False
     liger: bool = False
     lora: bool = True
+    optimizers: bool = False
     targets: frozenset[str] = frozenset()
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     upcast_attention: frozenset[str] = frozenset()
@@ -124,6 +124,7 @@ _PIPELINES = frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED})
 TRAINERS: Mapping[TrainerName, Trainer] = {
     TrainerName.BEXP: Trainer(
         title="bexp.apply",
+        optimizers=True,
         attention=LIBRARY_ATTENTION | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS | OUR_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
         policies=frozenset(Recompute) - {Recompute.QKV},
@@ -139,6 +140,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.TRANSFORMERS: Trainer(
         title="transformers' Trainer",
+        optimizers=True,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         policies=frozenset({Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.FULL}),
@@ -146,6 +148,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.ACCELERATE: Trainer(
         title="accelerate",
+        optimizers=True,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         compiled_layers=True,
@@ -183,6 +186,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LIGHTNING: Trainer(
         title="Lightning",
+        optimizers=True,
         attention=frozenset({TORCH_CHOICE}) | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS,
         policies=frozenset({Recompute.NONE, Recompute.FULL}) | SHARES,
@@ -192,6 +196,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.AXOLOTL: Trainer(
         title="Axolotl",
+        optimizers=True,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
         targets=_LIBRARY_RUNS_IT,
@@ -201,6 +206,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LLAMAFACTORY: Trainer(
         title="LLaMA-Factory",
+        optimizers=True,
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
         targets=_LIBRARY_RUNS_IT,
     ),

@@ -99,6 +99,8 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
     for execution in request.space.executions:
         if (execution.compiles and not trainer.compiled_layers) or (execution.replays and not trainer.graphs):
             yield field, f"execution '{execution}'"
+    if training.optimizer.of_library is not None and not trainer.optimizers:
+        yield "training.optimizer.name", f"the optimizer '{training.optimizer.name}'"
     if training.lora is not None and not trainer.lora:
         yield "training.lora", "LoRA"
     library = request.hf_config is not None and request.target_name == TRANSFORMERS

@@ -9,6 +9,7 @@ from pydantic import Field, field_validator
 
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.optimizers import LIBRARY, LibraryOptimizer, OptimizerName, read_name
 
 
 class Sharding(StrEnum):
@@ -31,7 +32,11 @@ Precision = Literal["pure", "autocast", "master", "upcast"]
 class OptimizerSpec(Frozen):
     """Optimizer and number formats; the default is mixed precision with 16 bytes a parameter in bf16."""
 
-    name: Literal["adamw", "sgd"] = Field("adamw", description="torch's fused AdamW, or fused SGD with momentum.")
+    name: OptimizerName = Field(
+        "adamw",
+        description="torch's fused AdamW, fused SGD with momentum, or another optimizer by its name in transformers' "
+        "TrainingArguments (`optim`); those need target `transformers`, and their package.",
+    )
     grad_dtype: DType | None = Field(None, description="Default: the model's dtype.")
     master_dtype: Literal[DType.FLOAT32] | None = Field(
         DType.FLOAT32, description="float32 master weights beside half-precision parameters; null for none."
@@ -43,13 +48,16 @@ class OptimizerSpec(Frozen):
     @field_validator("name", mode="before")
     @classmethod
     def _name_the_way_to_others(cls, value: Any) -> Any:
-        if value not in ("adamw", "sgd"):
-            raise ValueError("must be 'adamw' or 'sgd'; a target of your own (--target) makes any other optimizer")
-        return value
+        return read_name(value)
+
+    @property
+    def of_library(self) -> LibraryOptimizer | None:
+        """What is known of an optimizer whose state is read from the real one; None for AdamW and SGD."""
+        return LIBRARY.get(self.name)
 
     @property
     def num_states(self) -> int:
-        """Number of moments a parameter."""
+        """Number of moments a parameter, of AdamW and SGD."""
         return 2 if self.name == "adamw" else 1
 
     def has_master(self, dtype: DType) -> bool:

@@ -74,6 +74,7 @@ PACKAGES = {
             *("zstandard", "evaluate", "wandb", "protobuf", "pillow"),
         ),
     ),
+    "optimizers": Package("bitsandbytes==0.50.0", (), ("torchao==0.18.0",)),
     "lightning": Package("lightning==2.6.6", ("lightning",), ("lightning-utilities", "torchmetrics")),
     "llamafactory": Package(
         "llamafactory==0.9.5",

@@ -75,7 +75,7 @@ def build(**changes: Any) -> ExplorationRequest:
         ({"model": MOE, "routing": {"kind": "shares", "shares": [6, 2, 1, 1]}}, "exceeds 1 / top_k"),
         ({"training": {"sharding": "zero2"}}, "needs num_devices > 1"),
         ({"training": {"loss": {"chunk_tokens": 1}}}, "chunk_tokens"),
-        ({"training": {"optimizer": {"name": "lion"}}}, "'adamw' or 'sgd'; a target of your own"),
+        ({"training": {"optimizer": {"name": "lion"}}}, "or by a target of your own"),
         ({"execution": "fast"}, "execution"),
         ({"mode": "test"}, "mode"),
         ({"parallelism": {"pipeline": 4}}, "pipeline (4) does not divide num_devices (1)"),

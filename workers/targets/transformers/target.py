@@ -36,7 +36,11 @@ from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.tiny import num_layers_for
-from bexp.workers.targets.transformers.training_run import TrainerOptimizer, TransformersTrainingRun
+from bexp.workers.targets.transformers.training_run import (
+    TrainerOptimizer,
+    TransformersTrainingRun,
+    embeddings_of,
+)
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
@@ -133,6 +137,8 @@ class TransformersTarget:
                 **{policy.value: self._resolved.group_problem for policy in named if policy.group_size is not None},
             },
         )
+        if self._request.training.optimizer.of_library is not None and self._request.mode == "train":
+            parts = parts.model_copy(update={"optimizer_state_bytes": self._optimizer_state_bytes(parts)})
         self.rest()
         usable = [backend.name for backend in experts if backend.usable]
         default = self._resolved.model.config._experts_implementation if usable else None
@@ -185,9 +191,12 @@ class TransformersTarget:
     ) -> Iterator[OptimizerPart]:
         """The trained parameters of the shell, and those of one layer of each kind."""
         assert isinstance(model, ModelParts), "this target describes its model by its parts"
+        return self._optimizer_parts(model, request)
+
+    def _optimizer_parts(self, model: ModelParts, request: ExplorationRequest) -> Iterator[OptimizerPart]:
         adds_up = self._build.keeps_master_weights  # it converts all gradients before it steps
         if model.shell.trainable_bytes:
-            shell = self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1)))
+            shell = self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1)), of_shell=True)
             yield OptimizerPart(1, shell, adds_up=adds_up)
         for kind in (kind for kind in model.kinds if kind.trainable_bytes):
             layer = self._optimizer(request, _layer_parameters(kind.name))
@@ -211,6 +220,18 @@ class TransformersTarget:
         tiny = self._resolved.tiny
         run = self._train(tiny, Settings(), 1, request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
+
+    def _optimizer_state_bytes(self, parts: ModelParts) -> int:
+        """The bytes of the real state after a step of each part, as often as the model has it."""
+        total = 0
+        for part in self._optimizer_parts(parts, self._request):
+            optimizer = part.build()
+            assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
+            optimizer.step()
+            total += part.count * optimizer.state_bytes
+            for parameter in optimizer.parameters:
+                parameter.grad = None
+        return total
 
     def _check_class(self) -> None:
         check = self._resolved.check
@@ -259,7 +280,11 @@ class TransformersTarget:
         return self._builder
 
     def _optimizer(
-        self, request: ExplorationRequest, parameters: Callable[[PartsBuilder], list[nn.Parameter]]
+        self,
+        request: ExplorationRequest,
+        parameters: Callable[[PartsBuilder], list[nn.Parameter]],
+        *,
+        of_shell: bool = False,
     ) -> Callable[[], TrainerOptimizer]:
         """An optimizer of a device's share of the parameters."""
         shards = request.devices.optimizer_shards
@@ -271,7 +296,8 @@ class TransformersTarget:
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             name, master = self._request.training.optimizer.name, self._build.keeps_master_weights
-            return TrainerOptimizer(trained, name, master_weights=master, keeps_gradients=True)
+            embeddings = embeddings_of(self._parts().shell(1).model) if of_shell else ()
+            return TrainerOptimizer(trained, name, master_weights=master, keeps_gradients=True, embeddings=embeddings)
 
         return build
 

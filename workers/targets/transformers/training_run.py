@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.optimizers import LIBRARY, OptimizerName
 from bexp.explorer.spec.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
 from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.optimizers import make_optimizer, state_bytes
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess
 from bexp.workers.training.graphs import require_captured
 from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer
@@ -24,22 +27,28 @@ LEARNING_RATE = 5e-5
 texts, which layers that are measured alone keep."""
 
 
-class TrainerOptimizer:
-    """The Trainer's default: gradients are clipped by their norm, then fused AdamW (or SGD) steps.
+def embeddings_of(model: nn.Module) -> list[nn.Embedding]:
+    """Return the embeddings of a model, whose states some optimizers keep in more bits."""
+    return [module for module in model.modules() if isinstance(module, nn.Embedding)]
 
-    States have the format of the parameters, and there are no master weights. With `master_weights`, the step is that
-    of DeepSpeed's `bf16`: all gradients are converted to float32 and freed after the step, which changes float32 master
-    weights and moments, and the parameters become their copy in bfloat16. Gradients are dropped after each step, unless
-    `keeps_gradients`: then they wait to be filled anew.
+
+class TrainerOptimizer:
+    """The Trainer's: gradients are clipped by their norm, then fused AdamW, SGD or an optimizer of LIBRARY steps.
+
+    States of AdamW and SGD have the format of the parameters, and there are no master weights. With `master_weights`,
+    the step is that of DeepSpeed's `bf16`: all gradients are converted to float32 and freed after the step, which
+    changes float32 master weights and moments, and the parameters become their copy in bfloat16. Gradients are dropped
+    after each step, unless `keeps_gradients`: then they wait to be filled anew.
     """
 
     def __init__(
         self,
         parameters: list[nn.Parameter],
-        name: Literal["adamw", "sgd"],
+        name: OptimizerName,
         *,
         master_weights: bool = False,
         keeps_gradients: bool = False,
+        embeddings: Sequence[nn.Embedding] = (),
     ) -> None:
         self.parameters = parameters
         self._keeps_gradients = keeps_gradients
@@ -50,10 +59,18 @@ class TrainerOptimizer:
             self._optimizer = TrainingOptimizer(
                 parameters, spec, DType.BFLOAT16, hyperparameters=settings, bucket_bytes=None
             )
+        elif name in LIBRARY:
+            self._optimizer = make_optimizer(name, parameters, LEARNING_RATE, embeddings)
         elif name == "adamw":
             self._optimizer = torch.optim.AdamW(parameters, lr=LEARNING_RATE, fused=fused)
         else:
             self._optimizer = torch.optim.SGD(parameters, lr=LEARNING_RATE, momentum=0.9, fused=fused)
+
+    @property
+    def state_bytes(self) -> int:
+        """Bytes of the state of an optimizer of LIBRARY, after a step."""
+        assert isinstance(self._optimizer, torch.optim.Optimizer), "it has no master weights"
+        return state_bytes(self._optimizer)
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -82,7 +99,7 @@ class TransformersTrainingRun:
         self,
         model: Any,
         batches: list[dict[str, Tensor]],
-        optimizer_name: Literal["adamw", "sgd"],
+        optimizer_name: OptimizerName,
         build: BuildSettings,
         device: torch.device,
         parallel: DataParallel,
@@ -100,7 +117,9 @@ class TransformersTrainingRun:
         self._optimizer: TrainerOptimizer | None = None
         if build.training:
             trained = [p for p in model.parameters() if p.requires_grad]
-            self._optimizer = TrainerOptimizer(trained, optimizer_name, master_weights=build.keeps_master_weights)
+            self._optimizer = TrainerOptimizer(
+                trained, optimizer_name, master_weights=build.keeps_master_weights, embeddings=embeddings_of(model)
+            )
 
     @property
     def graph_bytes(self) -> int:

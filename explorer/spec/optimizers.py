@@ -1,0 +1,71 @@
+"""The optimizers that a request can name, as transformers' `TrainingArguments.optim` names them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+OptimizerName = Literal[
+    "adamw",
+    "sgd",
+    "adafactor",
+    "adagrad",
+    "rmsprop",
+    "adamw_bnb_8bit",
+    "ademamix",
+    "ademamix_8bit",
+    "lion_32bit",
+    "lion_8bit",
+    "adamw_torch_8bit",
+    "adamw_torch_4bit",
+]
+ALIASES: Mapping[str, OptimizerName] = {
+    "adamw_torch": "adamw",
+    "adamw_torch_fused": "adamw",
+    "adamw_8bit": "adamw_bnb_8bit",
+}
+"""Names that mean one of the others. AdamW is measured as torch's fused kernels compute it."""
+NAMES: tuple[OptimizerName, ...] = get_args(OptimizerName)
+BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
+
+
+@dataclass(frozen=True, slots=True)
+class LibraryOptimizer:
+    """An optimizer whose state is read from the real one.
+
+    `maker` is how a script makes it, `package` what it needs beside torch and transformers.
+    """
+
+    maker: str
+    package: str | None = None
+
+
+LIBRARY: Mapping[str, LibraryOptimizer] = {
+    "adafactor": LibraryOptimizer("transformers.Adafactor(..., scale_parameter=False, relative_step=False)"),
+    "adagrad": LibraryOptimizer("torch.optim.Adagrad(...)"),
+    "rmsprop": LibraryOptimizer("torch.optim.RMSprop(...)"),
+    "adamw_bnb_8bit": LibraryOptimizer("bitsandbytes.optim.AdamW8bit(...)", BITSANDBYTES),
+    "ademamix": LibraryOptimizer("bitsandbytes.optim.AdEMAMix(...)", BITSANDBYTES),
+    "ademamix_8bit": LibraryOptimizer("bitsandbytes.optim.AdEMAMix8bit(...)", BITSANDBYTES),
+    "lion_32bit": LibraryOptimizer("bitsandbytes.optim.Lion(...)", BITSANDBYTES),
+    "lion_8bit": LibraryOptimizer("bitsandbytes.optim.Lion8bit(...)", BITSANDBYTES),
+    "adamw_torch_8bit": LibraryOptimizer("torchao.optim.AdamW8bit(...)", TORCHAO),
+    "adamw_torch_4bit": LibraryOptimizer("torchao.optim.AdamW4bit(...)", TORCHAO),
+}
+"""All but torch's fused AdamW and SGD, whose state follows from the number formats."""
+LIBRARY_NAMES = {"adamw": "adamw_torch_fused", **{name: name for name in NAMES if name != "adamw"}}
+"""The transformers library's names of the optimizers that are measured."""
+PAGED = "paged_"
+
+
+def read_name(value: object) -> object:
+    """Return the name that an alias means; raise ValueError for an optimizer that is not measured."""
+    found = ALIASES.get(value, value) if isinstance(value, str) else value
+    if found in NAMES:
+        return found
+    why = "its state lies in memory that the allocator does not count; " if str(value).startswith(PAGED) else ""
+    raise ValueError(
+        f"must be one of {', '.join(NAMES)}; {why}any other optimizer is measured in your own command "
+        "(`bexp tune -- COMMAND`), or by a target of your own (--target)"
+    )

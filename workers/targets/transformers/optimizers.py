@@ -1,0 +1,87 @@
+"""The optimizers of other libraries, made as transformers' Trainer makes them, and the bytes of their real state."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from bexp.explorer.spec.optimizers import BITSANDBYTES, LIBRARY, TORCHAO
+from bexp.workers.instruments.failures import UnsupportedTrialError
+
+BETAS = (0.9, 0.999)
+"""TrainingArguments' defaults."""
+BLOCK_SIZE = 256
+"""Elements that share a scale in torchao's states; the Trainer's default."""
+EXTRAS = {BITSANDBYTES: "bitsandbytes", TORCHAO: "torchao"}
+"""The extras of this package that install them."""
+
+
+def make_optimizer(
+    name: str, parameters: list[nn.Parameter], learning_rate: float, embeddings: Sequence[nn.Embedding] = ()
+) -> torch.optim.Optimizer:
+    """Return an optimizer of LIBRARY. As in the Trainer, eight-bit ones keep 32 bits for weights of `embeddings`.
+
+    Raises:
+        UnsupportedTrialError: its package is missing, or does not work here.
+    """
+    package = LIBRARY[name].package
+    if package is None:
+        return _of_torch(name, parameters, learning_rate)
+    try:
+        module: Any = import_module(f"{package}.optim")
+    except Exception as error:  # a library that is broken in any way
+        raise UnsupportedTrialError(
+            f"optimizer '{name}' needs {package}: pip install 'bexp[{EXTRAS[package]}]' ({error})"
+        ) from error
+    if package == TORCHAO:
+        kind = module.AdamW4bit if name.endswith("4bit") else module.AdamW8bit
+        made: torch.optim.Optimizer = kind(
+            parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0, block_size=BLOCK_SIZE
+        )
+        return made
+    bits = 8 if name.endswith("8bit") else 32
+    # Its manager knows parameters by their places alone, and would take those of one optimizer for another's.
+    module.GlobalOptimManager._instance = None
+    if name.startswith("ademamix"):
+        made = module.AdEMAMix(parameters, lr=learning_rate, weight_decay=0.0, optim_bits=bits)
+    else:
+        kind = module.Lion if name.startswith("lion") else module.AdamW
+        made = kind(parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0, optim_bits=bits)
+    if bits == 8:
+        for each in embeddings:
+            module.GlobalOptimManager.get_instance().register_module_override(each, "weight", {"optim_bits": 32})
+    return made
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    """Return the bytes of an optimizer's state; a tensor that several parameters share counts once."""
+    sizes: dict[int, int] = {}
+    for state in optimizer.state.values():
+        for value in state.values():
+            for tensor in _plain(value) if isinstance(value, Tensor) else ():
+                sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
+    return sum(sizes.values())
+
+
+def _of_torch(name: str, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:
+    if name == "adafactor":
+        from transformers.optimization import Adafactor  # noqa: PLC0415 - the library's own
+
+        made: torch.optim.Optimizer = Adafactor(
+            parameters, lr=learning_rate, scale_parameter=False, relative_step=False
+        )
+        return made
+    kind = torch.optim.Adagrad if name == "adagrad" else torch.optim.RMSprop
+    return kind(parameters, lr=learning_rate)
+
+
+def _plain(tensor: Tensor) -> list[Tensor]:
+    """The tensors that a tensor consists of: codes and scales of a quantized one, or itself."""
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _plain(getattr(tensor, name))]
