@@ -54,7 +54,7 @@ LIBRARY: Mapping[str, LibraryOptimizer] = {
     "adamw_torch_4bit": LibraryOptimizer("torchao.optim.AdamW4bit(...)", TORCHAO),
 }
 """All but torch's fused AdamW and SGD, whose state follows from the number formats."""
-LIBRARY_NAMES = {"adamw": "adamw_torch_fused", **{name: name for name in NAMES if name != "adamw"}}
+LIBRARY_NAMES: Mapping[str, str] = {name: "adamw_torch_fused" if name == "adamw" else name for name in NAMES}
 """The transformers library's names of the optimizers that are measured."""
 PAGED = "paged_"
 
