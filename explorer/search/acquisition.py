@@ -17,10 +17,10 @@ import numpy as np
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition, Floats, Mask
-from bexp.explorer.search.compiling import worth
 from bexp.explorer.search.confidence import Contenders
 from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
+from bexp.explorer.search.preparing import worth
 from bexp.explorer.search.suggestion import Suggestion
 
 NEGLIGIBLE = 0.03
@@ -70,7 +70,7 @@ def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
         gain_NA = np.where(contenders.tokens_NA > 0.0, contenders.composed_NA - own_N[:, None], 0.0)
         gain_A = np.maximum(0.0, gain_NA).mean(axis=0) / max(float(own_N.mean()), 1e-9)
     cost_A = (contenders.wanted_AP * costs_K[table.columns_CP[contenders.rows]]).sum(axis=1)
-    compiling_A = (contenders.wanted_AP * posterior.compiling_seconds_K[table.columns_CP[contenders.rows]]).sum(axis=1)
+    compiling_A = (contenders.wanted_AP * posterior.preparing_seconds_K[table.columns_CP[contenders.rows]]).sum(axis=1)
     least_A = posterior.request.tolerance * np.maximum(NEGLIGIBLE, 0.0 if incumbent is None else worth(compiling_A))
     gain_A = np.where(unknown_A & (gain_A >= least_A), gain_A, 0.0)
     if gain_A.max() <= 0.0:
@@ -142,7 +142,7 @@ def _run_of_pair(
     row, columns = int(rows[chosen]), table.columns_CP[rows[chosen]][telling[chosen]]
     cost = float(costs_K[columns].sum())
     gain = posterior.request.tolerance * probability_better
-    if probability_better < worth(float(posterior.compiling_seconds_K[columns].sum())):
+    if probability_better < worth(float(posterior.preparing_seconds_K[columns].sum())):
         return None
     reason = f"another run: a rival is better with probability {probability_better:.2f}"
     components = _components(table, row, telling[chosen])

@@ -9,9 +9,9 @@ from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.earlier_runs import EarlierRuns, ReusedComponents
 from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome
 from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.search.compiling import CompilingSeconds
 from bexp.explorer.search.earlier_check import ComponentReuse, EarlierCheck
 from bexp.explorer.search.feasibility import Failures
+from bexp.explorer.search.preparing import PreparingSeconds
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.observations import ObservationLog, age_run
@@ -25,9 +25,9 @@ class Knowledge:
     """Everything that trials have said about the candidates of a table, whatever their order.
 
     `log` has the runs of components, `whole_models` the whole models that were timed, `failures` what failed,
-    `compiling` what it took to compile, and `pending` what is in flight. `reported` are real runs of candidates in the
-    table. `earlier` runs of components are observations with a wider error; `reuse` says how they are checked, and is
-    None if there are none in the table. `version` grows when something is learnt.
+    `preparing` what it took before a component could be timed, and `pending` what is in flight. `reported` are real
+    runs of candidates in the table. `earlier` runs of components are observations with a wider error; `reuse` says how
+    they are checked, and is None if there are none in the table. `version` grows when something is learnt.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Knowledge:
         self.failures = Failures()
         self.whole_models = WholeModelRuns()
         self.reuse: ComponentReuse | None = None
-        self.compiling = CompilingSeconds(device_kind)
+        self.preparing = PreparingSeconds(device_kind, is_whole=table.candidates[0].is_whole)
         self.pending: dict[int, Suggestion] = {}
         self.version = 0
 
@@ -75,7 +75,7 @@ class Knowledge:
         """Learn what trial `number` has measured; a component counts once a trial."""
         self.pending.pop(number, None)
         self.failures.learn(measurement)
-        self.compiling.learn(number, measurement)
+        self.preparing.learn(number, measurement)
         self.learn_shared(number, measurement.components, failed=measurement.outcome not in SOUND)
 
     def learn_shared(self, number: int, measurements: Sequence[ComponentMeasurement], *, failed: bool = False) -> None:

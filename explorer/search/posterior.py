@@ -148,22 +148,24 @@ class Posterior:
     @property
     def measuring_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
         """Seconds that it takes to measure each component, shape (K,)."""
-        return measuring_seconds(self.surrogate.device_mean_K) + self.compiling_seconds_K
+        return measuring_seconds(self.surrogate.device_mean_K) + self.preparing_seconds_K
 
     @property
-    def compiling_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
-        """Seconds of these that the compiler takes, shape (K,)."""
-        return self.knowledge.compiling.of(self.surrogate.compiled_K, self.surrogate.known_K)
+    def preparing_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
+        """Seconds of these that the compiler takes, or the start of a command, shape (K,)."""
+        is_whole = self.table.candidates[0].is_whole
+        prepared_K = ~self.surrogate.essential_K if is_whole else self.surrogate.compiled_K
+        return self.knowledge.preparing.of(prepared_K, self.surrogate.known_K)
 
     def whole_model_seconds(self, row: int) -> float:
         """Seconds that it takes to run the whole model of a candidate."""
         seconds = whole_model_seconds(self.corrected_seconds(row).micro_step, self.hardware.device_kind)
-        return seconds + self.whole_compiling_seconds(row)
+        return seconds + self.whole_preparing_seconds(row)
 
-    def whole_compiling_seconds(self, row: int) -> float:
-        """Seconds of these that the compiler takes."""
+    def whole_preparing_seconds(self, row: int) -> float:
+        """Seconds of these that the compiler takes, or the start of a command."""
         columns = self.table.columns_CP[row][self.table.used_CP[row]]
-        return float(self.compiling_seconds_K[columns].sum())
+        return float(self.preparing_seconds_K[columns].sum())
 
     # -- candidates ----------------------------------------------------------------------------------------------
 

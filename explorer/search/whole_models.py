@@ -10,10 +10,10 @@ from bexp.explorer.records.recommendation import RunnerUpCheck
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.candidate_report import best_stock, best_undivided, best_untiled, largest_untiled
 from bexp.explorer.search.choices import promising_row
-from bexp.explorer.search.compiling import worth
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import LIMITED_SHARE, NoiseLimit
 from bexp.explorer.search.posterior import BestCandidate, Posterior
+from bexp.explorer.search.preparing import worth
 from bexp.explorer.search.runner_up import find_above_limit, find_runner_up
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.suggestion import Suggestion

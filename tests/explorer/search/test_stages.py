@@ -9,7 +9,7 @@ import pytest
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.compiling import AGAIN_SHARE, ASSUMED_SECONDS, CompilingSeconds
+from bexp.explorer.search.preparing import AGAIN_SHARE, ASSUMED_SECONDS, PreparingSeconds
 from bexp.explorer.spec.execution import Execution
 from tests.explorer.explorations import answer_of, lines, run, trials_of
 from tests.explorer.search.small import REPORT, small_request, small_state
@@ -108,7 +108,7 @@ def test_a_trial_that_is_read_twice_counts_once() -> None:
         components=state.missing(row),
         timeout_seconds=60,
     )
-    found, seconds = device(task), CompilingSeconds("cuda")
+    found, seconds = device(task), PreparingSeconds("cuda")
     for _ in range(2):
         seconds.learn(1, found)
     number = sum(component.is_compiled for component in task.components)

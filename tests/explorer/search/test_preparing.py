@@ -1,0 +1,68 @@
+"""What it takes before a component can be timed."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from bexp.explorer.cost_model.components import Component
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
+from bexp.explorer.search.preparing import PreparingSeconds
+from bexp.explorer.spec.candidate import Candidate
+
+
+def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, timed: float = 0.0) -> Measurement:
+    """A trial whose micro-steps take 0.1 s, ten times."""
+    return Measurement(
+        candidate=Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1),
+        outcome=Outcome.OK,
+        components=tuple(
+            ComponentMeasurement(
+                component=Component.model_validate(
+                    {
+                        "kind": kind,
+                        "micro_batch_size": size,
+                        "backend": backend,
+                        "part": "L" if kind == "layer" else None,
+                    }
+                ),
+                device_seconds=0.1,
+                host_seconds=0.0,
+                forward_device_seconds=0.05,
+                standard_error_seconds=0.001,
+                repeats=10,
+                saved_bytes=0,
+                forward_peak_bytes=0,
+                backward_peak_bytes=0,
+            )
+            for kind, size, backend in kinds
+        ),
+        phases=PhaseSeconds(warm_up=warm_up, timed=timed),
+    )
+
+
+def test_the_start_of_a_command_is_what_its_trials_take_beside_their_micro_steps() -> None:
+    found = PreparingSeconds("cuda", is_whole=True)
+    assert found.each == 0.0, "the first trial is made at once"
+    for number, timed in enumerate((41.0, 21.0)):
+        found.learn(number, measurement(("shell", 4, None), ("optimizer", 0, None), timed=timed))
+    assert found.each == pytest.approx(30.0)
+    prepared = np.array([True, True, False])
+    assert found.of(prepared, np.array([True, False, True])).tolist() == pytest.approx([30.0, 30.0, 0.0])
+
+
+def test_a_failed_start_says_nothing() -> None:
+    found = PreparingSeconds("cpu", is_whole=True)
+    found.learn(0, measurement(timed=50.0))
+    assert found.each == 0.0
+
+
+def test_of_other_models_the_compiler_counts_and_takes_less_for_what_it_knows() -> None:
+    found = PreparingSeconds("cuda")
+    assert found.each == 10.0
+    found.learn(0, measurement(("layer", 4, "sdpa"), warm_up=50.0))
+    assert found.each == 10.0, "nothing was compiled"
+    found.learn(1, measurement(("layer", 4, "sdpa+compiled"), warm_up=4.0))
+    assert found.each == pytest.approx(7.0)
+    seconds = found.of(np.array([True, True, False]), np.array([True, False, False]))
+    assert seconds.tolist() == pytest.approx([2.8, 7.0, 0.0])
