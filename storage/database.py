@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
+import os
 import re
 import sqlite3
+import stat
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +83,8 @@ DATABASE_TROUBLE = (
 """The database cannot be reached, is too busy, has no room, or takes no writes; the same step may be tried again."""
 
 _READ_ONLY = "bexp_read_only"
+
+_log = logging.getLogger(__name__)
 
 
 _ESCAPED_NUL = re.compile(r"(?<!\\)((?:\\\\)*)\\u0000")
@@ -201,6 +207,8 @@ class Database:
 def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
     """Open a database; nothing is created but the folder of a SQLite file.
 
+    Both are for this user alone: the folder if it is created here, and the file when the first connection creates it.
+
     Args:
         url: `sqlite:///path`, or `postgresql://user:password@host/name`.
         limits: on waiting and on connections; None for those of the drivers.
@@ -274,7 +282,8 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     if not url.database or url.database == ":memory:" or "mode=memory" in url.database:
         raise ValueError("the SQLite database must be a file, since several processes share it: sqlite:///PATH")
     path = Path(url.database).expanduser().absolute()
-    path.parent.mkdir(parents=True, exist_ok=True)
+    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    _warn_if_exposed(path)
     busy_timeout = limits.lock if limits is not None else SQLITE_BUSY_TIMEOUT
     engine = sa.create_engine(
         url.set(database=str(path)),
@@ -283,6 +292,12 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         connect_args={"timeout": busy_timeout.total_seconds()},
         **_pool_options(limits),
     )
+
+    @event.listens_for(engine, "do_connect")
+    def create(*_: object) -> None:
+        # SQLite itself would let the umask decide. Its journals get the mode of the file.
+        with suppress(OSError):  # it is there already, or SQLite will say what is wrong
+            os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600))
 
     @event.listens_for(engine, "connect")
     def prepare(connection: sqlite3.Connection, _: object) -> None:
@@ -296,3 +311,11 @@ def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
     return Database(engine, limits.turn if limits is not None else SQLITE_BUSY_TIMEOUT)
+
+
+@cache
+def _warn_if_exposed(path: Path) -> None:
+    """Say, once in a process, that other users can read the file. Its mode is its owner's to change."""
+    with suppress(OSError):
+        if path.stat().st_mode & stat.S_IROTH and all(folder.stat().st_mode & stat.S_IXOTH for folder in path.parents):
+            _log.warning("every user of this machine can read the database; to end that: chmod 600 %s", path)

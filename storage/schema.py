@@ -142,7 +142,8 @@ def exclusive(database: Database) -> Iterator[None]:
     """
     path = database.sqlite_path
     if path is not None:
-        with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS):
+        # Whoever can open the file of the lock can hold it for ever, so no other user may.
+        with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS, mode=0o600):
             yield
         return
     # The lock is a session's and not a transaction's, because Optuna creates its tables over its own connections.

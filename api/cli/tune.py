@@ -23,6 +23,8 @@ from bexp.api.cli.explore import WorkerDevice
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.results import terminal_width
+from bexp.api.cli.tune_answer import TuneAnswer, check_writable
+from bexp.api.cli.tuned_command import TunedCommand
 from bexp.api.text import row, wrap
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.formats.document import load_document
@@ -55,6 +57,20 @@ BatchSize = Annotated[
         show_default="what the command's Trainer says",
     ),
 ]
+Write = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="FILE",
+        help="Write the YAML of an Axolotl or LLaMA-Factory command with the answer to FILE, which must not exist yet.",
+    ),
+]
+Run = Annotated[
+    bool,
+    typer.Option(
+        "--run",
+        help="Then start the command with the answer, and say after its first steps whether it keeps the promise.",
+    ),
+]
 HIDDEN = "..."
 _NAME = r"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|api[-_]?key|credentials?)"
 _SECRET = re.compile(rf"-*{_NAME}", re.IGNORECASE)
@@ -68,6 +84,8 @@ def tune(
     tries: Try = None,
     batch_size: BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
+    write: Write = None,
+    run: Run = False,
     resume: Resume = None,
     device: WorkerDevice = None,
     max_seconds: options.MaxSeconds = None,
@@ -78,15 +96,19 @@ def tune(
 ) -> None:
     """Find the best micro-batch size of a training command, by running a few steps of it at several sizes.
 
-    The batch stays what the command says. transformers' Trainer, its children and accelerate's loops are set from
-    within; they save, log and push nothing. Any other loop has {micro_batch_size}, and {grad_accum_steps} if it
-    accumulates, where the command takes them, and does in its first steps what it always does.
+    The batch stays what the command says. transformers' Trainer and its children, Lightning's Trainer and accelerate's
+    loops are set from within; they save, log and push nothing. Any other loop has {micro_batch_size}, and
+    {grad_accum_steps} if it accumulates, where the command takes them, and does in its first steps what it always does.
 
     Example: bexp tune -- accelerate launch train.py
 
+    Example: bexp tune --run --write tuned.yaml -- axolotl train config.yaml
+
     Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
     """
-    tried = dict(map(_read_try, tries or ()))
+    tried, tuned = dict(map(_read_try, tries or ())), TunedCommand(command)
+    if write is not None:
+        check_writable(tuned, write)
     with _described(command, tried, batch_size) as reference:
         fields = options.collect_fields(
             micro_batch_size=micro_batch_size,
@@ -98,13 +120,20 @@ def tune(
         request = _build(command, tried, batch_size, fields, reference, options.device_kind(device))
         with open_stored() as stored:
             old = None if resume is None else _resumable(stored, resume, request)
-            run = LocalRun(request, new_job_id() if old is None else old.id, device, local_target=reference)
-            job = stored.submit(request, job_id=run.job_id) if old is None else stored.resume(old.id)
-            with run:
-                code = run.follow(stored, job, as_json=as_json)
-            if not as_json:
-                typer.echo("\n".join(wrap(_how_to_train(stored, job.id, command), terminal_width())))
-        raise typer.Exit(code)
+            worker = LocalRun(request, new_job_id() if old is None else old.id, device, local_target=reference)
+            job = stored.submit(request, job_id=worker.job_id) if old is None else stored.resume(old.id)
+            with worker:
+                code = worker.follow(stored, job, as_json=as_json)
+            answer = TuneAnswer.find(stored, job.id, tried, batch_size)
+            if answer is not None and not as_json:
+                rows = [*answer.rows(tuned), row("worst micro-batch", _worst(stored, job.id, answer.size))]
+                typer.echo("\n".join(wrap(rows, terminal_width())))
+    if answer is not None and code is ExitCode.ANSWER:  # all that the exploration needed is gone by now
+        if write is not None:
+            answer.write(tuned, write)
+        if run:
+            answer.run(tuned, device, write)
+    raise typer.Exit(code)
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:
@@ -172,23 +201,9 @@ def _read_try(text: str) -> tuple[str, list[Any]]:
     return name, [load_document(f"value: {value}")["value"] for value in values.split(",")]
 
 
-def _how_to_train(stored: Explorations, job_id: str, command: Sequence[str]) -> Iterator[str]:
-    """What to change in the command, and whether any of its data may need more memory."""
-    result = stored.result(job_id)
-    best = None if result is None else result.recommendation
-    if best is None:
-        return
-    size, steps = best.candidate.micro_batch_size, best.grad_accum_steps
-    accumulation = f" --gradient_accumulation_steps {steps}" if steps is not None else ""
-    if any("{micro_batch_size}" in argument for argument in command):
-        accumulation = f", {{grad_accum_steps}} = {steps}" if steps is not None else ""
-        yield row("for the command", f"{{micro_batch_size}} = {size}{accumulation}")
-    else:
-        yield row("for the command", f"--per_device_train_batch_size {size}{accumulation}")
-    if best.candidate.settings is not None:
-        yield row("and", best.candidate.settings)
+def _worst(stored: Explorations, job_id: str, size: int) -> str:
     samples = ((stored.get(job_id).report or {}).get("parts") or {}).get("samples")
-    yield row("worst micro-batch", describe_worst(None if samples is None else SampleLengths(**samples), size))
+    return describe_worst(None if samples is None else SampleLengths(**samples), size)
 
 
 def describe_worst(samples: SampleLengths | None, size: int) -> str:

@@ -2,49 +2,42 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
+from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+
+from bexp.tune.link import PROMISE
 
 Patch = Callable[[ModuleType], None]
 
 
 def arm() -> None:
-    """Have each library patched that a loop of training may be in."""
-    if not any(isinstance(finder, _Watcher) for finder in sys.meta_path):
-        patches: dict[str, Patch] = {
-            "transformers.trainer": _patch_trainer,
-            "accelerate.accelerator": _patch_accelerate,
-            "torch.optim.optimizer": _patch_torch,
-            "torch.utils.data.dataloader": _patch_loaders,
+    """Have each library patched that a loop of training may be in, for a trial or for a run with an answer."""
+    if any(isinstance(finder, _Watcher) for finder in sys.meta_path):
+        return
+    patches: dict[str, Patch] = {
+        "transformers.trainer": partial(_patch, "hf_trainer"),
+        "accelerate.accelerator": partial(_patch, "accelerate_loop"),
+        "torch.optim.optimizer": partial(_patch, "own_loop"),
+        "torch.utils.data.dataloader": partial(_patch, "data_loader"),
+    }
+    if PROMISE in os.environ:
+        patches = {
+            "transformers.trainer": partial(_patch, "applied_trainer"),
+            "accelerate.accelerator": partial(_patch, "applied_loop"),
+            "torch.optim.optimizer": partial(_patch, "promise"),
         }
-        sys.meta_path.insert(0, _Watcher(patches))
+    sys.meta_path.insert(0, _Watcher(patches))
 
 
-def _patch_trainer(module: ModuleType) -> None:
-    from bexp.tune.hf_trainer import patch  # noqa: PLC0415 - it needs what the command has just imported
-
-    patch(module)
-
-
-def _patch_accelerate(module: ModuleType) -> None:
-    from bexp.tune.accelerate_loop import patch  # noqa: PLC0415 - it needs what the command has just imported
-
-    patch(module)
-
-
-def _patch_torch(module: ModuleType) -> None:
-    from bexp.tune.own_loop import patch  # noqa: PLC0415 - it needs what the command has just imported
-
-    patch(module)
-
-
-def _patch_loaders(module: ModuleType) -> None:
-    from bexp.tune.data_loader import patch  # noqa: PLC0415 - it needs what the command has just imported
-
-    patch(module)
+def _patch(name: str, module: ModuleType) -> None:
+    """Patch a module with one of ours, which needs what the command has just imported."""
+    import_module(f"bexp.tune.{name}").patch(module)
 
 
 class _Watcher(MetaPathFinder):

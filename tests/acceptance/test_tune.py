@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 from pathlib import Path
 
+import torch
+
 from tests.acceptance.conftest import Machine
 
 SCRIPTS = Path(__file__).parents[1] / "tune_commands"
+AXOLOTL = f"""
+import runpy, sys, yaml
+given = yaml.safe_load(open(sys.argv[2]))
+sizes = ["--per_device_train_batch_size", str(given["micro_batch_size"])]
+sys.argv[1:] = [*sizes, "--gradient_accumulation_steps", "8", "--output_dir", given["output_dir"]]
+runpy.run_path({str(SCRIPTS / "with_trainer.py")!r}, run_name="__main__")
+"""
+"""What answers like `axolotl train FILE`."""
 ASKED = ("--device", "cpu", "--micro-batch-size", "1,2,4,8", "--max-trials", "5", "--max-seconds", "60")
 
 
@@ -17,10 +28,12 @@ def test_a_trainer_is_tuned_its_batch_stays_and_nothing_is_written(machine: Mach
     command = (sys.executable, SCRIPTS / "with_trainer.py", "--output_dir", out, "--hub_token", "hf_secret")
     printed = machine.run("tune", *ASKED, "--", *command)
     found = re.search(
-        r"for the command +--per_device_train_batch_size (\d)\s+--gradient_accumulation_steps (\d)", printed
+        r"for the command +add --per_device_train_batch_size (\d)\s+add --gradient_accumulation_steps (\d)|"
+        r"for the command +nothing to change",
+        printed,
     )
     assert found is not None, printed
-    size, steps = map(int, found.groups())
+    size, steps = (int(number) if number else own for number, own in zip(found.groups(), (2, 4), strict=True))
     assert size * steps == 8, "the command's own batch is 2 x 4"
     assert "GPT2LMHeadModel" in printed
     assert re.search(r"base +micro_batch_size=2", printed), "1.00x is what the command says"
@@ -29,6 +42,53 @@ def test_a_trainer_is_tuned_its_batch_stays_and_nothing_is_written(machine: Mach
     stored = b"".join(path.read_bytes() for path in (machine.folder / "data").rglob("*") if path.is_file())
     assert b"with_trainer.py" in stored
     assert b"hf_secret" not in stored
+
+
+def test_a_trainer_runs_with_the_answer_and_writes_what_it_writes(machine: Machine) -> None:
+    out = machine.folder / "out"
+    flags = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps=8")
+    command = (sys.executable, SCRIPTS / "with_trainer.py", *flags, "--output_dir", out)
+    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "3", "--max-seconds", "40")
+    process = machine.start("tune", *asked, "--run", "--", *command)
+    assert process.wait(300) == 0, machine.err(process)
+    printed = machine.out(process)
+    found = re.search(r"--per_device_train_batch_size 1 -> (\d)\s+--gradient_accumulation_steps 8 -> (\d)", printed)
+    assert found is not None, printed
+    size, steps = map(int, found.groups())
+    assert size * steps == 8
+    assert re.search(rf"after +micro_batch_size={size}: [\d,]+ tokens/s, peak memory", printed)
+    used = torch.load(out / "training_args.bin", weights_only=False)
+    assert (used.per_device_train_batch_size, used.gradient_accumulation_steps) == (size, steps)
+    state = json.loads((out / "checkpoint-25" / "trainer_state.json").read_text())
+    assert (state["train_batch_size"], state["global_step"], state["max_steps"]) == (size, 25, 25)
+    assert (out / "finished").exists()
+    kept = re.findall(r"^bexp: 10 optimizer steps .* (\S+) \+- \S+ of the [\d,]+ that were", machine.err(process), re.M)
+    assert len(kept) == 1, machine.err(process)
+    assert 0.2 < float(kept[0]) < 5.0, "it saves and evaluates after each step, which is not counted"
+
+
+def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None:
+    programs = machine.folder / "programs"
+    programs.mkdir()
+    (programs / "axolotl").write_text(f"#!{sys.executable}\n{AXOLOTL}")
+    (programs / "axolotl").chmod(0o755)
+    machine.environment["PATH"] = f"{programs}:{machine.environment['PATH']}"
+    tuned = machine.folder / "tuned.yaml"
+    (machine.folder / "own.yaml").write_text(
+        "micro_batch_size: 1 # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
+    )
+    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "3", "--max-seconds", "40")
+    printed = machine.run("tune", *asked, "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    found = re.search(r"micro_batch_size: 1 -> (\d) in own.yaml\s+add gradient_accumulation_steps: (\d) to", printed)
+    assert found is not None, printed
+    size, steps = map(int, found.groups())
+    assert tuned.read_text() == (
+        f"micro_batch_size: {size} # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
+        f"gradient_accumulation_steps: {steps}\n"
+    )
+    again = machine.start("tune", *asked, "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    assert again.wait(60) == 2
+    assert machine.err(again) == f"bexp: --write {tuned}: it exists\n"
 
 
 def test_a_loop_of_ones_own_is_tuned_by_the_size_in_its_command(machine: Machine) -> None:
@@ -46,8 +106,9 @@ def test_a_loop_of_ones_own_is_tuned_by_the_size_in_its_command(machine: Machine
 
 
 def test_a_command_that_trains_nothing_is_told_so(machine: Machine) -> None:
-    process = machine.start("tune", "--device", "cpu", "--", sys.executable, "-c", "print('hello')")
+    process = machine.start("tune", "--device", "cpu", "--run", "--", sys.executable, "-c", "print('hello')")
     assert process.wait(120) == 1
     said = machine.out(process) + machine.err(process)
+    assert "hello" not in said.splitlines(), "there is no answer to run it with"
     assert "the command is no training" in said
     assert "hello" in said

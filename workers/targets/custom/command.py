@@ -29,7 +29,9 @@ import psutil
 
 from bexp.child_process import PACKAGES_FOLDER
 from bexp.explorer.records.measurement import Outcome
+from bexp.tune.environment import on_device, with_hook
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
+from bexp.tune.placeholders import fill, stands_in
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
@@ -38,8 +40,7 @@ from bexp.workers.targets.custom.process import last_lines
 
 SUFFIX = ".json:command"
 """What the reference of a command ends with: the file that describes it."""
-SIZE_FIELD, ACCUMULATION_FIELD = "{micro_batch_size}", "{grad_accum_steps}"
-HOOK = Path(PACKAGES_FOLDER) / "bexp" / "tune" / "hook"
+SIZE_FIELD = "{micro_batch_size}"
 SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN", "BEXP_LOCAL_TARGET")
 """What belongs to the service, and not to the command."""
 SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
@@ -52,8 +53,8 @@ POLL_SECONDS = 0.1
 TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP = "it ended before its first optimizer step"
 NO_SIZE = (
-    "its loop is neither transformers' Trainer nor accelerate's, so its size cannot be set: put {micro_batch_size} "
-    "where the command takes it"
+    "its loop is none of transformers' Trainer, Lightning's and accelerate's, so its size cannot be set: put "
+    "{micro_batch_size} where the command takes it"
 )
 
 
@@ -80,25 +81,19 @@ class TrainingCommand:
     @property
     def has_size(self) -> bool:
         """Whether the size stands in the command."""
-        return any(SIZE_FIELD in argument for argument in self.arguments)
+        return stands_in("micro_batch_size", self.arguments)
 
     def filled(self, choice: Mapping[str, Any], size: int | None) -> tuple[list[str], dict[str, Any]]:
         """The arguments of a trial, and the settings that do not stand in them."""
-        values = {name: _text(value) for name, value in choice.items()}
+        values = dict(choice)
         if size is not None:
-            values |= {"micro_batch_size": str(size), "grad_accum_steps": str(self.steps(size))}
-        left = {name: value for name, value in choice.items() if not self._names(name)}
-        arguments = list(self.arguments)
-        for name, text in values.items():
-            arguments = [argument.replace(f"{{{name}}}", text) for argument in arguments]
-        return arguments, left
+            values |= {"micro_batch_size": size, "grad_accum_steps": self.steps(size)}
+        left = {name: value for name, value in choice.items() if not stands_in(name, self.arguments)}
+        return fill(self.arguments, values), left
 
     def steps(self, size: int) -> int:
         """The accumulation steps of a size, by the batch that the person has stated."""
         return max(1, (self.batch_size or size) // size)
-
-    def _names(self, name: str) -> bool:
-        return any(f"{{{name}}}" in argument for argument in self.arguments)
 
 
 class CommandProcess:
@@ -225,7 +220,6 @@ class CommandProcess:
             SOCKET: str(self._folder / "socket"),
             CHOICE: json.dumps(left),
             SCRATCH: str(scratch),
-            "BEXP_TUNE_SITE": str(PACKAGES_FOLDER),
         }
         if size is not None:
             own |= {SIZE: str(size), STEPS: str(self._command.steps(size))}
@@ -336,13 +330,5 @@ def _environment(device: str) -> dict[str, str]:
     added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
     kept = {name: value for name, value in os.environ.items() if name not in {*added, *SECRETS, "PYTHONSAFEPATH"}}
     path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
-    kept |= SILENT | {"PYTHONPATH": os.pathsep.join([str(HOOK), *path])}
-    if device == "cpu":
-        return kept | {"CUDA_VISIBLE_DEVICES": ""}
-    number = int(device.partition(":")[2] or 0)
-    visible = kept.get("CUDA_VISIBLE_DEVICES")
-    return kept | {"CUDA_VISIBLE_DEVICES": visible.split(",")[number].strip() if visible else str(number)}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
+    return on_device(with_hook(kept), device)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -22,6 +21,7 @@ from bexp.explorer.spec.parts import MAX_SETTINGS, ModelParts, Part
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import OWN_ATTENTION
 from bexp.explorer.spec.training import Sharding
+from bexp.tune.placeholders import describe_choice
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError, UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
 from bexp.workers.process.exit_status import KILLED_HINT
@@ -279,8 +279,4 @@ def _choices(dimensions: Mapping[str, Sequence[Any]]) -> dict[str, dict[str, Any
     if not 1 <= len(choices) <= MAX_SETTINGS:
         reason = f"its dimensions have {len(choices)} combinations; 1 to {MAX_SETTINGS} can be explored"
         raise TrialFailedError(Outcome.UNSUPPORTED, reason)
-    return {" ".join(f"{name}={_text(value)}" for name, value in each.items()): each for each in choices}
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value)
+    return {describe_choice(each): each for each in choices}

@@ -1,0 +1,194 @@
+"""The answer of `bexp tune` as what to change in the command, what that is worth, and a run with it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import re
+import signal
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
+from bexp.api.cli.yaml_lines import UnchangeableError
+from bexp.api.text import bytes_text, rate_text, row
+from bexp.client.explorations import Explorations
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.spec.candidate import Candidate
+from bexp.tune import link
+from bexp.tune.environment import on_device, with_hook
+from bexp.tune.placeholders import describe_choice, fill, stands_in, text_of
+
+PLACEHOLDER, STEPS_PLACEHOLDER = "micro_batch_size", "grad_accum_steps"
+LOOP = "loop"
+"""The class of a training that is no Trainer's, whose size is not in TrainingArguments."""
+
+
+@dataclass(frozen=True)
+class Speed:
+    """What a candidate is worth; the peak is None if it was not measured as a whole."""
+
+    candidate: Candidate
+    tokens_per_second: float
+    peak_bytes: int | None
+    tokens_per_sample: int
+
+    def __str__(self) -> str:
+        rate = rate_text(self.tokens_per_second)
+        shown = rate if self.tokens_per_sample > 1 else rate.replace("tokens", "samples")
+        peak = f", peak memory {bytes_text(self.peak_bytes)}" if self.peak_bytes else ""
+        return f"{self.candidate.describe()}: {shown}{peak}"
+
+
+@dataclass(frozen=True)
+class TuneAnswer:
+    """The best candidate that keeps the command's batch, and the one that it is compared with.
+
+    `steps` is None if the batch is not known or if no candidate divides it. `own` is what the command asks for by
+    itself, as far as it is known, and `choice` are the other settings that were tried.
+    """
+
+    best: Speed
+    base: Speed
+    steps: int | None
+    batch_size: int | None
+    own: Mapping[str, Any]
+    choice: Mapping[str, Any]
+    class_name: str | None
+
+    @classmethod
+    def find(
+        cls, stored: Explorations, job_id: str, tries: Mapping[str, list[Any]], batch_size: int | None
+    ) -> TuneAnswer | None:
+        """Return the answer of an exploration; None if there is none. `batch_size` is what a person has stated."""
+        result = stored.result(job_id)
+        found = None if result is None else result.recommendation
+        if found is None:
+            return None
+        parts = (stored.get(job_id).report or {}).get("parts") or {}
+        length, own_size = parts.get("seq_length") or 1, parts.get("micro_batch_size")
+        batch = batch_size or parts.get("batch_size")
+        own = {name: values[0] for name, values in tries.items()} | {SIZE: own_size}
+        if own_size and batch_size is None:
+            own[STEPS] = batch // own_size
+        peaks: dict[Candidate, int] = {}
+        for trial in stored.trials(job_id):
+            peaks[trial.candidate] = max(peaks.get(trial.candidate, 0), trial.measured_peak_bytes or 0)
+        candidate, rate, steps = _best(found)
+        base_rate = found.expected_tokens_per_second / found.performance
+        choices = (dict(zip(tries, values, strict=True)) for values in itertools.product(*tries.values()))
+        return cls(
+            best=Speed(candidate, rate, peaks.get(candidate), length),
+            base=Speed(found.base, base_rate, peaks.get(found.base), length),
+            steps=steps,
+            batch_size=batch,
+            own=own,
+            choice=next((each for each in choices if describe_choice(each) == candidate.settings), {}),
+            class_name=parts.get("class_name"),
+        )
+
+    @property
+    def size(self) -> int:
+        """The micro-batch of a device."""
+        return self.best.candidate.micro_batch_size
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """The sizes and settings by the names of TrainingArguments' fields."""
+        return {SIZE: self.size, **({} if self.steps is None else {STEPS: self.steps}), **self.choice}
+
+    def rows(self, command: TunedCommand) -> Iterator[str]:
+        """Yield what to change in a command, and what it is worth."""
+        named = {PLACEHOLDER: self.size, STEPS_PLACEHOLDER: self.steps} if self._has_size(command) else {}
+        named |= {name: value for name, value in self.choice.items() if stands_in(name, command.arguments)}
+        filled = [f"{{{name}}} = {text_of(value)}" for name, value in named.items() if value is not None]
+        left = self._left(command)
+        lines = [", ".join(filled)] if filled else []
+        lines += command.changes(left, self.own, takes_flags=self.class_name != LOOP)
+        for number, line in enumerate(lines or ["nothing to change"]):
+            yield row("" if number else "for the command", line)
+        if self.base.candidate != self.best.candidate:
+            is_own = self.base.candidate.micro_batch_size == self.own[SIZE]
+            yield row("before" if is_own else "base", str(self.base))
+            yield row("after", str(self.best))
+
+    def write(self, command: TunedCommand, path: Path) -> None:
+        """Write the command's YAML with this answer.
+
+        Raises CommandError if that cannot be done.
+        """
+        text = _changed(command, self.values)
+        with path.open("x", newline="") as file:
+            file.write(text)
+        say(f"wrote {path}")
+
+    def run(self, command: TunedCommand, device: str | None, written: Path | None) -> NoReturn:
+        """Become the command, with this answer. `written` takes the place of its YAML.
+
+        Raises CommandError if no size divides the batch, which would be another one.
+        """
+        if self.steps is None and self.batch_size is not None:
+            reason = f"no size that was tried divides the batch of {self.batch_size}"
+            raise CommandError(ExitCode.NO_ANSWER, f"the command is not started: {reason}")
+        values = {PLACEHOLDER: self.size, STEPS_PLACEHOLDER: self.steps or 1, **self.choice}
+        arguments = fill(command.with_flags(self._left(command), written), values)
+        own = {name: value for name, value in self.choice.items() if not stands_in(name, command.arguments)}
+        promise = {
+            "tokens_per_second": self.best.tokens_per_second,
+            "tokens_per_sample": self.best.tokens_per_sample,
+            "has_size": self._has_size(command) or command.has_flag(SIZE),
+        }
+        environment = with_hook(os.environ) | {
+            link.SIZE: str(self.size),
+            **({} if self.steps is None else {link.STEPS: str(self.steps)}),
+            link.CHOICE: json.dumps(own),
+            link.PROMISE: json.dumps(promise),
+        }
+        if re.fullmatch(r"cpu|cuda(:\d+)?", device or ""):  # several are for the command to share out
+            environment = on_device(environment, device or "")
+        if self.class_name == LOOP and not promise["has_size"]:
+            say("note: what the script computes from sizes of its own, such as its number of steps, has the old ones")
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what it becomes would as well
+            signal.signal(getattr(signal, name), signal.SIG_DFL)
+        os.execvpe(arguments[0], arguments, environment)  # noqa: S606 - the command of the person who asks for it
+
+    def _left(self, command: TunedCommand) -> dict[str, Any]:
+        """The values that do not stand in braces in a command."""
+        values = {name: value for name, value in self.values.items() if not stands_in(name, command.arguments)}
+        return {n: v for n, v in values.items() if n not in {SIZE, STEPS}} if self._has_size(command) else values
+
+    @staticmethod
+    def _has_size(command: TunedCommand) -> bool:
+        return stands_in(PLACEHOLDER, command.arguments)
+
+
+def check_writable(command: TunedCommand, path: Path) -> None:
+    """Raise CommandError, before anything is run, if the command's YAML cannot be written with other values there."""
+    _changed(command, {SIZE: 1, STEPS: 1})
+    if path.exists() or not path.parent.is_dir():
+        why = "it exists" if path.exists() else f"there is no folder {path.parent}"
+        raise CommandError(ExitCode.USAGE, f"--write {path}: {why}")
+
+
+def _changed(command: TunedCommand, values: Mapping[str, Any]) -> str:
+    try:
+        return command.changed_yaml(values)
+    except (OSError, UnchangeableError) as error:
+        where = f"{command.yaml}: " if command.yaml is not None else ""
+        reason = error.strerror if isinstance(error, OSError) else error
+        raise CommandError(ExitCode.USAGE, f"--write: {where}{reason}") from error
+
+
+def _best(found: Recommendation) -> tuple[Candidate, float, int | None]:
+    """The candidate that keeps the batch, if there is one, with its tokens/s and its accumulation steps."""
+    other = found.dividing
+    if found.grad_accum_steps is None and other is not None:
+        return other.candidate, other.tokens_per_second, other.grad_accum_steps
+    return found.candidate, found.expected_tokens_per_second, found.grad_accum_steps

@@ -1,0 +1,136 @@
+"""Where the settings of a training command stand: in its arguments, or in the YAML that it is given."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+from bexp.api.cli.yaml_lines import UnchangeableError, change_values, read_values
+from bexp.tune.placeholders import text_of
+
+SIZE, STEPS = "per_device_train_batch_size", "gradient_accumulation_steps"
+"""Fields of TrainingArguments. The other settings are named like fields as well."""
+_IN_WORDS = {SIZE: "micro-batch", STEPS: "accumulation steps"}
+"""What other loops have in their place."""
+_LIBRARIES: tuple[tuple[re.Pattern[str], dict[str, str]], ...] = (
+    (re.compile(r"(?:.*/)?axolotl(?:\.cli\.train)?"), {SIZE: "micro_batch_size", "optim": "optimizer"}),
+    (re.compile(r"(?:.*/)?(?:llamafactory-cli|lmf)"), {}),
+)
+"""What starts Axolotl and LLaMA-Factory, which read a YAML, and the fields that have another name in it."""
+_GIVEN = re.compile(r"(--)?([\w.-]+)(?:=(.*))?", re.DOTALL)
+
+
+@dataclass(frozen=True)
+class _Flag:
+    """A flag in the arguments at `place`, as it is spelled. Its value is part of it, or the next argument, or none."""
+
+    place: int
+    name: str
+    value: str | None
+    is_joined: bool
+
+
+class TunedCommand:
+    """A command whose settings can be told and changed."""
+
+    def __init__(self, arguments: Sequence[str]) -> None:
+        self.arguments = list(arguments)
+        self._names: dict[str, str] = {}
+        self._yaml: int | None = None
+        for place, (before, argument) in enumerate(pairwise(["", *self.arguments])):
+            names = next((names for program, names in _LIBRARIES if program.fullmatch(argument)), None)
+            if names is not None and not before.startswith("--"):
+                self._names = names
+                files = (i for i, each in enumerate(self.arguments) if i > place and each.endswith((".yaml", ".yml")))
+                self._yaml = next(files, None)
+
+    @property
+    def yaml(self) -> Path | None:
+        """The YAML of a library that this command reads."""
+        return None if self._yaml is None else Path(self.arguments[self._yaml])
+
+    def changes(self, values: Mapping[str, Any], own: Mapping[str, Any], *, takes_flags: bool = True) -> list[str]:
+        """Return what to change for these values, a line for each. `own` are values without one, as far as known.
+
+        `takes_flags` says whether a setting that stands nowhere may be given as a flag.
+        """
+        lines = []
+        for field, value in values.items():
+            name, new = self._names.get(field, field), text_of(value)
+            flags = list(self._flags(name))
+            if flags:
+                if flags[-1].value != new:
+                    lines.append(f"{flags[-1].name} {flags[-1].value or '(set)'} -> {new}")
+            elif self.yaml is not None and self._settings.get(name) is not None:
+                if self._settings[name] != value:
+                    lines.append(f"{name}: {text_of(self._settings[name])} -> {new} in {self.yaml}")
+            elif own.get(field) == value:
+                continue
+            elif self.yaml is not None:
+                lines.append(f"add {name}: {new} to {self.yaml}")
+            elif takes_flags:
+                lines.append(f"add --{name} {new}")
+            else:
+                old = f"{own[field]} -> " if own.get(field) is not None else ""
+                lines.append(f"{_IN_WORDS.get(field, field)} {old}{new} in the script")
+        return lines
+
+    def has_flag(self, field: str) -> bool:
+        """Whether a setting stands in the arguments."""
+        return any(self._flags(self._names.get(field, field)))
+
+    def with_flags(self, values: Mapping[str, Any], written: Path | None = None) -> list[str]:
+        """Return the arguments with these values in the flags that they have, and `written` in place of the YAML."""
+        arguments = [*self.arguments]
+        for field, value in values.items():
+            for flag in self._flags(self._names.get(field, field)):
+                if flag.is_joined or flag.value is None:
+                    arguments[flag.place] = f"{flag.name}={text_of(value)}"
+                else:
+                    arguments[flag.place + 1] = text_of(value)
+        if written is not None and self._yaml is not None:
+            arguments[self._yaml] = str(written)
+        return arguments
+
+    def changed_yaml(self, values: Mapping[str, Any]) -> str:
+        """Return the text of the YAML with these values.
+
+        Raises UnchangeableError if there is none, or if it cannot be changed.
+        """
+        if self.yaml is None:
+            raise UnchangeableError("the command reads no YAML of Axolotl or LLaMA-Factory")
+        with self.yaml.open(newline="") as file:  # its ends of lines stay
+            return change_values(file.read(), {self._names.get(field, field): value for field, value in values.items()})
+
+    @cached_property
+    def _settings(self) -> dict[str, Any]:
+        """The values of the YAML; none if it cannot be read, such as one on another machine."""
+        try:
+            return {} if self.yaml is None else read_values(self.yaml.read_text())
+        except (OSError, UnchangeableError):
+            return {}
+
+    def _flags(self, name: str) -> Iterator[_Flag]:
+        """Each `--name value`, `--name=value` or `name=value` behind the script; others are of what launches it."""
+        for place in range(self._begin, len(self.arguments)):
+            match = _GIVEN.fullmatch(self.arguments[place])
+            if match is None or match[2].replace("-", "_") != name:
+                continue
+            if match[3] is not None:
+                yield _Flag(place, f"{match[1] or ''}{match[2]}", match[3], is_joined=True)
+            elif match[1]:
+                following = self.arguments[place + 1 : place + 2]
+                has_value = bool(following) and not following[0].startswith("--")
+                yield _Flag(place, f"--{match[2]}", following[0] if has_value else None, is_joined=False)
+
+    @cached_property
+    def _begin(self) -> int:
+        """The place behind the script or the module; the beginning of a command without one."""
+        scripts = [place + 1 for place, each in enumerate(self.arguments) if each.endswith(".py")]
+        modules = [place + 2 for place, (flag, _) in enumerate(pairwise(self.arguments)) if flag == "-m"]
+        return scripts[0] if scripts else modules[-1] if modules else 0

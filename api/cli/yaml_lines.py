@@ -1,0 +1,61 @@
+"""Changes values in a YAML file where they stand, so that its comments, its order and its spelling stay."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import yaml
+
+
+class UnchangeableError(ValueError):
+    """A file that is no plain mapping, or whose values cannot be changed one by one."""
+
+
+def read_values(text: str) -> dict[str, Any]:
+    """Return the values of a file.
+
+    Raises UnchangeableError if it is no mapping.
+    """
+    try:
+        values = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UnchangeableError(f"it is no YAML: {str(error).splitlines()[0]}") from error
+    if not isinstance(values, dict):
+        raise UnchangeableError("it is no mapping of names to values")
+    return values
+
+
+def change_values(text: str, values: Mapping[str, Any]) -> str:
+    """Return the text with other values at its top level. Those that it lacks are added at its end.
+
+    Raises UnchangeableError if the text cannot be changed so.
+    """
+    wanted = {**read_values(text), **values}
+    root = yaml.compose(text, yaml.SafeLoader)
+    assert isinstance(root, yaml.MappingNode), "it was read as a mapping"
+    places = [
+        (value.start_mark.index, value.end_mark.index, values[key.value])
+        for key, value in root.value
+        if isinstance(key, yaml.ScalarNode) and key.value in values
+    ]
+    changed = text
+    for begin, end, value in sorted(places, reverse=True):  # from the end, so that the other places stay
+        space = "" if begin < end else " "  # a key without a value
+        changed = changed[:begin] + space + _shown(value) + changed[end:]
+    newline = "\r\n" if "\r\n" in text else "\n"
+    named = {key.value for key, _ in root.value if isinstance(key, yaml.ScalarNode)}
+    for name, value in values.items():
+        if name not in named:
+            changed += ("" if changed.endswith("\n") else newline) + f"{name}: {_shown(value)}{newline}"
+    try:
+        is_right = read_values(changed) == wanted  # aliases, for example, stand for values elsewhere
+    except UnchangeableError:
+        is_right = False
+    if not is_right:
+        raise UnchangeableError(f"{', '.join(values)} cannot be changed in it line by line")
+    return changed
+
+
+def _shown(value: Any) -> str:
+    return str(yaml.safe_dump(value)).splitlines()[0]

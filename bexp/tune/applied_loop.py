@@ -1,0 +1,67 @@
+"""A loop of accelerate's in a command that runs with an answer: its first loader of data gets the size."""
+
+from __future__ import annotations
+
+import os
+from functools import wraps
+from types import ModuleType
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from bexp.tune import applied_trainer, promise
+from bexp.tune.link import SIZE, STEPS
+
+
+def patch(module: ModuleType) -> None:
+    """Have the next Accelerator that prepares a loader of data train with the answer."""
+    loop = _Loop()
+    prepare, accumulate = module.Accelerator.prepare, module.Accelerator.accumulate
+
+    @wraps(prepare)
+    def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
+        for each in given:
+            loop.resize(self, each)
+        return prepare(self, *given, **named)
+
+    @wraps(accumulate)
+    def accumulate_noted(self: Any, *models: Any) -> Any:
+        loop.begin_micro_step(self)
+        return accumulate(self, *models)
+
+    module.Accelerator.prepare, module.Accelerator.accumulate = prepare_resized, accumulate_noted
+
+
+class _Loop:
+    """The Accelerator of the first loader that is prepared, and whether its loop accumulates by `accumulate`."""
+
+    def __init__(self) -> None:
+        self._steps = int(os.environ.get(STEPS) or 1)
+        self._accelerator: Any = None
+        self._accumulates = False
+
+    def resize(self, accelerator: Any, given: Any) -> None:
+        """Give a loader the size, if it is the first one; anything else stays as it is."""
+        is_loader = isinstance(given, DataLoader) and given.batch_size is not None
+        if not is_loader or self._accelerator or applied_trainer.made or isinstance(given.dataset, IterableDataset):
+            return
+        self._accelerator = accelerator
+        # In place, so that its order, its workers and its length are those of one that was made with this size.
+        given.batch_sampler.batch_size = vars(given)["batch_size"] = int(os.environ[SIZE])
+        if accelerator.gradient_accumulation_steps > 1:  # else the loop may accumulate without accelerate
+            accelerator.gradient_accumulation_steps = self._steps
+        promise.takers.append(self.check)
+
+    def begin_micro_step(self, accelerator: Any) -> None:
+        """The loop accumulates by `accumulate`, so its steps can be set even if they were one."""
+        if accelerator is self._accelerator and not self._accumulates:
+            self._accumulates = True
+            accelerator.gradient_accumulation_steps = self._steps
+
+    def check(self, num_micro_steps: int) -> None:
+        """Raise if the loop took another number of micro-steps for an optimizer step, so that its batch is another."""
+        if not self._accumulates and num_micro_steps % self._steps:
+            raise promise.CannotApplyError(
+                f"the answer needs {self._steps} accumulation steps, but this loop has {num_micro_steps} micro-batches "
+                "in a step of its optimizer: set its size and its accumulation in the command or in the script"
+            )

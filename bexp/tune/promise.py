@@ -1,0 +1,126 @@
+"""The first optimizer steps of a command that runs with an answer, compared with what was promised.
+
+The module is loaded while torch itself is, so it imports nothing of torch before the first optimizer step.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+from bexp.tune.link import PROMISE, SIZE
+
+WARM_UP = 2
+"""Optimizer steps that are not timed: they meet new shapes, and the optimizer's state."""
+FEWEST, MOST, LONGEST_SECONDS = 3, 10, 60.0
+"""Steps are timed until there are MOST, or FEWEST in so long."""
+OTHER_WORK = 3.0
+"""A step that takes so many times the median has saved or evaluated as well, and does not count."""
+
+takers: list[Callable[[int], None]] = []
+"""What has taken the answer's size. It is told the micro-steps of the first step that is known from its beginning, and
+raises if they are wrong."""
+
+
+class CannotApplyError(RuntimeError):
+    """The command does not train as the answer needs it."""
+
+
+def patch(module: ModuleType) -> None:
+    """Follow the optimizer of this process, if it is the first of its training."""
+    if os.environ.get("RANK", "0") == "0":
+        module.register_optimizer_step_post_hook(_steps.end_step)
+
+
+def begin_again() -> None:
+    """What the training has done since the last step, such as saving, is no part of the next one."""
+    _steps.begin()
+
+
+class _Steps:
+    """The seconds and the micro-steps of the steps of the first optimizer that steps."""
+
+    def __init__(self) -> None:
+        self._first: Any = None
+        self._began = 0.0
+        self._num_micro_steps = 0
+        self._steps: list[tuple[float, int]] = []
+        self._is_over = False
+
+    def end_step(self, optimizer: Any, *_: Any) -> None:
+        """An optimizer has stepped."""
+        if self._is_over:
+            return
+        if self._first is None:
+            self._first = optimizer
+            self._count_micro_steps()
+        elif optimizer is self._first:
+            self._steps.append((_now() - self._began, self._num_micro_steps))
+            promise = json.loads(os.environ[PROMISE])
+            if len(self._steps) == 1:
+                _check(self._num_micro_steps, has_size=promise["has_size"])
+            timed = self._steps[WARM_UP - 1 :]
+            if len(timed) >= MOST or (len(timed) >= FEWEST and sum(s for s, _ in timed) > LONGEST_SECONDS):
+                self._is_over = True
+                say_kept(timed, int(os.environ[SIZE]), promise["tokens_per_second"], promise["tokens_per_sample"])
+        self._num_micro_steps = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """A step begins."""
+        if not self._is_over:
+            self._began = _now()
+
+    def _count_micro_steps(self) -> None:
+        import torch  # noqa: PLC0415 - it is complete by now
+
+        backward = torch.Tensor.backward
+
+        @functools.wraps(backward)
+        def counted(*given: Any, **named: Any) -> Any:
+            self._num_micro_steps += 1
+            return backward(*given, **named)  # type: ignore[no-untyped-call]  # torch has no types for it
+
+        torch.Tensor.backward = counted  # type: ignore[method-assign]
+
+
+_steps = _Steps()
+
+
+def _check(num_micro_steps: int, *, has_size: bool) -> None:
+    """Raise if the command trains without the answer. `has_size` says whether its size stands in the command."""
+    if not takers and not has_size:
+        raise CannotApplyError("nothing in this command has taken the size: put {micro_batch_size} where it takes it")
+    for taker in takers:
+        taker(num_micro_steps)
+
+
+def say_kept(steps: Sequence[tuple[float, int]], size: int, tokens_per_second: float, tokens_per_sample: int) -> None:
+    """Print in one line how the seconds and micro-steps of a few steps compare with the promise."""
+    usual = OTHER_WORK * statistics.median(seconds for seconds, _ in steps)
+    steps = [step for step in steps if step[0] <= usual]
+    seconds = [each for each, _ in steps]
+    rate = tokens_per_sample * size * sum(number for _, number in steps) / sum(seconds)
+    kept = rate / tokens_per_second
+    error = kept * statistics.stdev(seconds) / statistics.fmean(seconds) / len(seconds) ** 0.5 if steps[1:] else 0.0
+    unit = "tokens/s" if tokens_per_sample > 1 else "samples/s"
+    sys.stderr.write(  # a bar of progress may stand in the line above
+        f"\nbexp: {len(steps)} optimizer steps ran at {rate:,.0f} {unit}, {kept:.2f} +- {error:.2f} of the "
+        f"{tokens_per_second:,.0f} that were promised\n"
+    )
+    sys.stderr.flush()
+
+
+def _now() -> float:
+    import torch  # noqa: PLC0415 - it is complete by now
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()

@@ -1,0 +1,99 @@
+"""What is to be changed in a command, wherever its settings stand."""
+
+from __future__ import annotations
+
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
+from bexp.api.cli.yaml_lines import UnchangeableError
+
+VALUES = {SIZE: 8, STEPS: 4}
+
+
+def changes(command: str, own: dict[str, Any] | None = None, **more: Any) -> list[str]:
+    return TunedCommand(shlex.split(command)).changes(VALUES, own or {}, **more)
+
+
+@pytest.mark.parametrize(
+    ("command", "lines", "run"),
+    [
+        (
+            "python train.py --per_device_train_batch_size 4 --lr 1 --gradient_accumulation_steps=8",
+            ["--per_device_train_batch_size 4 -> 8", "--gradient_accumulation_steps 8 -> 4"],
+            "python train.py --per_device_train_batch_size 8 --lr 1 --gradient_accumulation_steps=4",
+        ),
+        (
+            "accelerate launch --gradient_accumulation_steps 2 train.py --gradient-accumulation-steps 8",
+            ["add --per_device_train_batch_size 8", "--gradient-accumulation-steps 8 -> 4"],
+            "accelerate launch --gradient_accumulation_steps 2 train.py --gradient-accumulation-steps 4",
+        ),
+        (
+            "python -m torch.distributed.run --nproc 2 -m my.train --per_device_train_batch_size 8 --x",
+            ["add --gradient_accumulation_steps 4"],
+            "python -m torch.distributed.run --nproc 2 -m my.train --per_device_train_batch_size 8 --x",
+        ),
+        (
+            "trl sft --gradient_accumulation_steps 1 --gradient_accumulation_steps 2",
+            ["add --per_device_train_batch_size 8", "--gradient_accumulation_steps 2 -> 4"],
+            "trl sft --gradient_accumulation_steps 4 --gradient_accumulation_steps 4",
+        ),
+    ],
+)
+def test_flags_that_change_are_told_and_changed(command: str, lines: list[str], run: str) -> None:
+    assert changes(command) == lines
+    assert shlex.join(TunedCommand(shlex.split(command)).with_flags(VALUES)) == run
+
+
+def test_what_is_right_already_is_not_told() -> None:
+    assert changes("python train.py --per_device_train_batch_size 8", {STEPS: 4}) == []
+    assert changes("python train.py", {SIZE: 8, STEPS: 2}) == ["add --gradient_accumulation_steps 4"]
+
+
+def test_a_loop_without_flags_is_changed_in_its_script() -> None:
+    lines = changes("python loop.py --batch 4", {SIZE: 4}, takes_flags=False)
+    assert lines == ["micro-batch 4 -> 8 in the script", "accumulation steps 4 in the script"]
+
+
+def test_a_flag_without_a_value_gets_one() -> None:
+    command = TunedCommand(["python", "train.py", "--gradient_checkpointing", "--x"])
+    assert command.changes({"gradient_checkpointing": False}, {}) == ["--gradient_checkpointing (set) -> false"]
+    assert command.with_flags({"gradient_checkpointing": False})[2:] == ["--gradient_checkpointing=false", "--x"]
+
+
+@pytest.mark.parametrize(
+    ("start", "size"),
+    [
+        ("axolotl train", "micro_batch_size"),
+        ("accelerate launch -m axolotl.cli.train", "micro_batch_size"),
+        ("/opt/bin/llamafactory-cli train", SIZE),
+    ],
+)
+def test_the_keys_of_a_yaml_are_told_and_changed(tmp_path: Path, start: str, size: str) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"{size}: 2  # two\nseed: 1\n")
+    command = TunedCommand([*start.split(), str(path), "--flag"])
+    assert command.changes(VALUES, {}) == [f"{size}: 2 -> 8 in {path}", f"add {STEPS}: 4 to {path}"]
+    assert command.changed_yaml(VALUES) == f"{size}: 8  # two\nseed: 1\n{STEPS}: 4\n"
+    written = command.with_flags(VALUES, Path("y.yaml"))
+    assert written == [*start.split(), "y.yaml", "--flag"]
+
+
+def test_what_overrides_a_yaml_is_told_in_its_place(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text(f"{SIZE}: 2\n{STEPS}: 4\noptim: adamw\n")
+    command = TunedCommand(["llamafactory-cli", "train", str(path), f"{SIZE}=1"])
+    assert command.changes({**VALUES, "optim": "adafactor"}, {}) == [
+        f"{SIZE} 1 -> 8",
+        f"optim: adamw -> adafactor in {path}",
+    ]
+    assert command.with_flags(VALUES)[-1] == f"{SIZE}=8"
+
+
+def test_other_commands_have_no_yaml_to_change() -> None:
+    for command in ("python train.py config.yaml", "python train.py --name axolotl config.yaml", "axolotl train"):
+        with pytest.raises(UnchangeableError, match="reads no YAML"):
+            TunedCommand(command.split()).changed_yaml(VALUES)
