@@ -26,13 +26,13 @@ def pytest_configure() -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background commands so, and children inherit it: they would not hear of Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    # The host-wide locks of devices lie in the temporary directory. Tests that shared it with other programs would wait
-    # for their explorations, however long they take.
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what tests write stays for people to read
     folder = Path(tempfile.mkdtemp(prefix="bexp-tests-"))
     folder.chmod(0o711)  # PostgreSQL runs as a user of its own and has its data below
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after all that ends with the process and writes there
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
+    # Tests that shared the locks of devices with other programs would wait for their explorations.
+    os.environ["BEXP_LOCK_DIRECTORY"] = str(folder)
 
 
 @pytest.hookimpl(wrapper=True)

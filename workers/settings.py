@@ -11,6 +11,7 @@ from bexp.storage.location import default_database_url
 from bexp.storage.queue_settings import QueueSettings, read_queue_settings, read_seconds
 
 DEFAULT_MAX_POLL = timedelta(seconds=1)
+DEFAULT_DEVICE_WAIT = timedelta(hours=4)
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +19,10 @@ class WorkerSettings:
     """BEXP_DATABASE_URL, BEXP_LOCAL_TARGET, the settings of the queue, and the environment that profilers inherit.
 
     `local_target` is the target that a person has named by its file, as `/home/me/train.py:Target`. An idle worker asks
-    for a job at intervals that grow to `max_poll` (BEXP_POLL_SECONDS).
+    for a job at intervals that grow to `max_poll` (BEXP_POLL_SECONDS). One whose device is held by another waits for
+    `device_wait` (BEXP_DEVICE_WAIT_SECONDS), and then ends.
 
-    BEXP_LOCK_DIRECTORY in that environment says where the device locks lie, see `bexp.workers.devices.lock`.
+    BEXP_LOCK_DIRECTORY in that environment says where the device locks lie: `bexp.workers.devices.lock`.
     """
 
     database_url: str
@@ -28,6 +30,7 @@ class WorkerSettings:
     local_target: str | None = None
     queue: QueueSettings = field(default_factory=QueueSettings)
     max_poll: timedelta = DEFAULT_MAX_POLL
+    device_wait: timedelta = DEFAULT_DEVICE_WAIT
 
 
 def read_settings(variables: Mapping[str, str] | None = None) -> WorkerSettings:
@@ -44,4 +47,5 @@ def read_settings(variables: Mapping[str, str] | None = None) -> WorkerSettings:
         local_target=given.get("BEXP_LOCAL_TARGET") or None,
         queue=read_queue_settings(given),
         max_poll=read_seconds(given, "BEXP_POLL_SECONDS", DEFAULT_MAX_POLL, least=0.05),
+        device_wait=read_seconds(given, "BEXP_DEVICE_WAIT_SECONDS", DEFAULT_DEVICE_WAIT, least=0.0),
     )

@@ -41,7 +41,8 @@ class Machine:
         self.environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
         self.environment |= {
             "XDG_DATA_HOME": str(folder / "data"),
-            "TMPDIR": str(folder),  # the locks of devices: other machines are none of this one's concern
+            "TMPDIR": str(folder),
+            "BEXP_LOCK_DIRECTORY": str(folder),  # other machines are none of this one's concern
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
             "PYTHONPATH": str(Path(__file__).parents[2]),

@@ -59,6 +59,7 @@ class Service:
             "BEXP_RETRY_SECONDS": "0.2",
             VARIABLE: str(trial_seconds),
             "TMPDIR": str(folder),
+            "BEXP_LOCK_DIRECTORY": str(folder),
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",

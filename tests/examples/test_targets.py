@@ -38,7 +38,7 @@ def explore(folder: Path, target: str, config: Mapping[str, object], device: str
         cwd=folder,
         env=environment
         | {"PYTHONPATH": os.pathsep.join(paths), "XDG_DATA_HOME": str(folder), "TMPDIR": str(folder)}
-        | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
+        | {"BEXP_LOCK_DIRECTORY": str(folder), "OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "PASSIVE"},
         capture_output=True,
         text=True,
         timeout=500,

@@ -61,7 +61,6 @@ class Workers:
     """Starts `python -m bexp.workers` and ends what is left of it. What `hold` names stands still once it has begun."""
 
     def __init__(self, database: Database, folder: Path) -> None:
-        # The device's lock lies in the temporary directory: with one of its own, a test waits for nobody.
         self._environment = {**os.environ, "BEXP_DATABASE_URL": database.url, "TMPDIR": str(folder)}
         self._held = folder / "hold"
         self._environment[held_worker.VARIABLE] = str(self._held)

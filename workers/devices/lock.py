@@ -5,7 +5,10 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import itertools
 import os
+import re
+import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -18,10 +21,12 @@ MOST_SHOWN = 120
 """Characters of a command line."""
 FOLDER_VARIABLE = "BEXP_LOCK_DIRECTORY"
 
+_OWNER = re.compile(r"(?P<pid>\d{1,7}) (?P<user>[\w.@$-]+)")
+
 
 def lock_folder(environment: Mapping[str, str]) -> Path:
-    """Return the directory of the locks: BEXP_LOCK_DIRECTORY, else the temporary directory, which all users share."""
-    return Path(environment.get(FOLDER_VARIABLE) or tempfile.gettempdir())
+    """Return the directory of the locks: BEXP_LOCK_DIRECTORY, else /tmp. All users share that, but not each TMPDIR."""
+    return Path(environment.get(FOLDER_VARIABLE) or "/tmp")  # noqa: S108 - DeviceLock passes over what others left there
 
 
 class DeviceBusyError(Exception):
@@ -32,12 +37,15 @@ class DeviceLock:
     """An flock on a file named after the device's key.
 
     The profiler process inherits the descriptor. The kernel therefore releases the lock when both worker and profiler
-    have ended, however they ended. The file holds the owner's process id, for people to read. The file is never
-    removed: another process may just have opened it, and a third would then lock a new file of the same name.
+    have ended, however they ended. The file names the owner, by process id and user. The file is never removed:
+    another process may just have opened it, and a third would then lock a new file of the same name.
+
+    Every user may lock the file. What another user has left under its name, and is no such file, keeps nobody out:
+    everybody passes it over, and takes the next name.
     """
 
     def __init__(self, key: str, *, directory: Path) -> None:
-        self._path = directory / f"bexp-device-{hashlib.sha256(key.encode()).hexdigest()[:16]}.lock"
+        self._stem = directory / f"bexp-device-{hashlib.sha256(key.encode()).hexdigest()[:16]}"
         self._key = key
         self._descriptor: int | None = None
 
@@ -68,7 +76,7 @@ class DeviceLock:
         has_told = False
         try:
             while not _try_lock(descriptor):
-                reason = f"{self._key} is in use by another profiler{self._holder()}"
+                reason = f"{self._key} is in use by another profiler{_holder(descriptor)}"
                 if not has_told and on_wait is not None:
                     on_wait(reason)
                 has_told = True
@@ -79,7 +87,7 @@ class DeviceLock:
                 time.sleep(POLL_SECONDS)
             with contextlib.suppress(OSError):  # a full disk keeps nobody from the device
                 os.truncate(descriptor, 0)
-                os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+                os.pwrite(descriptor, f"{os.getpid()} {psutil.Process().username()}".encode(), 0)
             self._descriptor, descriptor = descriptor, -1
             return True
         finally:
@@ -93,28 +101,13 @@ class DeviceLock:
             self._descriptor = None
 
     def _open(self) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW
-        try:
-            return os.open(self._path, flags)
-        except FileNotFoundError:
-            pass
-        descriptor = os.open(self._path, flags | os.O_CREAT, 0o666)
-        with contextlib.suppress(PermissionError):  # another user has just created it
-            os.fchmod(descriptor, 0o666)  # other users' workers must be able to lock it, whatever this one's umask
-        return descriptor
-
-    def _holder(self) -> str:
-        """Return the process that holds the lock, as far as it can be known: ` (process 7 of user ann since ...)`."""
-        pid = self._path.read_text(errors="replace").strip()
-        if not pid.isdecimal():
-            return ""
-        try:
-            holder = psutil.Process(int(pid))
-            since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(self._path.stat().st_mtime))
-            command = " ".join(holder.cmdline())[:MOST_SHOWN]
-            return f" (process {pid} of user {holder.username()} since {since}: {command})"
-        except (psutil.Error, OSError, KeyError):  # it has just ended, or may not be looked at
-            return f" (process {pid})"
+        for number in itertools.count():
+            path = Path(f"{self._stem}-{number}.lock" if number else f"{self._stem}.lock")
+            if not os.path.lexists(path):
+                _create(path)
+            if _is_for_everybody(path):
+                break
+        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
 
 
 class DeviceLocks:
@@ -161,3 +154,35 @@ def _try_lock(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def _create(path: Path) -> None:
+    """Create a file that every user may lock as soon as it has its name, whatever this process's umask."""
+    descriptor, unnamed = tempfile.mkstemp(prefix=".bexp-device-", dir=path.parent)
+    try:
+        os.fchmod(descriptor, 0o666)
+        with contextlib.suppress(FileExistsError):  # another process has just created it
+            os.link(unnamed, path)
+    finally:
+        os.close(descriptor)
+        Path(unnamed).unlink()
+
+
+def _is_for_everybody(path: Path) -> bool:
+    """Whether `path` is a file that every user may lock. All users find the same, so that they agree on a name."""
+    mode = path.lstat().st_mode
+    return stat.S_ISREG(mode) and mode & 0o666 == 0o666
+
+
+def _holder(descriptor: int) -> str:
+    """Return what is known of the process that holds the lock: ` (process 7 of user ann since ...: python ...)`."""
+    told = _OWNER.fullmatch(os.pread(descriptor, 100, 0).decode(errors="replace"))
+    if told is None:
+        return ""
+    since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(descriptor).st_mtime))
+    owner = f"process {told['pid']} of user {told['user']} since {since}"
+    try:
+        command = " ".join(psutil.Process(int(told["pid"])).cmdline())[:MOST_SHOWN]
+        return f" ({owner}: {''.join(filter(str.isprintable, command))})"  # another user chose it
+    except (psutil.Error, OSError):  # it has just ended, or may not be looked at
+        return f" ({owner})"
