@@ -73,6 +73,12 @@ def with_sampler(loader: DataLoader[Any], size: int, sampler: Any) -> DataLoader
     )
 
 
+def follow(loader: DataLoader[Any], lengths: Lengths, micro_batches: MicroBatches | None) -> DataLoader[Any]:
+    """Have each micro-batch of a loader noted when the loop takes it, and return the loader."""
+    vars(loader)[_OURS] = loader, lengths, micro_batches
+    return loader
+
+
 def _worst_first(loader: Any) -> tuple[DataLoader[Any], Lengths, MicroBatches | None] | None:
     """The loader that takes the place of another; None if this one serves the Trainer, accelerate or no training."""
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
@@ -80,11 +86,11 @@ def _worst_first(loader: Any) -> tuple[DataLoader[Any], Lengths, MicroBatches | 
     from bexp.tune.lengths import Lengths  # noqa: PLC0415 - needs torch
     from bexp.tune.measuring import serving  # noqa: PLC0415 - needs torch
 
-    if asked or serving or str(loader.batch_size) != os.environ.get(SIZE):
-        return None
-    if not isinstance(loader.sampler, RandomSampler):  # the data of an evaluation is not shuffled
-        return None
     if _OURS not in vars(loader):
+        if asked or serving or str(loader.batch_size) != os.environ.get(SIZE):
+            return None
+        if not isinstance(loader.sampler, RandomSampler):  # the data of an evaluation is not shuffled
+            return None
         lengths = Lengths.of(loader.dataset)
         vars(loader)[_OURS] = _replaced(loader, lengths) if lengths.is_known else None
     found: tuple[DataLoader[Any], Lengths, MicroBatches | None] | None = vars(loader)[_OURS]

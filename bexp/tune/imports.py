@@ -23,6 +23,8 @@ def arm() -> None:
     patches: dict[str, Patch] = {
         "transformers.trainer": partial(_patch, "hf_trainer"),
         "accelerate.accelerator": partial(_patch, "accelerate_loop"),
+        "lightning.pytorch.trainer.trainer": partial(_patch, "lightning_loop"),
+        "pytorch_lightning.trainer.trainer": partial(_patch, "lightning_loop"),
         "torch.optim.optimizer": partial(_patch, "own_loop"),
         "torch.utils.data.dataloader": partial(_patch, "data_loader"),
     }

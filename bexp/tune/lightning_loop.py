@@ -1,0 +1,148 @@
+"""Lightning's Trainer in a trial: its loader of data gets the size of the trial, and nothing is written."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from functools import wraps
+from importlib import import_module
+from inspect import signature
+from types import ModuleType
+from typing import Any
+
+from torch.utils.data import DataLoader, IterableDataset
+
+from bexp.tune.data_loader import follow, with_sampler
+from bexp.tune.lengths import Lengths, WorstFirst
+from bexp.tune.link import SCRATCH, SIZE
+from bexp.tune.measuring import ACCUMULATION, describe_parameters
+from bexp.tune.micro_batches import epoch_of, order_of
+from bexp.tune.own_loop import asked
+
+_LEFT_OUT = {
+    "Checkpoint",
+    "ProgressBar",
+    "ModelSummary",
+    "SaveConfigCallback",
+    "EarlyStopping",
+    "Timer",
+    "BatchSizeFinder",
+    "LearningRateFinder",
+}
+"""Callbacks that write, that end a training or run another one. Each of Lightning's two packages has its own."""
+_SCHEDULED = "GradientAccumulationScheduler"
+
+
+class CannotSetError(ValueError):
+    """The size of this training cannot be set from within."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(
+            f"the micro-batch of this training cannot be set, because {why}: put {{micro_batch_size}} where "
+            "the command takes it"
+        )
+
+
+def patch(module: ModuleType) -> None:
+    """Have every Trainer measure from now on in place of training."""
+    trainer, package = module.Trainer, module.__name__.removesuffix(".trainer.trainer")
+    fit = trainer.fit
+
+    @wraps(fit)
+    def measure(self: Any, model: Any, *given: Any, **named: Any) -> None:
+        bound = signature(fit).bind(self, model, *given, **named)
+        bound.arguments["ckpt_path"] = None
+        data = [bound.arguments.get(name) for name in ("datamodule", "train_dataloaders")]
+        _prepare(self, getattr(model, "_orig_mod", model), data, import_module(package))  # not what compiled it
+        fit(*bound.args, **bound.kwargs)
+        os._exit(0)  # what the command does at its end is not for a trial
+
+    trainer.fit = measure
+    for name in ("validate", "test", "predict", "save_checkpoint"):
+        setattr(trainer, name, wraps(getattr(trainer, name))(lambda *_, **__: []))
+
+
+def _prepare(trainer: Any, model: Any, data: list[Any], package: Any) -> None:
+    """Switch off all that a training does beside its steps, and have its loader resized as soon as it is made."""
+    configure = model.configure_callbacks
+    model.configure_callbacks = lambda: _kept(configure())
+    trainer.callbacks = [*_kept(trainer.callbacks), package.callbacks.LambdaCallback(on_train_start=_never_end)]
+    scratch = trainer._default_root_dir = os.environ[SCRATCH]
+    if trainer.loggers:  # the command's own calls need one
+        dummy = import_module(f"{package.__name__}.loggers.logger").DummyLogger
+        trainer.loggers = [type("Silent", (dummy,), {"save_dir": scratch, "log_dir": scratch})()]
+    trainer.profiler = package.profilers.PassThroughProfiler()
+    trainer.limit_train_batches, trainer.limit_val_batches, trainer.num_sanity_val_steps = 1.0, 0, 0
+    trainer.reload_dataloaders_every_n_epochs = 0
+    owners = [
+        each for each in (model, *data) if isinstance(each, package.LightningModule | package.LightningDataModule)
+    ]
+    fields = [field for owner in owners for field in (owner, owner.hparams) if _size_of(field) is not None]
+    stated = _size_of(fields[0]) if fields else None
+    if SIZE in os.environ:
+        for field in fields:
+            with suppress(AttributeError):  # a property
+                field.batch_size = int(os.environ[SIZE])
+    process = trainer.strategy.process_dataloader  # called when Lightning has done with a loader what it does
+    trainer.strategy.process_dataloader = lambda loader: process(_resized(trainer, loader, stated))
+
+
+def _size_of(field: Any) -> int | None:
+    size = getattr(field, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def _kept(callbacks: Any) -> list[Any]:
+    """Callbacks without those that are not for a trial."""
+    given = callbacks if isinstance(callbacks, list | tuple) else [callbacks]
+    return [each for each in given if not _LEFT_OUT & {kind.__name__ for kind in type(each).__mro__}]
+
+
+def _never_end(trainer: Any, _: Any) -> None:
+    """Leave the end to the trial. Until here the limits are the command's: a schedule of learning rates reads them."""
+    trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = 1 << 30
+
+
+def _resized(trainer: Any, loader: Any, stated: int | None) -> Any:
+    """Return a loader of the trial's size, or one that is as it is if the size stands in the command."""
+    os.environ["RANK"] = str(trainer.global_rank)  # Lightning starts processes without it
+    size = _size_of(loader) if isinstance(loader, DataLoader) else None
+    why = _why_not(trainer, size or stated)
+    if why is not None:
+        if SIZE in os.environ:
+            return loader
+        raise CannotSetError(why)
+    lengths = Lengths.of(getattr(loader, "dataset", None))
+    asked.update(
+        describe_parameters(list(trainer.lightning_module.parameters())),
+        kind="Lightning's Trainer",
+        micro_batch_size=size or stated,
+        grad_accum_steps=trainer.accumulate_grad_batches,
+        lengths=lengths.describe(),
+    )
+    trainer.accumulate_grad_batches = ACCUMULATION
+    return loader if size is None else _rebuilt(loader, int(os.environ.get(SIZE) or size), lengths)
+
+
+def _why_not(trainer: Any, size: int | None) -> str | None:
+    """Why the size and the accumulation cannot be set; None if they can."""
+    if not trainer.lightning_module.automatic_optimization:
+        return "it steps its optimizers by hand"
+    if any(_SCHEDULED in {kind.__name__ for kind in type(each).__mro__} for each in trainer.callbacks):
+        return f"its accumulation changes by a {_SCHEDULED}"
+    if asked:
+        return "it draws from several loaders of data"
+    if size is None:
+        return "its loader of data has no batch_size, nor has its module"
+    return None
+
+
+def _rebuilt(loader: DataLoader[Any], size: int, lengths: Lengths) -> DataLoader[Any]:
+    """Return a loader of this size with the longest samples first. It does not end, so all micro-batches are full."""
+    if isinstance(loader.dataset, IterableDataset):
+        return with_sampler(loader, size, None)
+    order: Any = loader.sampler
+    if not lengths.is_known:
+        return with_sampler(loader, size, WorstFirst(lengths, size, order, longest_at=()))
+    sampler, micro_batches = order_of(order, epoch_of(order, lengths), lengths, size)
+    return follow(with_sampler(loader, size, sampler), lengths, micro_batches)
