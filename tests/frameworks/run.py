@@ -1,6 +1,7 @@
 """Checks exports with the frameworks' own parsers, each in a folder of its own: `make test-frameworks`.
 
-DeepSpeed and Axolotl also train a tiny model as an export says, and must hold the bytes that were promised.
+DeepSpeed and Axolotl also train a tiny model as an export says, and must hold the bytes that were promised. A command
+that trains with Lightning is tuned.
 
 A framework's package is unpacked without its dependencies, and the few that its parser imports are installed beside it.
 torch and transformers are those of this project's environment. The exports are written by this process; a check reads
@@ -25,6 +26,7 @@ from tests.frameworks.answers import ANSWERS
 from tests.frameworks.promise import TRAINED, write_promise
 
 HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
 
 
 @dataclass(frozen=True)
@@ -75,7 +77,9 @@ PACKAGES = {
         ),
     ),
     "optimizers": Package("bitsandbytes==0.50.0", (), ("torchao==0.18.0",)),
-    "lightning": Package("lightning==2.6.6", ("lightning",), ("lightning-utilities", "torchmetrics")),
+    "lightning": Package(
+        "lightning==2.6.6", ("lightning",), ("pytorch-lightning==2.6.6", "lightning-utilities", "torchmetrics")
+    ),
     "llamafactory": Package(
         "llamafactory==0.9.5",
         ("llamafactory",),
@@ -135,11 +139,13 @@ def check(name: str, package: Package, folder: Path) -> bool:
             with suppress(ExportError):  # a trainer that cannot be told an answer gets no file
                 (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
     sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library")])}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library"), str(ROOT)])}
     scripts = {HERE / f"read_{name}.py": written}
     if name in TRAINED:
         write_promise(name, folder / "trained")
         scripts[HERE / f"train_{name}.py"] = folder / "trained"
+    if (HERE / f"tune_{name}.py").exists():
+        scripts[HERE / f"tune_{name}.py"] = folder / "tuned"
     failed = False
     for script, given in scripts.items():
         command = [sys.executable, "-W", "ignore", str(script), str(given)]
