@@ -36,6 +36,7 @@ from bexp.workers.instruments.failures import TargetKilledError, TrialFailedErro
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
+from bexp.workers.targets.custom.descendants import started_with
 from bexp.workers.targets.custom.process import last_lines
 
 SUFFIX = ".json:command"
@@ -171,11 +172,11 @@ class CommandProcess:
         return {"dimensions": dict(self._command.tries)}
 
     def _describe(self, until: float) -> dict[str, Any]:
-        own = self._coming or int(self._hello.get("micro_batch_size") or 1)
-        self._figures[own] = self._measure(own, until)  # the first trial of this size takes it
+        own = self._measure_first(self._coming or int(self._hello.get("micro_batch_size") or 1), until)
         found, lengths = self._hello, self._hello.get("lengths") or {}
         length = max(1, round(lengths.get("mean") or 1))
         size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
+        base = None if self._command.has_size or not size else own
         batch = self._command.batch_size or (size * accumulation if size and not self._command.has_size else None)
         return {
             "class_name": found["class_name"],
@@ -188,9 +189,26 @@ class CommandProcess:
             "saved_bytes": length,
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
-            "micro_batch_size": None if self._command.has_size else size,
+            "micro_batch_size": base,
             "samples": lengths.get("samples") if self._ran_longest else None,
         }
+
+    def _measure_first(self, size: int, until: float) -> int:
+        """Measure the command's own size, or half of it and so on, until one has memory; returns the size.
+
+        The first trial of this size takes the figures.
+        """
+        while True:
+            try:
+                self._figures[size] = self._measure(size, until)
+            except TrialFailedError as error:
+                if error.outcome is not Outcome.OUT_OF_MEMORY or size == 1:
+                    raise
+                size //= 2
+                if not self._restarts:
+                    self._start(None, until)
+            else:
+                return size
 
     def _measure(self, size: int, until: float) -> dict[str, Any]:
         if size in self._figures:
@@ -297,9 +315,7 @@ class CommandProcess:
         self._line, self._received = None, b""
         if popen is None:
             return
-        others: list[psutil.Process] = []
-        with suppress(psutil.NoSuchProcess):
-            others = psutil.Process(popen.pid).children(recursive=True)
+        others = started_with(str(self._folder / "socket"))
         with suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)
         for other in others:  # those with a session of their own

@@ -255,3 +255,31 @@ def test_the_command_sees_neither_the_database_nor_the_token(
 def _named(text: str) -> list[int]:
     processes = [(process.pid, str(process.info["cmdline"])) for process in psutil.process_iter(["cmdline"])]
     return [pid for pid, line in processes if text in line and "pytest" not in line]
+
+
+def test_a_command_whose_own_size_has_no_memory_is_described_by_half_of_it(commands: Commands) -> None:
+    fields = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}", "--fail-from", "8")
+    out = commands.folder / "out"
+    process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(out), "--fail_from", "2")
+    open_(process)
+    described = process.ask("describe", SECONDS)
+    assert (described["batch_size"], described["micro_batch_size"]) == (8, 1), "its own size is 2"
+    assert measure(process, 1).repeats > 0
+    sized = commands(str(SCRIPTS / "with_a_loop.py"), *fields, "--output", str(out), batch_size=8)
+    open_(sized)
+    assert sized.ask("describe", SECONDS)["batch_size"] == 8
+
+
+def test_a_child_that_has_left_the_session_of_a_dead_parent_is_ended(commands: Commands) -> None:
+    """The parent crashes before it connects, so that nobody is left who knows of the child."""
+    code = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); time.sleep(600)"
+    parent = (
+        "import subprocess, sys; "
+        f"child = subprocess.Popen([sys.executable, '-c', {code!r}], start_new_session=True); "
+        "open('child', 'w').write(str(child.pid)); sys.exit('broken')"
+    )
+    process = commands("-c", parent)
+    with pytest.raises(TrialFailedError, match="broken"):
+        open_(process)
+    child = int((commands.folder / "child").read_text())
+    assert not psutil.pid_exists(child)
