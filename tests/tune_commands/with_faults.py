@@ -87,12 +87,11 @@ def main() -> None:
     class Faulty(Trainer):
         num_calls = 0
 
-        def compute_loss(self, *given: Any, **named: Any) -> Tensor:
+        def compute_loss(self, *given: Any, **named: Any) -> Tensor | tuple[Tensor, Any]:
             self.num_calls += 1
             if self.num_calls == options.at:
                 FAULTS[options.fault]()
-            loss: Tensor = super().compute_loss(*given, **named)
-            return loss
+            return super().compute_loss(*given, **named)
 
     trainer = Faulty(model=model, args=arguments, train_dataset=Texts(200, long_tail=False), data_collator=Padded())
     trainer.train()
