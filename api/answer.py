@@ -186,9 +186,11 @@ def _context(request: ExplorationRequest | None) -> str:
     precision = {"pure": "", "autocast": ", autocast", "master": ", master weights", "upcast": ", upcast"}[
         request.training.precision
     ]
+    name = request.training.optimizer.name
+    optimizer = "" if name == "adamw" else f", optimizer {name}"
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
-    what = f"{target}{request.mode}{execution}{length}{padding}{precision}{lora}{trainer}"
+    what = f"{target}{request.mode}{execution}{length}{padding}{precision}{optimizer}{lora}{trainer}"
     return f" for {request.explored.name} ({what})"
 
 

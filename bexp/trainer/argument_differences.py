@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from bexp.explorer.spec.optimizers import LIBRARY_NAMES
+from bexp.explorer.spec.optimizers import ALIASES, LIBRARY_NAMES
 from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.trainer.recommended_setup import RecommendedSetup
 
@@ -40,9 +40,10 @@ def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     if setup.optimizer is None:
         return
     yield from _autocast_differences(setup, args)
-    optimizer, measured = getattr(args, "optim", None), LIBRARY_NAMES[setup.optimizer]
-    optimizer = getattr(optimizer, "value", optimizer)
-    if optimizer is not None and optimizer != measured:
+    optimizer = getattr(args, "optim", None)
+    optimizer, measured = getattr(optimizer, "value", optimizer), LIBRARY_NAMES[setup.optimizer]
+    meant = ALIASES.get(str(optimizer), optimizer)
+    if optimizer is not None and measured not in (optimizer, meant):  # AdamW that is not fused is another one
         yield f"optimizer {optimizer}, not {measured}"
     if _packs_documents(args):
         yield f"packed documents that attend to themselves alone, not {_texts(setup.padding)}"

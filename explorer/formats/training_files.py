@@ -18,14 +18,14 @@ from bexp.explorer.formats.training_fields import (
     ZERO_IGNORED,
 )
 from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.spec.optimizers import ALIASES, LIBRARY
 
 KEYS = ("deepspeed", "training_arguments")
 """The fields of a document that hold these files."""
 
 STAGES = ("none", "zero1", "zero2", "zero3")
 DEEPSPEED_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
-ARGUMENTS_OPTIMIZERS = dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused"), "adamw")
-ARGUMENTS_OPTIMIZERS["sgd"] = "sgd"
+ARGUMENTS_OPTIMIZERS = {**ALIASES, "sgd": "sgd", **{name: name for name in LIBRARY}}
 FSDP_SHARDINGS = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "none"}
 _UNKNOWN = "is not a field that is known here; remove it if it changes neither time nor memory"
 

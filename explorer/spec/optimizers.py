@@ -23,6 +23,8 @@ OptimizerName = Literal[
 ALIASES: Mapping[str, OptimizerName] = {
     "adamw_torch": "adamw",
     "adamw_torch_fused": "adamw",
+    "adamw_hf": "adamw",
+    "adamw_apex_fused": "adamw",
     "adamw_8bit": "adamw_bnb_8bit",
 }
 """Names that mean one of the others. AdamW is measured as torch's fused kernels compute it."""
@@ -39,6 +41,11 @@ class LibraryOptimizer:
 
     maker: str
     package: str | None = None
+
+    @property
+    def compiles(self) -> bool:
+        """Whether its step is compiled, which leaves code in a process."""
+        return self.package == TORCHAO
 
 
 LIBRARY: Mapping[str, LibraryOptimizer] = {
@@ -66,6 +73,6 @@ def read_name(value: object) -> object:
         return found
     why = "its state lies in memory that the allocator does not count; " if str(value).startswith(PAGED) else ""
     raise ValueError(
-        f"must be one of {', '.join(NAMES)}; {why}any other optimizer is measured in your own command "
+        f"must be one of {', '.join((*NAMES, *ALIASES))}; {why}any other optimizer is measured in your own command "
         "(`bexp tune -- COMMAND`), or by a target of your own (--target)"
     )

@@ -114,10 +114,10 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
     field, name = "training.optimizer.name", request.training.optimizer.name
     if request.target_name != TRANSFORMERS:
         raise RuleError(f"optimizer '{name}' needs target '{TRANSFORMERS}'", field, "target")
-    if request.training.precision in ("master", "upcast"):
-        raise RuleError(
-            f"optimizer '{name}' is measured with precision 'pure' or 'autocast'", field, "training.precision"
-        )
+    if not request.runner.optimizers:
+        return  # the trainer cannot be told it, whatever its precision
+    if request.training.precision == "master":
+        raise RuleError(f"optimizer '{name}' is measured without float32 master weights", field, "training.precision")
     if request.space.highest_sharding is not Sharding.NONE:
         raise RuleError(f"optimizer '{name}' is measured without sharding", field, "training.sharding")
     optimizer = request.training.optimizer

@@ -245,7 +245,10 @@ class Registration:
                 _log.warning("worker %s could not report to the database: %s", self._worker.id, reason)
 
 
-PACKAGES = ("bexp", "transformers", "liger-kernel", "peft", "flash-attn")
+PACKAGES = (
+    *("bexp", "transformers", "liger-kernel", "peft", "bitsandbytes", "torchao"),
+    *("flash-attn", "flash-attn-3", "flash-attn-4"),
+)
 """Packages that the speed of a component depends on."""
 
 

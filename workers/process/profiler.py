@@ -298,6 +298,9 @@ class Profiler:
 
 def _leaves_code(task: TrialTask, request: ExplorationRequest) -> bool:
     """Whether a trial leaves compiled code, or the memory of CUDA graphs, in its process."""
+    optimizer = request.training.optimizer.of_library
+    if optimizer is not None and optimizer.compiles:
+        return True
     if task.kind is TrialKind.WHOLE_MODEL:
         return request.execution_of(task.candidate) is not Execution.EAGER
     return any(component.is_compiled for component in task.components)

@@ -40,6 +40,7 @@ def test_the_batch_of_training_arguments() -> None:
 def test_precision_sharding_and_recomputation_of_training_arguments() -> None:
     assert arguments(bf16=True).training.precision == "autocast"
     assert arguments(optim="sgd").training.optimizer.name == "sgd"
+    assert arguments(optim="adamw_8bit").training.optimizer.name == "adamw_bnb_8bit"
     assert arguments(fsdp="full_shard auto_wrap").training.sharding is Sharding.ZERO3
     assert arguments(fsdp=["shard_grad_op"]).training.sharding is Sharding.ZERO2
     assert arguments(torch_compile=True).execution == "compile"
@@ -99,7 +100,7 @@ def test_adapters_beside_training_arguments() -> None:
     ("files", "location", "part"),
     [
         ({"training_arguments": {"fp16": True}}, ("training_arguments", "fp16"), "use bf16"),
-        ({"training_arguments": {"optim": "lion_8bit"}}, ("training_arguments", "optim"), "supported: adamw_torch"),
+        ({"training_arguments": {"optim": "galore_adamw"}}, ("training_arguments", "optim"), "supported: adamw_torch"),
         ({"training_arguments": {"deepspeed": "z.json"}}, ("training_arguments", "deepspeed"), "path of a file"),
         ({"training_arguments": {"deepspeed": {}}, "deepspeed": {}}, ("deepspeed",), ""),
         ({"training_arguments": {"fsdp": "full_shard offload"}}, ("training_arguments", "fsdp"), "offload is not"),

@@ -35,6 +35,11 @@ def test_a_name_of_the_trainers_means_what_is_measured(given: str, meant: str) -
     assert request(given).training.optimizer.name == meant
 
 
+def test_axolotl_has_them_in_its_own_formats() -> None:
+    found = request("adafactor", trainer="axolotl")
+    assert found.training.precision == "upcast"
+
+
 def test_every_optimizer_has_a_name_in_the_trainer() -> None:
     assert set(LIBRARY_NAMES) == set(NAMES) == {"adamw", "sgd", *LIBRARY}
 
@@ -50,7 +55,8 @@ def test_any_other_optimizer_is_refused_with_ways_to_measure_it(name: Any) -> No
     ("fields", "why"),
     [
         ({"model": MODEL}, "needs target 'transformers'"),
-        ({"training": {"optimizer": {"name": "adafactor"}, "precision": "master"}}, "precision 'pure' or 'autocast'"),
+        ({"training": {"optimizer": {"name": "adafactor"}, "precision": "master"}}, "without float32 master weights"),
+        ({"trainer": "deepspeed"}, "DeepSpeed cannot be told the optimizer 'adafactor'; these can: .*axolotl"),
         ({"training": {"optimizer": {"name": "adafactor"}, "sharding": "zero2"}, "num_devices": 2}, "without sharding"),
         ({"training": {"optimizer": {"name": "adafactor", "state_dtype": "float32"}}}, "leave state_dtype out"),
         ({"trainer": "torchtitan"}, "torchtitan cannot be told the optimizer 'adafactor'; these can: .*axolotl"),

@@ -164,8 +164,12 @@ class SettingsProbe:
             is_default = reason is None and self._is_installed_flash(name)
             if reason is None:
                 reason = self.refusal(Settings(attention=name)) if is_default or name in asked else NAME_IT
-            named = not is_default
-            supports.append(BackendSupport(name=name, usable=reason is None, reason=reason, only_when_named=named))
+            stock = not name.startswith("flash_attention")
+            supports.append(
+                BackendSupport(
+                    name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=not is_default
+                )
+            )
         return tuple(supports)
 
     def _is_installed_flash(self, name: str) -> bool:

@@ -194,7 +194,9 @@ class TransformersTarget:
         return self._optimizer_parts(model, request)
 
     def _optimizer_parts(self, model: ModelParts, request: ExplorationRequest) -> Iterator[OptimizerPart]:
-        adds_up = self._build.keeps_master_weights  # it converts all gradients before it steps
+        # Master weights: it converts all gradients before it steps. The others keep temporaries of all parameters.
+        at_once = self._device.type == "cuda" and request.training.optimizer.name in ("adagrad", "rmsprop")
+        adds_up = self._build.keeps_master_weights or at_once
         if model.shell.trainable_bytes:
             shell = self._optimizer(request, lambda builder: _shell_parameters(builder.shell(1)), of_shell=True)
             yield OptimizerPart(1, shell, adds_up=adds_up)
@@ -223,11 +225,18 @@ class TransformersTarget:
 
     def _optimizer_state_bytes(self, parts: ModelParts) -> int:
         """The bytes of the real state after a step of each part, as often as the model has it."""
-        total = 0
+        total, name = 0, self._request.training.optimizer.name
         for part in self._optimizer_parts(parts, self._request):
-            optimizer = part.build()
-            assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
-            optimizer.step()
+            try:
+                optimizer = part.build()
+                assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
+                with torch.compiler.set_stance("force_eager"):  # compiled code has the same state, after seconds
+                    optimizer.step()
+            except UnsupportedTrialError:
+                raise
+            except Exception as error:  # a library that is broken in any way
+                short = " ".join(str(error).split())[:200] or type(error).__name__
+                raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
             total += part.count * optimizer.state_bytes
             for parameter in optimizer.parameters:
                 parameter.grad = None

@@ -17,6 +17,7 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.optimizers import LIBRARY, LIBRARY_NAMES
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.optimizers import make_optimizer, state_bytes
+from bexp.workers.targets.transformers.training_run import TrainerOptimizer
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 
 transformers = pytest.importorskip("transformers")
@@ -119,3 +120,25 @@ def test_reading_the_state_leaves_no_gradients() -> None:
     target.report(HARDWARE)
     builder = target._parts()
     assert all(parameter.grad is None for parameter in builder.shell(1).model.parameters())
+
+
+def test_an_optimizer_that_cannot_step_is_a_named_outcome(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(self: TrainerOptimizer) -> None:
+        raise RuntimeError("no binary for\nthis device")
+
+    monkeypatch.setattr(TrainerOptimizer, "step", fail)
+    with pytest.raises(UnsupportedTrialError, match="optimizer 'adafactor' does not work here: no binary for this"):
+        open_target(training={"optimizer": {"name": "adafactor"}}).report(HARDWARE)
+
+
+@pytest.mark.parametrize(("name", "device", "adds_up"), [("rmsprop", "cuda", True), ("adafactor", "cuda", False)])
+def test_temporaries_of_kernels_over_all_parameters_add_up(
+    monkeypatch: pytest.MonkeyPatch, name: str, device: str, adds_up: bool
+) -> None:
+    request = request_for(training={"optimizer": {"name": name}})
+    target = open_target(training={"optimizer": {"name": name}})
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
+    monkeypatch.setattr(target, "_device", torch.device(device))
+    candidate = Candidate(micro_batch_size=1, attention_backend="sdpa", num_query_groups=1)
+    assert [part.adds_up for part in target.optimizer_parts(candidate, parts, request)] == [adds_up] * 2

@@ -127,6 +127,7 @@ def test_an_installed_flash_attention_is_in_the_default_space_of_a_gpu(
     two, three = found["flash_attention_2"], found["flash_attention_3"]
     assert (two.usable, two.only_when_named) == (tried, not tried)
     assert not three.usable, "it is not installed"
+    assert not two.stock, "torch itself has no such kernel"
     assert three.only_when_named
 
 
