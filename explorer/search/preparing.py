@@ -22,8 +22,8 @@ WORTH_SECONDS = 100.0
 class PreparingSeconds:
     """The mean preparation of the components so far, trial by trial.
 
-    Of a model that `is_whole`, such as a training command, each measurement is prepared: all that a trial takes beside
-    the micro-steps that it timed. Of any other, those are prepared that are compiled.
+    Of a model that `is_whole`, such as a training command, each measurement is prepared that had to build it, or to
+    start it. Of any other, those are prepared that are compiled.
     """
 
     def __init__(self, device_kind: str, *, is_whole: bool = False) -> None:
@@ -34,10 +34,8 @@ class PreparingSeconds:
     def learn(self, number: int, measurement: Measurement) -> None:
         """Learn what trial `number` took before it timed anything, if that is prepared."""
         if self._is_whole:
-            steps = [each for each in measurement.components if each.component.micro_batch_size]
-            timed = sum(each.repeats * each.device_seconds for each in steps)
-            if timed:
-                self._by_trial[number] = (max(0.0, measurement.phases.total - timed), 1)
+            if measurement.components:
+                self._by_trial[number] = (measurement.phases.build, 1)
             return
         compiled = sum(each.component.is_compiled for each in measurement.components)
         if compiled:

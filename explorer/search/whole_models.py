@@ -141,7 +141,7 @@ class WholeModels:
         spent = sum(trial.seconds for trial in self.trials)
         searched = self._history.seconds_of(self._posterior.table.model.variant) - spent
         most = share * self._history.seconds_each
-        if len(self.trials) >= FEW_RUNS:
+        if len(self.trials) >= FEW_RUNS and not self._posterior.table.candidates[0].is_whole:
             most = min(most, TIMES_SEARCHED * searched)
         return spent + expected <= most
 

@@ -11,8 +11,8 @@ from bexp.explorer.search.preparing import PreparingSeconds
 from bexp.explorer.spec.candidate import Candidate
 
 
-def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, timed: float = 0.0) -> Measurement:
-    """A trial whose micro-steps take 0.1 s, ten times."""
+def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, build: float = 0.0) -> Measurement:
+    """A trial that took so long to build a model, or to start a command, and to warm it up."""
     return Measurement(
         candidate=Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1),
         outcome=Outcome.OK,
@@ -37,15 +37,15 @@ def measurement(*kinds: tuple[str, int, str | None], warm_up: float = 0.0, timed
             )
             for kind, size, backend in kinds
         ),
-        phases=PhaseSeconds(warm_up=warm_up, timed=timed),
+        phases=PhaseSeconds(build=build, warm_up=warm_up, timed=1.0),
     )
 
 
-def test_the_start_of_a_command_is_what_its_trials_take_beside_their_micro_steps() -> None:
+def test_the_start_of_a_command_is_what_its_trials_take_to_build_it() -> None:
     found = PreparingSeconds("cuda", is_whole=True)
     assert found.each == 0.0, "the first trial is made at once"
-    for number, timed in enumerate((41.0, 21.0)):
-        found.learn(number, measurement(("shell", 4, None), ("optimizer", 0, None), timed=timed))
+    for number, build in enumerate((40.0, 20.0)):
+        found.learn(number, measurement(("shell", 4, None), ("optimizer", 0, None), build=build))
     assert found.each == pytest.approx(30.0)
     prepared = np.array([True, True, False])
     assert found.of(prepared, np.array([True, False, True])).tolist() == pytest.approx([30.0, 30.0, 0.0])
@@ -53,7 +53,7 @@ def test_the_start_of_a_command_is_what_its_trials_take_beside_their_micro_steps
 
 def test_a_failed_start_says_nothing() -> None:
     found = PreparingSeconds("cpu", is_whole=True)
-    found.learn(0, measurement(timed=50.0))
+    found.learn(0, measurement(build=50.0))
     assert found.each == 0.0
 
 

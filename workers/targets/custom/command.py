@@ -157,6 +157,16 @@ class CommandProcess:
             self.end()
             raise
 
+    def prepare(self, size: int, timeout_seconds: float) -> None:
+        """Start the command for a size, if each size has a start of its own; errors are those of `ask`."""
+        if not self._restarts or size in self._figures or self._coming == size:
+            return
+        try:
+            self._start(size, time.monotonic() + timeout_seconds)
+        except TrialFailedError:
+            self.end()
+            raise
+
     def end(self) -> None:
         """Kill the command with all that it has started, and wait for it."""
         self._has_ended = True
@@ -213,12 +223,10 @@ class CommandProcess:
     def _measure(self, size: int, until: float) -> dict[str, Any]:
         if size in self._figures:
             return self._figures.pop(size)
-        if not self._restarts:
-            self._send({"command": "measure", "micro_batch_size": size})
-        elif self._coming != size:
+        if self._restarts and self._coming != size:
             self._start(size, until)
-            if self._hello["kind"] == TRAINER:  # its size stands in the command, and it waits to be asked all the same
-                self._send({"command": "measure", "micro_batch_size": size})
+        if self._hello["kind"] == TRAINER:  # also one whose size stands in the command waits to be asked
+            self._send({"command": "measure", "micro_batch_size": size})
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:

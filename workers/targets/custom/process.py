@@ -85,6 +85,9 @@ class TargetProcess:
             raise TrialFailedError(outcome, reply["reason"])
         return reply
 
+    def prepare(self, size: int, timeout_seconds: float) -> None:
+        """Nothing: the model is built when the process is opened."""
+
     def end(self) -> None:
         """Kill the process with all that it has started, and wait for it."""
         with suppress(psutil.NoSuchProcess):

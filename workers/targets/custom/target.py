@@ -165,6 +165,8 @@ class CustomTarget:
         with clock.phase("build"):
             if self._process is None or not self._process.alive or candidate.settings != self._open_choice:
                 self._open(candidate.settings, min(until, time.monotonic() + OPEN_SECONDS))
+            assert self._process is not None, "it was opened"
+            self._process.prepare(candidate.micro_batch_size, max(0.0, until - time.monotonic()))
         with clock.phase("timed"):
             figures = self._ask("measure", until, micro_batch_size=candidate.micro_batch_size)
         self._last = (clock, candidate, figures)

@@ -93,6 +93,9 @@ class ProcessStandIn:
             raise TrialFailedError(outcome, found["reason"])
         return found
 
+    def prepare(self, size: int, timeout_seconds: float) -> None:
+        """Nothing: the model is built when the process is opened."""
+
     def end(self) -> None:
         """It answers no more."""
         self.alive = False
