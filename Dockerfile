@@ -5,9 +5,10 @@
 #   docker exec bexp-api bexp token create me
 #   docker run --detach --gpus all --no-healthcheck --env BEXP_DATABASE_URL=... bexp worker --device cuda:0
 #
-# In a container the API listens on all addresses, so each request needs a token, also one from the host itself. The third
-# command prints one; clients send it as BEXP_API_TOKEN. A worker needs no token: it works on the database, and both need
-# the same one (postgresql://...). deploy/compose.yaml starts all of them with a PostgreSQL.
+# In a container the API listens on all addresses, and cannot know which user a request comes from: each needs a token,
+# also one from the host itself. The third command prints one; clients send it as BEXP_API_TOKEN. A worker needs no
+# token: it works on the database, and both need the same one (postgresql://...). deploy/compose.yaml starts all of them
+# with a PostgreSQL.
 #
 # The image has transformers, which measures a config.json of Hugging Face. For the nodes and the coordinator of a Ray
 # cluster: docker build --build-arg EXTRAS=transformers,ray --tag bexp:ray .
@@ -75,4 +76,4 @@ HEALTHCHECK --interval=10s --timeout=5s --start-period=30s --retries=3 \
     CMD ["python", "-c", "import os, urllib.request; urllib.request.urlopen('http://127.0.0.1:' + os.environ['BEXP_PORT'] + '/healthz', timeout=4)"]
 
 ENTRYPOINT ["bexp"]
-CMD ["serve"]
+CMD ["serve", "--require-token"]

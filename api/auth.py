@@ -1,12 +1,14 @@
-"""Authorization: a request needs a token, or, if the service does not require one, must come from this machine.
+"""Authorization: a request needs a token, or, if the service does not require one, must come from its own user.
 
 A token has an owner and scopes. Each route says which scope it needs; what belongs to another owner does not exist.
 """
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated
@@ -15,12 +17,24 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
+from bexp.api.peers import Peer
 from bexp.api.rate_limits import RateLimiter, address_key
 from bexp.api.refusals import ProblemException
 from bexp.api.service import ServiceDep
+from bexp.api.settings import ServiceSettings
 from bexp.api.tokens import has_expired
 from bexp.client.address import is_loopback
 from bexp.storage.owners import LOCAL, Caller, Scope
+
+_TOKEN = "A bearer token is required."  # noqa: S105 - no password
+_OTHER_USER = (
+    "Without a token, this service serves the user who runs it alone, and this connection is not known to be that "
+    "user's: ask for a token of `bexp token create`, or for a start with --open."
+)
+_FORWARDED = (
+    "The request was forwarded, and not by a proxy that this service trusts: "
+    "start it with --require-token and --trusted-proxy, or do not send Forwarded or X-Forwarded-For."
+)
 
 _bearer = HTTPBearer(auto_error=False, description="A token from `bexp token create`.")
 
@@ -33,19 +47,23 @@ async def authorize(
     """Check that a request may use the service, and note its caller. Every route but the health checks depends on this.
 
     Raises:
-        ProblemException: 401 if a token is required and the request has no valid one. 403 if no token is required, and
-            a web page of another origin sent the request, or it used a name that is not one of this machine. 429 if
-            the address or the token has sent too many requests.
+        ProblemException: 401 if a token is required and the request has no valid one. 403 if it was forwarded, and not
+            by a trusted proxy. 403 if no token is required, and a web page of another origin or another machine sent
+            the request, or it used a name that is not one of this machine. 429 if the address or the token has sent
+            too many requests.
     """
-    origin = request.client.host if request.client else None
+    settings = service.settings
+    peer = _peer_of(request)
+    origin = _origin(request, peer, settings)
     request.state.secret = None
-    if not service.settings.require_token:
-        _refuse_foreign(request)
-        request.state.caller = replace(LOCAL, origin=origin)
-        return
+    if not settings.require_token:
+        _refuse_foreign(request, peer)
+        if settings.is_open or peer.is_own:
+            request.state.caller = replace(LOCAL, origin=origin)
+            return
     _limit(service.address_limiter, address_key(origin), "address")
     if credentials is None:
-        raise _unauthorized("A bearer token is required.", "Bearer")
+        raise _unauthorized(_TOKEN if settings.require_token else _OTHER_USER, "Bearer")
     token = await service.tokens.find(credentials.credentials)
     if token is None:
         raise _unauthorized("The token is not valid.", 'Bearer error="invalid_token"')
@@ -88,8 +106,32 @@ def _limit(limiter: RateLimiter, key: str, what: str) -> None:
         )
 
 
-def _refuse_foreign(request: Request) -> None:
-    """Refuse requests that a web page can send to the loopback interface, by DNS rebinding or across origins."""
+def _peer_of(request: Request) -> Peer:
+    """Return the peer that `bexp.api.connections` has found; elsewhere its user is not known."""
+    unknown = Peer(request.client.host if request.client else "")
+    peer: Peer = getattr(request.state, "peer", unknown)
+    return peer
+
+
+def _origin(request: Request, peer: Peer, settings: ServiceSettings) -> str:
+    """Return the client's address: that of the peer, or what a trusted proxy says. Anybody can write such a header.
+
+    A proxy adds the address at the end. What stands before it came with the request.
+    """
+    if "forwarded" not in request.headers and "x-forwarded-for" not in request.headers:
+        return peer.address
+    if not (settings.require_token and peer.is_among(settings.trusted_proxies)):
+        raise ProblemException(HTTPStatus.FORBIDDEN, _FORWARDED, name="untrusted-proxy")
+    added = ",".join(request.headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
+    with suppress(ValueError):
+        return str(ipaddress.ip_address(added))
+    return peer.address
+
+
+def _refuse_foreign(request: Request, peer: Peer) -> None:
+    """Refuse requests of other machines, and those that a web page can send by DNS rebinding or across origins."""
+    if not is_loopback(peer.address):
+        raise ProblemException(HTTPStatus.FORBIDDEN, "Without --require-token, the service answers this machine alone.")
     if not is_loopback(_host_name(f"//{request.headers.get('host', '')}")):
         raise ProblemException(
             HTTPStatus.FORBIDDEN,

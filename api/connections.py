@@ -1,4 +1,4 @@
-"""Limits on open connections: how many there are, and how long one may take to send a request's header.
+"""Limits on open connections, how many there are and how long one may take to send a request's header; and their peers.
 
 uvicorn has neither limit. Without them, clients that open connections and send nothing use up the file descriptors.
 """
@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from bexp.api.peers import find_peer
 
 BACKLOG = 128
 """Connections that the kernel holds. All of them may be accepted at once, before the first of them is refused."""
@@ -56,6 +58,8 @@ class GuardedProtocol(H11Protocol):
 
     `waiting` holds the connections without a request, the oldest first. At the limit, the oldest of them makes room for
     a new one, so that idle connections keep nobody out. If all have a request, the new one is closed.
+
+    The state of each request has the `peer` of its connection, which is looked up once.
     """
 
     def __init__(
@@ -79,6 +83,7 @@ class GuardedProtocol(H11Protocol):
             oldest.end()
             if oldest is self:
                 return
+        self.app_state = {**self.app_state, "peer": find_peer(self.client, self.server)}
         self._expect_header()
 
     def data_received(self, data: bytes) -> None:

@@ -112,7 +112,7 @@ def serve(
     """Serve until SIGINT or SIGTERM.
 
     Args:
-        settings: how to serve. Tokens are always required if `host` is not a loopback address.
+        settings: how to serve. Tokens are always required if `host` is not a loopback address, or behind a proxy.
         host: name or address to bind to.
         port: 0 for any free port.
         on_ready: called with the URL once requests are answered.
@@ -124,7 +124,7 @@ def serve(
         ServeError: the address is in use, or is not an address of this machine.
         ValueError: the database's URL is malformed.
     """
-    if not is_loopback(host):
+    if not is_loopback(host) or settings.trusted_proxies:
         settings = replace(settings, require_token=True)
     with bind(host, port) as listener:
         _prepare(settings, notify, upgrade_schema=upgrade_schema)
@@ -175,6 +175,7 @@ def serve_on(
         log_level="info" if access_log else "warning",
         access_log=access_log,
         server_header=False,
+        proxy_headers=False,  # `authorize` reads them
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
     Server(config, app, on_ready).run(sockets=[listener])

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from bexp.api.peers import Proxy
 from bexp.storage.location import default_database_url
 
 DEFAULT_HOST = "127.0.0.1"
@@ -33,7 +34,9 @@ class ServiceSettings:
     """How one application serves.
 
     `require_token` asks for a bearer token on every route but the health checks. Without it the application answers
-    only requests that name a loopback host, so that no web page can reach it by rebinding its own name.
+    only requests that name a loopback host, so that no web page can reach it by rebinding its own name, and it asks
+    other users of this machine for a token unless it `is_open`. `trusted_proxies` may say whose requests they
+    forward.
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
     start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
     deleted after `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
@@ -45,6 +48,8 @@ class ServiceSettings:
 
     database_url: str
     require_token: bool = False
+    is_open: bool = False
+    trusted_proxies: tuple[Proxy, ...] = ()
     max_body_bytes: int = 256 * 1024
     max_connections: int = 4096
     header_seconds: float = 10.0

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import getpass
+import os
+import pwd
 import secrets
 import socket
 from contextlib import suppress
@@ -178,9 +179,9 @@ def audit(
 
 
 def _me() -> Caller:
-    user = "?"
-    with suppress(OSError, KeyError):  # a user id without a name
-        user = getpass.getuser()
+    user = str(os.getuid())
+    with suppress(KeyError):  # a user id without a name
+        user = pwd.getpwuid(os.getuid()).pw_name
     return Caller(LOCAL_OWNER, ALL_SCOPES, origin=f"{user}@{socket.gethostname()}")
 
 

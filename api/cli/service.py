@@ -13,6 +13,7 @@ from bexp.api.cli.arguments import AsJson, LogDir
 from bexp.api.cli.connection import database_errors, environment
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.local_worker import child_environment
+from bexp.api.peers import read_proxy
 from bexp.api.settings import (
     DEFAULT_ADDRESS_RATE,
     DEFAULT_TOKEN_RATE,
@@ -35,6 +36,20 @@ def serve(
             help="Require tokens on loopback too, and answer under any host name; for use behind a proxy.",
         ),
     ] = False,
+    is_open: Annotated[
+        bool,
+        typer.Option(
+            "--open", help="On loopback, serve every user of this machine without a token, not its own alone."
+        ),
+    ] = False,
+    trusted_proxy: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="USER|ADDRESS",
+            help="A proxy whose X-Forwarded-For names the client: the user that it runs as on this machine, or its "
+            "address or network elsewhere. Can be repeated. Requires tokens.",
+        ),
+    ] = None,
     max_wait_hours: Annotated[
         float,
         typer.Option(
@@ -70,11 +85,17 @@ def serve(
 
     variables = environment()
     try:
+        proxies = tuple(map(read_proxy, trusted_proxy or ()))
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, f"--trusted-proxy: {error}") from None
+    try:
         with database_errors():
             serve_api(
                 ServiceSettings(
                     variables.database_url,
                     require_token=require_token,
+                    is_open=is_open,
+                    trusted_proxies=proxies,
                     max_wait_seconds=3600 * max_wait_hours,
                     token_rate=token_rate,
                     address_rate=address_rate,

@@ -15,7 +15,7 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import Job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
-from tests.api.serving import Served, start
+from tests.api.serving import Served, in_process, start
 from tests.contracts.samples import make_report, make_request, make_worker
 
 GRACE_SECONDS = 100
@@ -37,7 +37,7 @@ def settings(sqlite_url: str) -> ServiceSettings:
 
 @pytest.fixture
 def client(settings: ServiceSettings) -> Iterator[TestClient]:
-    with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+    with in_process(settings, raise_server_exceptions=False) as client:
         yield client
 
 

@@ -1,15 +1,18 @@
-"""An application on a port, in a thread."""
+"""An application on a port, in a thread; and one that is called in process."""
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from dataclasses import dataclass
 
 import uvicorn
+from fastapi.testclient import TestClient
 
 from bexp.api.app import create_app
 from bexp.api.connections import ConnectionLimits, guarded_protocol
+from bexp.api.peers import Peer
 from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
 
@@ -38,6 +41,14 @@ class Served:
         return time.monotonic() - start
 
 
+def in_process(settings: ServiceSettings, *, raise_server_exceptions: bool = True) -> TestClient:
+    """A client of an application in this process. It is of the user who runs that."""
+    app = create_app(settings)
+    client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=raise_server_exceptions)
+    client.app_state["peer"] = Peer("127.0.0.1", os.geteuid())
+    return client
+
+
 def start(settings: ServiceSettings) -> Served:
     """Serve until `stop` is called."""
     ready = threading.Event()
@@ -45,7 +56,9 @@ def start(settings: ServiceSettings) -> Served:
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     app = create_app(settings)
     protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
-    config = uvicorn.Config(app, http=protocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS)
+    config = uvicorn.Config(
+        app, http=protocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, proxy_headers=False
+    )
     server = Server(config, app, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()

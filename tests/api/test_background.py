@@ -15,7 +15,6 @@ import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
-from bexp.api.app import create_app
 from bexp.api.background import Beat, Supervisor
 from bexp.api.examples import REQUEST
 from bexp.api.routes import explorations
@@ -26,6 +25,7 @@ from bexp.storage.jobs import Job
 from bexp.storage.queue import Queue
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
+from tests.api.serving import in_process
 
 SHORT = DatabaseLimits(
     statement=timedelta(seconds=1), lock=timedelta(seconds=0.2), pool=timedelta(seconds=0.2), max_connections=2
@@ -122,7 +122,7 @@ def impatient(sqlite_url: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[Test
     limits = DatabaseLimits(lock=SHORT.lock)
     monkeypatch.setattr("bexp.api.service.open_database", lambda url, _: open_database(url, limits))
     settings = ServiceSettings(sqlite_url, waiting_check_seconds=60.0)
-    with TestClient(create_app(settings), base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+    with in_process(settings, raise_server_exceptions=False) as client:
         yield client
 
 
@@ -144,8 +144,7 @@ def test_a_database_that_takes_no_writes_is_told_and_submissions_come_back_later
 def test_a_database_that_hangs_gets_a_503_in_time(settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(explorations, "list_jobs", lambda *_, **__: release.wait(200))
-    app = create_app(replace(settings, answer_seconds=0.5))
-    with TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=False) as client:
+    with in_process(replace(settings, answer_seconds=0.5), raise_server_exceptions=False) as client:
         try:
             start = time.monotonic()
             response = client.get("/v1/explorations")

@@ -89,8 +89,9 @@ def was_closed(connection: socket.socket) -> bool:
 
 def test_a_client_that_leaves_costs_one_line_of_the_log(sqlite_url: str) -> None:
     with started("127.0.0.1", sqlite_url) as (process, url), ExitStack() as stack:
-        connect(url, stack, HEAD + b"Content-Length: 100\r\n\r\n{").close()
-        httpx.get(f"{url}/healthz")
+        client = connect(url, stack, HEAD + b"Content-Length: 100\r\n\r\n{")
+        httpx.get(f"{url}/healthz")  # which comes after it, so that the service knows by now whose connection it is
+        client.close()
         assert process.stderr is not None
         line = process.stderr.readline()
         process.terminate()

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import sqlalchemy as sa
-from fastapi.testclient import TestClient
 
-from bexp.api.app import create_app
 from bexp.api.examples import REQUEST
 from bexp.api.housekeeping import TERM
 from bexp.api.settings import ServiceSettings
@@ -19,13 +17,14 @@ from bexp.storage.schema import VERSION_TABLE
 from bexp.storage.tables import leaders
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
+from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_report, make_worker
 
 
 def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], Database]) -> None:
     queue = Queue(open_url(database_url))
     settings = ServiceSettings(database_url, poll_seconds=0.02)
-    with TestClient(create_app(settings), base_url="http://localhost", raise_server_exceptions=False) as client:
+    with in_process(settings, raise_server_exceptions=False) as client:
         assert client.get("/readyz").status_code == 200
         headers = {"Idempotency-Key": "once"}
         here = client.post("/v1/explorations", json=REQUEST, headers=headers).headers["Location"]
@@ -74,7 +73,7 @@ def test_a_service_takes_no_changes_after_a_later_version_has_upgraded_the_datab
 ) -> None:
     database = open_url(database_url)
     settings = ServiceSettings(database_url, waiting_check_seconds=0.02)
-    with TestClient(create_app(settings), base_url="http://localhost") as client:
+    with in_process(settings) as client:
         here = client.post("/v1/explorations", json=REQUEST).headers["Location"]
         with database.begin() as connection:
             connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '9999'"))

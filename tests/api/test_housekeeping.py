@@ -7,10 +7,8 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
-from fastapi.testclient import TestClient
 
 from bexp.api import housekeeping
-from bexp.api.app import create_app
 from bexp.api.housekeeping import Housekeeper
 from bexp.api.settings import ServiceSettings
 from bexp.explorer.records.event import EventCode
@@ -22,6 +20,7 @@ from bexp.storage.leaders import HOUSEKEEPER, hold_role
 from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.tables import audit, jobs, leaders
+from tests.api.serving import in_process
 from tests.contracts.samples import make_request
 
 
@@ -39,7 +38,7 @@ def test_one_process_notes_why_a_job_waits_and_another_takes_over(settings: Serv
 
 
 def test_a_process_that_ends_leaves_the_role_to_the_next(settings: ServiceSettings, sqlite_database: Database) -> None:
-    with TestClient(create_app(settings), base_url="http://127.0.0.1") as client:
+    with in_process(settings) as client:
         assert client.get("/readyz").status_code == 200
         assert not hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
     assert hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)

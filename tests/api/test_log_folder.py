@@ -7,10 +7,8 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from fastapi.testclient import TestClient
 
 from bexp.api import log_folder
-from bexp.api.app import create_app
 from bexp.api.log_folder import LogFolder
 from bexp.api.run_log import RunLog, log_path
 from bexp.api.settings import ServiceSettings
@@ -18,6 +16,7 @@ from bexp.explorer.records.event import render_line
 from bexp.storage.events import read_events
 from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
+from tests.api.serving import in_process
 from tests.contracts.samples import make_request
 
 
@@ -68,7 +67,7 @@ def test_an_exploration_that_is_deleted_meanwhile_is_no_fault(
 def test_a_service_writes_files_where_it_is_told_to(settings: ServiceSettings, queue: Queue, tmp_path: Path) -> None:
     job = queue.enqueue(make_request())[0]
     path = log_path(tmp_path / "logs", "train", job.model_name, job.id)
-    with TestClient(create_app(replace(settings, log_dir=tmp_path / "logs")), base_url="http://127.0.0.1"):
+    with in_process(replace(settings, log_dir=tmp_path / "logs")):
         deadline = time.monotonic() + 30
         while not (path.exists() and path.read_text()) and time.monotonic() < deadline:
             time.sleep(0.05)

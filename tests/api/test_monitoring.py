@@ -9,7 +9,6 @@ import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
-from bexp.api.app import create_app
 from bexp.api.settings import ServiceSettings
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
@@ -17,6 +16,7 @@ from bexp.storage.tables import jobs, workers
 from bexp.storage.workers import register_worker
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
+from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_request, make_worker
 
 
@@ -30,7 +30,7 @@ def read_metrics(client: TestClient) -> dict[str, float]:
 
 def test_a_database_without_the_schema_is_alive_and_not_ready(tmp_path: Path) -> None:
     settings = ServiceSettings(f"sqlite:///{tmp_path / 'empty.db'}", waiting_check_seconds=0.01)
-    with TestClient(create_app(settings), base_url="http://localhost", raise_server_exceptions=False) as client:
+    with in_process(settings, raise_server_exceptions=False) as client:
         assert client.get("/healthz").json() == {"status": "alive"}
         response = client.get("/readyz")
         assert_problem(response, 503)
@@ -43,7 +43,7 @@ def test_a_database_without_the_schema_is_alive_and_not_ready(tmp_path: Path) ->
 
 def test_a_database_that_cannot_be_reached_is_a_problem() -> None:
     settings = ServiceSettings("postgresql://nobody@127.0.0.1:1/none")
-    with TestClient(create_app(settings), base_url="http://localhost", raise_server_exceptions=False) as client:
+    with in_process(settings, raise_server_exceptions=False) as client:
         assert client.get("/healthz").status_code == 200
         assert_problem(client.get("/readyz"), 503)
         assert_problem(client.get("/v1/explorations"), 503)
@@ -97,7 +97,7 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
 
 def test_two_applications_count_apart(settings: ServiceSettings, client: TestClient) -> None:
     client.get("/healthz")
-    with TestClient(create_app(settings), base_url="http://localhost") as other:
+    with in_process(settings) as other:
         assert not any("/healthz" in name for name in read_metrics(other))
 
 
@@ -105,8 +105,7 @@ def test_a_job_that_nobody_can_run_is_told_so(settings: ServiceSettings, queue: 
     job, _ = queue.enqueue(make_request())
     with queue.database.begin() as connection:
         connection.execute(sa.update(jobs).values(queued_at=datetime.now(UTC) - timedelta(minutes=1)))
-    app = create_app(replace(settings, waiting_check_seconds=0.05))
-    with TestClient(app, base_url="http://localhost") as client:
+    with in_process(replace(settings, waiting_check_seconds=0.05)) as client:
         wait_until(lambda: client.get(f"/v1/explorations/{job.id}").json()["waiting_reason"] is not None)
         log = client.get(f"/v1/explorations/{job.id}/log").text
         assert re.search(r"BEXP105 .*Waiting for a worker", log)

@@ -11,10 +11,8 @@ from datetime import timedelta
 
 import pytest
 import sqlalchemy as sa
-from fastapi.testclient import TestClient
 
 from bexp.api import streams
-from bexp.api.app import create_app
 from bexp.api.examples import REQUEST
 from bexp.api.routes import explorations
 from bexp.api.settings import ServiceSettings
@@ -22,6 +20,7 @@ from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.queue import Queue
 from tests.api.conftest import wait_until
+from tests.api.serving import in_process
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 from tests.contracts.test_notifications import end_listeners
 
@@ -50,7 +49,7 @@ def test_a_stream_gets_events_without_polling_and_those_of_an_outage_of_its_noti
 
     monkeypatch.setattr(streams, "read_last_seqs", count_polls)
     settings = ServiceSettings(postgresql.url, poll_seconds=0.05, waiting_check_seconds=LONG)
-    with TestClient(create_app(settings), base_url="http://127.0.0.1") as client:
+    with in_process(settings) as client:
         feed = client.app.state.service.feed  # type: ignore[attr-defined]  # of the application that the client holds
         texts: list[str] = []
         path = f"/v1/explorations/{job.id}/log?follow=true"
@@ -99,8 +98,7 @@ def test_the_api_opens_no_more_connections_than_its_budget(
     monkeypatch.setattr(
         "bexp.api.service.open_database", lambda url, limits: open_database(url, replace(limits, pool=patient))
     )
-    app = create_app(ServiceSettings(postgresql_url, answer_seconds=60.0))
-    with TestClient(app, base_url="http://127.0.0.1") as client, ThreadPoolExecutor(40) as pool:
+    with in_process(ServiceSettings(postgresql_url, answer_seconds=60.0)) as client, ThreadPoolExecutor(40) as pool:
         statuses = set(pool.map(lambda _: client.get("/v1/explorations").status_code, range(80)))
     assert statuses == {200}
     assert max(counts) == most == 10
@@ -113,7 +111,7 @@ def test_a_submission_to_a_standby_that_takes_no_writes_is_told_to_come_back(
     with database.begin() as connection:
         name = connection.engine.url.database
         connection.exec_driver_sql(f'ALTER DATABASE "{name}" SET default_transaction_read_only = on')
-    with TestClient(create_app(ServiceSettings(postgresql_url)), base_url="http://localhost") as client:
+    with in_process(ServiceSettings(postgresql_url)) as client:
         refused = client.post("/v1/explorations", json=REQUEST)
         assert refused.status_code == 503
         assert int(refused.headers["Retry-After"]) > 0

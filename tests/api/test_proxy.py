@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import socket
 import ssl
@@ -17,6 +18,7 @@ import pytest
 
 from bexp.api.examples import REQUEST
 from bexp.api.settings import ServiceSettings
+from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import create_token
@@ -60,7 +62,7 @@ def proxy(
     tmp_path: Path,
     reserved: socket.socket,
 ) -> Iterator[Proxy]:
-    served = serve(replace(settings, require_token=True))
+    served = serve(replace(settings, require_token=True, trusted_proxies=(os.geteuid(),)))
     key = ("req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-subj", "/CN=localhost")
     names = ("-addext", "subjectAltName=DNS:localhost")
     files = ("-keyout", tmp_path / "bexp.key", "-out", tmp_path / "bexp.crt")
@@ -73,13 +75,14 @@ def proxy(
         ("/etc/nginx/", f"{tmp_path}/"),
         ("client_header_timeout 10s", "client_header_timeout 1s"),
         ("rate=20r/s", "rate=1r/s"),
+        ("user www-data;", "user root;"),
         ("server_tokens off;", "server_tokens off; access_log off; client_body_temp_path body; proxy_temp_path proxy;"),
     ):
         assert text.count(stated) >= 1, stated
         text = text.replace(stated, here)
     path = tmp_path / "nginx.conf"
     path.write_text(text)
-    options = "daemon off; user root; pid nginx.pid;"
+    options = "daemon off; pid nginx.pid;"
     log = tmp_path / "error.log"
     with subprocess.Popen(["nginx", "-p", tmp_path, "-e", log, "-c", path, "-g", options]) as process:
         try:
@@ -96,7 +99,9 @@ def proxy(
 def test_the_proxy_passes_requests_and_streams_and_holds_back_floods(proxy: Proxy, queue: Queue) -> None:
     assert proxy.client.get("/readyz").json() == {"status": "ready"}
     assert proxy.client.get("/v1/explorations", headers={"Authorization": ""}).status_code == 401
-    here = proxy.client.post("/v1/explorations", json=REQUEST).headers["Location"]
+    forged = {"X-Forwarded-For": "192.0.2.66"}
+    here = proxy.client.post("/v1/explorations", json=REQUEST, headers=forged).headers["Location"]
+    assert [record.origin for record in read_audit(queue.database) if record.action == "submit"] == ["127.0.0.1"]
     assert proxy.client.post("/v1/explorations", content=b"{" * 300_000).status_code in {413, 415}
 
     job, _ = queue.enqueue(make_request())

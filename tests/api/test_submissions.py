@@ -306,6 +306,7 @@ def test_an_endless_body_is_refused_while_it_is_read(client: TestClient) -> None
         "path": EXPLORATIONS,
         "query_string": b"",
         "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+        "state": client.app_state.copy(),
     }
     sent: list[Message] = []
 

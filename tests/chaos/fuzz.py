@@ -171,7 +171,7 @@ async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
     known = _make_job(database)
     found, rng, lines, process = Found(), Random(seed), Lines(), psutil.Process()
     found.guided = lines.is_guiding
-    app = create_app(ServiceSettings(url, answer_seconds=2 * MOST_SECONDS))
+    app = create_app(ServiceSettings(url, is_open=True, answer_seconds=2 * MOST_SECONDS))
     ends_at = time.monotonic() + seconds
     stopped = asyncio.Event()
     asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)

@@ -76,7 +76,7 @@ def test_it_does_not_run_as_root() -> None:
 
 def test_one_image_serves_and_works() -> None:
     assert json.loads(find(RUNTIME, "ENTRYPOINT")[0]) == ["bexp"]
-    assert json.loads(find(RUNTIME, "CMD")[0]) == ["serve"]
+    assert json.loads(find(RUNTIME, "CMD")[0]) == ["serve", "--require-token"]
 
 
 def test_the_port_is_one() -> None:
@@ -148,7 +148,7 @@ def get_container(document: dict[str, Any]) -> dict[str, Any]:
 def test_kubernetes_api() -> None:
     deployment, service = read_all("kubernetes/api.yaml")
     container = get_container(deployment)
-    assert container["args"] == ["serve"]
+    assert container["args"] == ["serve", "--require-token"]
     assert container["ports"] == [{"name": "http", "containerPort": DEFAULT_PORT}]
     assert container["livenessProbe"]["httpGet"]["path"] == "/healthz"
     assert container["readinessProbe"]["httpGet"]["path"] == "/readyz"

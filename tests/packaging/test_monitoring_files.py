@@ -13,15 +13,14 @@ import promql_parser
 import pytest
 import sqlalchemy as sa
 import yaml
-from fastapi.testclient import TestClient
 from prometheus_client.parser import text_string_to_metric_families
 
-from bexp.api.app import create_app
 from bexp.api.settings import DEFAULT_PORT, ServiceSettings
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs
 from bexp.storage.workers import register_worker
+from tests.api.serving import in_process
 from tests.contracts.samples import make_request, make_worker
 from tests.packaging.deployments import DEPLOY
 
@@ -56,7 +55,7 @@ def exported(sqlite_database: Database, sqlite_url: str) -> Exported:
     with sqlite_database.begin() as connection:
         ended = {"state": "succeeded", "finished_at": sqlite_database.clock(timedelta(seconds=9))}
         connection.execute(sa.update(jobs).where(jobs.c.id == done.id).values(**ended))
-    with TestClient(create_app(ServiceSettings(sqlite_url)), base_url="http://localhost") as client:
+    with in_process(ServiceSettings(sqlite_url)) as client:
         client.get("/healthz")
         text = client.get("/metrics").text
     found: Exported = {"up": {}}
