@@ -1,4 +1,4 @@
-"""The environment of a profiler process: settings that a measurement needs, unless the user has set them, no secrets."""
+"""The environment of a profiler process: settings that a measurement needs, unless the user has them; no secrets."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN")
 
 
 def profiler_environment(given: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
-    """`given` without secrets and with the defaults of a process that measures `devices`; several have one rank each."""
+    """`given` without secrets, with the defaults of a process that measures `devices`; several have one rank each."""
     on_cpu = CPU_DEFAULTS if "cpu" in devices else {}
     kept = {name: value for name, value in given.items() if name not in SECRETS}
     return CHILD_DEFAULTS | on_cpu | (GROUP_DEFAULTS if len(devices) > 1 else {}) | kept
