@@ -71,7 +71,7 @@ def render_answer(
     main = answer.variants[0]
     if main.recommendation is None:
         lines.append(f"No recommendation: {main.reason or 'all of them failed'}")
-        lines += _remedy_rows(main.remedies)
+        lines += remedy_rows(main.remedies)
     else:
         lines += _recommendation_rows(main.recommendation, request, measured)
     if len(answer.variants) > 1:
@@ -347,7 +347,8 @@ def _gain(best: Recommendation, gain: float | None) -> str:
     return "; the recommended one is as fast, within the noise of such runs"
 
 
-def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
+def remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
+    """Return the lines about what would make something fit."""
     rows = [
         row(
             relaxation.kind.replace("_", " "),
