@@ -295,7 +295,8 @@ def test_a_search_that_ended_below_its_target_is_provisional(bexp: Run, config: 
     config.write_text(config.read_text().replace("confidence_target: 60", "confidence_target: 95"))
     with worker():
         done = bexp("submit", config, "--watch")
-    assert "87 out of 100 that nothing is more than 1% faster. Provisional: 95 was asked for" in " ".join(done.stdout.split())
+    said = "87 out of 100 that nothing is more than 1% faster. Provisional: 95 was asked for"
+    assert said in " ".join(done.stdout.split())
     warned = bexp("best", done.stderr.split()[1])
     assert (warned.code, warned.stdout) == (0, "4\n")
     assert "warning: provisional: confidence 87 is below 95, which was asked for" in warned.stderr
