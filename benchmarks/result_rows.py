@@ -74,7 +74,7 @@ def trainer_summary(result: Row) -> Iterable[Row]:
     """Return figures over the explorations: whole models as their logs name them, the rest of those of the defaults."""
     default = [row for row in trainers(result) if not row["fields"]]
     within = sum(row["over"].get("unchanged", 0.0) >= WITHIN for row in default)
-    yield {"what": "at least 0.98 of the Trainer's own best, defaults", "figure": f"{within} of {len(default)} models"}
+    yield {"what": "at least 0.98 of the Trainer's own best, eager code", "figure": f"{within} of {len(default)} models"}
     lines = [line.strip() for row in trainers(result) for line in row["exploration"]["log"] if "BEXP203" in line]
     errors = [[abs(float(error)) for error in pair] for pair in CHECK.findall(" ".join(lines))]
     for what, values in zip(("step", "peak"), zip(*errors, strict=True), strict=True):
@@ -82,7 +82,7 @@ def trainer_summary(result: Row) -> Iterable[Row]:
         yield {"what": f"composed {what} against the whole model", "figure": figure}
     seconds = [took for row in default if (took := row["exploration"]["wall_seconds"]) is not None]
     figure = f"median {statistics.median(seconds):.0f} s, longest {max(seconds):.0f} s over {len(seconds)} models"
-    yield {"what": "submit to final answer, defaults, the service's start included", "figure": figure}
+    yield {"what": "submit to final answer, eager code, the service's start included", "figure": figure}
 
 
 def set_by_hand(result: Row) -> Iterable[Row]:
