@@ -74,7 +74,8 @@ def trainer_summary(result: Row) -> Iterable[Row]:
     """Return figures over the explorations: whole models as their logs name them, the rest of those of the defaults."""
     default = [row for row in trainers(result) if not row["fields"]]
     within = sum(row["over"].get("unchanged", 0.0) >= WITHIN for row in default)
-    yield {"what": "at least 0.98 of the Trainer's own best, eager code", "figure": f"{within} of {len(default)} models"}
+    figure = f"{within} of {len(default)} models"
+    yield {"what": "at least 0.98 of the Trainer's own best, eager code", "figure": figure}
     lines = [line.strip() for row in trainers(result) for line in row["exploration"]["log"] if "BEXP203" in line]
     errors = [[abs(float(error)) for error in pair] for pair in CHECK.findall(" ".join(lines))]
     for what, values in zip(("step", "peak"), zip(*errors, strict=True), strict=True):
