@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from bexp.api.answer import is_provisional, remedy_rows, variant_lines
-from bexp.api.answer_choices import no_dividing_text, second_figure
+from bexp.api.answer_choices import second_figure
 from bexp.api.answer_plan import mesh_text
 from bexp.api.text import WIDTH, bytes_text, rate_text, row, wrap
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
@@ -33,7 +33,7 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
     name = "" if request is None else f" for {request.explored.name}"
     yield f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{name}"
     for line in second_figure(best, request):
-        yield row("batch", line)
+        yield row("batch", line.removeprefix("It makes ").removeprefix("For "))
     if best.plan is not None:
         yield row("mesh", mesh_text(best.plan))
     changed = changed_settings(best.candidate, best.base)
@@ -87,12 +87,10 @@ def surer_text(best: Recommendation, request: ExplorationRequest, served: int) -
 
 def _next(best: Recommendation, job_id: str, request: ExplorationRequest | None) -> str:
     """Return the command that makes the trainer run so, and the one that tells the rest."""
-    rest = f"`bexp best {job_id} -v` prints the whole answer"
+    command, rest = f"bexp best {job_id}", "-v for the whole answer"
     target = BEXP if request is None else request.target_name
-    if best.dividing is None and best.dividing_batch_sizes:
-        return f"{no_dividing_text(best, request)}; {rest}"
-    if request is not None and request.trainer is not None:
-        return f"`bexp best {job_id} --format {request.trainer}`; {rest}"
     if best.plan is not None or target not in {BEXP, TRANSFORMERS}:
-        return rest
-    return f"`bexp best {job_id} --json > best.json` for bexp.apply, `--format NAME` for a trainer; {rest}"
+        return f"`{command} -v` for the whole answer"
+    if request is not None and request.trainer is not None:
+        return f"`{command} --format {request.trainer}`, {rest}"
+    return f"`{command} --json > best.json` for bexp.apply, --format NAME for a trainer, {rest}"

@@ -20,7 +20,7 @@ from bexp.explorer.formats.request import parse_request
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
 PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md"))]
-LONGEST_README = 220
+LONGEST_README = 150
 MOST_WORDS = 30_000
 """Of all pages in docs/ together."""
 MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attention_heads": 4, "vocab_size": 256}

@@ -1,0 +1,64 @@
+"""The answer in six lines."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bexp.api.summary import render_summary
+from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation, VariantAnswer
+from bexp.explorer.spec.request import ExplorationRequest
+from tests.api.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
+
+
+def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest | None = REQUEST, **more: Any) -> str:
+    main = ANSWER.variants[0].model_copy(update={"recommendation": best, **more})
+    return " ".join(render_summary(Answer(variants=(main,)), "a1b2", request).split())
+
+
+def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
+    lines = render_summary(ANSWER, "a1b2", REQUEST, width=160).splitlines()
+    assert [line[:20].strip() for line in lines[1:]] == ["batch", "settings", "speed", "memory", "confidence", "next"]
+    said = [line[20:] for line in lines[1:]]
+    assert lines[0] == "Recommended micro_batch_size: 4 for tiny"
+    assert said[0] == "batch_size 24: 4 too, in 6 accumulation steps"
+    assert said[1] == "bta_tile=2 attention=flash experts=grouped_mm", "and nothing that is as in the base"
+    assert said[2].startswith(
+        "11,500 tokens/s per device, 1.23x micro_batch_size 1 without these settings, 1.37x the best"
+    )
+    assert said[3] == "5.0 GiB at the peak, 6.0 GiB with reserve, of 8.0 GiB"
+    assert said[4] == "87 out of 100 that nothing is more than 1% faster"
+    assert said[5].startswith("`bexp best a1b2 --json > best.json` for bexp.apply, --format NAME for a trainer")
+
+
+def test_nothing_to_change_is_said_as_it_is() -> None:
+    plain = RECOMMENDATION.model_copy(update={"candidate": BASE, "performance": 1.0, "stock": None})
+    assert "nothing else to change" in summary(plain)
+    assert "which is the base" in summary(plain)
+    blocks = RECOMMENDATION.model_copy(update={"whole_model": None})
+    assert "speed about 12,346 tokens/s per device" in summary(blocks)
+
+
+def test_a_second_size_for_the_batch_has_its_own_figures() -> None:
+    assert "batch batch_size 24: 1, in 25 accumulation steps, 5.2% slower than 4, confidence 71" in summary(UNDIVIDED)
+
+
+def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
+    asked = ExplorationRequest.model_validate({**TINY, "budget": {**TINY["budget"], "confidence_target": 95}})
+    assert "faster. Provisional: 95 was asked for; explore again with a higher --max-seconds" in summary(request=asked)
+    assert "explore again with --fresh" in summary(request=asked, completed_target=95)
+    noisy = RECOMMENDATION.model_copy(update={"notes": (NOISE_ENDS_SEARCH,)})
+    assert "when nothing else runs here" in summary(noisy, asked)
+
+
+def test_the_next_command_is_the_trainers() -> None:
+    named = ExplorationRequest.model_validate({**TINY, "trainer": "megatron"})
+    assert "next `bexp best a1b2 --format megatron`, -v for the whole answer" in summary(request=named)
+    own = {"target": "my-gpt", "target_config": {}, "batch_size": 24}
+    assert "next `bexp best a1b2 -v`" in summary(request=ExplorationRequest.model_validate(own))
+
+
+def test_without_a_recommendation_the_reason_is_all() -> None:
+    nothing = VariantAnswer.model_validate(
+        {**ANSWER.variants[0].model_dump(mode="json"), "recommendation": None, "reason": "nothing fits"}
+    )
+    assert render_summary(Answer(variants=(nothing,)), "a1b2", REQUEST) == "No recommendation: nothing fits"
