@@ -2,8 +2,8 @@
 
 A subject is a hash of what the time of a component depends on beyond the component itself, the hardware and the
 versions of libraries: the shapes, number formats and code of its part of the model, the training, the routing, the
-padding and the allocator. Names of people and models are no part of it. Fields that are not known to be irrelevant
-count, so a new field of a model or of a request keeps components apart until it is listed here.
+lengths of texts and the allocator. Names of people and models are no part of it. Fields that are not known to be
+irrelevant count, so a new field of a model or of a request keeps components apart until it is listed here.
 """
 
 from __future__ import annotations
