@@ -315,9 +315,8 @@ def _text_rows(best: Recommendation) -> Iterable[str]:
         return
     known = "" if texts.counted else ", by its distribution"
     cut = f"; {texts.num_cut:,} are longer than a sequence and cut" if texts.num_cut else ""
-    yield row(
-        "texts", f"{texts.batching}, {texts.padding_share:.0%} of the tokens are padding, which tokens/s leave out"
-    )
+    share = f"{texts.padding_share:.0%} of the computed tokens are padding"
+    yield row("texts", f"{texts.batching}; {share}, which tokens/s leave out")
     yield row("  epoch", f"{texts.num_texts:,} texts{known}{cut}")
     yield row(
         "  peaks",

@@ -235,18 +235,16 @@ def _weights_line(
 
 
 def _length_line(request: ExplorationRequest, known: Recommendation) -> str:
-    texts = known.texts
-    if texts is None:
+    batching, texts = request.batching_of_texts, known.texts
+    if batching is None:
         return "texts: every sequence was measured full, as packed texts are; shorter ones need no more memory"
     how = {
-        "padded": "each micro-batch is padded to its longest text",
-        "grouped": "texts are grouped by length, and each micro-batch is padded to its longest text",
-        "packed": "whole texts fill rows of the full length, with positions and attention of their own",
-    }[texts.batching]
-    return (
-        f"texts: {how}, {texts.padding_share:.0%} padding, as measured; the texts that are longer than a sequence are "
-        "cut, and tokens/s leave padding out"
-    )
+        "padded": "padded to the longest of their micro-batch",
+        "grouped": "grouped by length, then padded to the longest of their micro-batch",
+        "packed": f"packed whole into rows of {request.seq_length} tokens, with positions and attention of their own",
+    }[batching]
+    share = "" if texts is None else f" ({texts.padding_share:.0%} padding)"
+    return f"texts: measured {how}{share}, those longer than a sequence cut; tokens/s leave padding out"
 
 
 def _seq_length(request: ExplorationRequest, report: DeviceReport | None) -> int:

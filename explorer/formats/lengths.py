@@ -26,7 +26,7 @@ def parse_lengths(text: str) -> dict[str, Any]:
         counts = _parse_json(text)
     else:
         lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
-        counts = Counter(read_count(line, f"a length in tokens (line {number})") for number, line in lines if line)
+        counts = Counter(read_count(line, f"{line!r:.40} in line {number}") for number, line in lines if line)
     if not counts:
         raise ValueError("it has no lengths: write one length in tokens a line")
     return {"histogram": [list(pair) for pair in compact_histogram(counts)]}
@@ -40,5 +40,5 @@ def _parse_json(text: str) -> Counter[int]:
     if isinstance(found, dict) and isinstance(found.get("histogram"), (dict, list)):
         found = found["histogram"]
     if isinstance(found, list) and not any(isinstance(one, list) for one in found):
-        return Counter(read_count(one, "a length in tokens") for one in found)
+        return Counter(read_count(one, f"length {place}") for place, one in enumerate(found, 1))
     return Counter(dict(read_histogram(found)))

@@ -101,6 +101,8 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
         "num_processes": request.num_devices if is_communication_timed(request, report.hardware) else 1,
         "num_devices": request.num_devices if steps else None,
     }
+    if request.batching == "packed":
+        document["flattened"] = request.runner.flattens
     if report.parts is None:
         return document | {"model": _describe_spec(kind, request.shapes)}
     return document | {"model": _describe_parts(kind, part, report.parts, request.hf_config or {})}

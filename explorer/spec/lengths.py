@@ -98,8 +98,8 @@ def expand_lengths(data: dict[str, Any]) -> dict[str, Any]:
         found = LOGNORMAL.fullmatch(given.strip())
         if found is None:
             raise RuleError(
-                f"'{given:.40}' is no distribution: write lognormal(mean, sigma), a histogram such as {{512: 40, "
-                "2048: 3}, or name a file with --lengths",
+                "as a text they are lognormal(mean, sigma); others are pairs such as [[512, 40], [2048, 3]], or a file "
+                "that --lengths names",
                 "lengths",
             )
         given = {"lognormal": {"mean": found[1], "sigma": found[2]}}
@@ -126,23 +126,26 @@ def read_histogram(given: Any) -> tuple[tuple[int, int], ...]:
     if not pairs or isinstance(given, str):
         raise ValueError("has no lengths: it is a mapping of each length in tokens to its number of texts")
     counts: dict[int, int] = {}
-    for pair in pairs:
+    for place, pair in enumerate(pairs, 1):
         if not isinstance(pair, (list, tuple)) or len(pair) != 2:
-            raise ValueError(f"{pair!r:.40} is no pair of a length and its number of texts")
-        length = read_count(pair[0], "a length in tokens")
-        counts[length] = counts.get(length, 0) + read_count(pair[1], f"the number of texts of {length} tokens")
+            raise ValueError(f"entry {place} is no pair of a length in tokens and its number of texts")
+        length, count = (read_count(value, f"{what} in entry {place}") for value, what in zip(pair, _PAIR, strict=True))
+        counts[length] = counts.get(length, 0) + count
     return tuple(sorted(counts.items()))
+
+
+_PAIR = ("the length in tokens", "the number of texts")
 
 
 def read_count(value: Any, what: str) -> int:
     """Return a whole number that is at least 1.
 
     Raises:
-        ValueError: it is none; the message says `what` it stands for.
+        ValueError: it is none; the message says `what` it stands for, and not the value, which may be anything.
     """
     text = str(value).strip()
     if isinstance(value, bool) or not (text.isascii() and text.isdecimal()) or len(text) > 15 or int(text) < 1:
-        raise ValueError(f"{text!r:.40} is not {what}, which is a whole number from 1 on")
+        raise ValueError(f"{what} must be a whole number from 1 on")
     return int(text)
 
 

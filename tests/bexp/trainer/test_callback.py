@@ -306,21 +306,22 @@ def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest
 @pytest.mark.parametrize(
     ("length", "padded", "measured", "differences"),
     [
-        (12, False, "none", []),
-        (12, True, "right", []),
-        (12, True, "none", ["padded sequences, not whole ones"]),
-        (12, False, "right", ["whole sequences, not padded ones"]),
-        (10, True, "none", ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
-        (10, True, "right", []),
-        (13, True, "right", ["sequences of up to 13 tokens, not 12"]),
+        (12, False, None, []),
+        (12, True, "padded", []),
+        (12, True, None, ["padded sequences, not whole ones"]),
+        (12, False, "grouped", ["whole sequences, not padded ones"]),
+        (10, True, None, ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
+        (10, True, "padded", []),
+        (13, True, "padded", ["sequences of up to 13 tokens, not 12"]),
     ],
 )
 def test_the_batches_that_a_model_is_given_are_compared(
-    length: int, padded: bool, measured: str, differences: list[str], caplog: pytest.LogCaptureFixture
+    length: int, padded: bool, measured: str | None, differences: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     told = told_of_a_config({"precision": "autocast"})
     told["recommendation"]["candidate"] |= {"recompute": "none"}
-    told["job"]["request"] |= {"padding": measured}
+    if measured is not None:
+        told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": measured}
     model = models.tiny("olmoe")
     callback, [warned] = beginning(caplog, told, model, max_length=1024)
     assert warned == "sequences of up to 1024 tokens, not 12"
@@ -339,15 +340,15 @@ def test_the_batches_that_a_model_is_given_are_compared(
 def test_one_sequence_without_padding_may_be_whole_or_of_unequal_lengths() -> None:
     setup, model = RecommendedSetup.read(told_of_a_config({"precision": "autocast"})), models.tiny("olmoe")
     for measured, num_tokens, differences in (
-        ("right", 8, []),
-        ("none", 8, []),
-        ("none", 6, ["padded sequences, not whole ones"]),
+        ("padded", 8, []),
+        ("full", 8, []),
+        ("full", 6, ["padded sequences, not whole ones"]),
     ):
         seen = SeenBatches()
         seen.watch(model)
         model(input_ids=torch.ones(1, 8, dtype=torch.long), attention_mask=(torch.arange(8)[None] < num_tokens).long())
         seen.stop()
-        assert list(seen.padding_difference(replace(setup, padding=measured))) == differences
+        assert list(seen.padding_difference(replace(setup, batching=measured))) == differences
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adafactor"])

@@ -54,10 +54,10 @@ def measure_component(
         _measure(instruments, partial(target.component, component, model, request, batch), component, clock)
         for batch in batches.measured
     ]
-    return _compose(batches, measured)
+    return compose_batches(batches, measured)
 
 
-def _compose(batches: TextBatches, measured: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
+def compose_batches(batches: TextBatches, measured: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
     """Return the mean of micro-batches over an epoch, with the bytes and the conditions of the longest."""
     seconds: dict[str, float] = {}
     for name in MEAN_SECONDS:

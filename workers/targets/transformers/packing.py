@@ -86,9 +86,13 @@ def find_leak(
     """
     has_float32 = not is_flattened(attention) and (":" not in attention or device.type == "cpu")
     settings = BuildSettings(dtype=torch.float32 if has_float32 else torch.bfloat16, prepare=prepare)
-    setting = Settings(attention=attention)
+
+    def set_attention(model: Any) -> None:
+        if attention != model.config._attn_implementation:  # a class may have its own and take no other
+            set_up(model, Settings(attention=attention))
+
     try:
-        require_apart(tiny, settings, device, lambda model: set_up(model, setting), flattened=flattened)
+        require_apart(tiny, settings, device, set_attention, flattened=flattened)
     except LeakError as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
