@@ -77,15 +77,14 @@ class ExplorationRequest(Frozen):
     )
     lengths: Lengths | None = Field(
         None,
-        description="How long texts are, for `hf_config`: a histogram, or `lognormal(mean, sigma)` with the mean in "
-        "tokens. Longer ones are cut at hf_seq_length. Null: every sequence is full.",
+        description="How long texts are, for `hf_config`, which cuts them at hf_seq_length: a histogram, or "
+        "`lognormal(mean, sigma)`. Null: every sequence is full.",
         exclude_if=is_null,
     )
     batching: Batching | None = Field(
         None,
-        description="How texts become micro-batches: `padded` to the longest of them, `grouped` by length before they "
-        "are padded, as transformers' Trainer does, or `packed` into full sequences, with attention within each text. "
-        "Null: `padded` where lengths are given.",
+        description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or `packed` "
+        "into full sequences, with attention within each text. Null: `padded`.",
         exclude_if=is_null,
     )
     target_config: dict[str, Any] | None = Field(
