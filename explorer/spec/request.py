@@ -83,8 +83,8 @@ class ExplorationRequest(Frozen):
     )
     batching: Batching | None = Field(
         None,
-        description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or `packed` "
-        "into full sequences, with attention within each text. Null: `padded`.",
+        description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or "
+        "`packed` into full sequences, with attention within each text. Null: `padded`.",
         exclude_if=is_null,
     )
     target_config: dict[str, Any] | None = Field(
