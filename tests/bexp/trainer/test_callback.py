@@ -337,6 +337,60 @@ def test_the_batches_that_a_model_is_given_are_compared(
     assert text.partition("not as measured (")[2].partition("): ")[0] == "; ".join(differences)
 
 
+TEXTS = {"lengths": {"histogram": [[12, 3], [6, 1]]}}
+
+
+@pytest.mark.parametrize(
+    ("batching", "arguments", "differences"),
+    [
+        ("packed", {"packing": True}, []),
+        ("packed", {"packing": False}, ["texts that are padded, not packed documents that attend to themselves alone"]),
+        ("padded", {"packing": True}, ["packed documents that attend to themselves alone, not texts that are padded"]),
+        ("padded", {"packing": False, "train_sampling_strategy": "random"}, []),
+        ("grouped", {"train_sampling_strategy": "group_by_length"}, []),
+        (
+            "grouped",
+            {"train_sampling_strategy": "random"},
+            ["texts in the order 'random', and grouped ones were measured"],
+        ),
+        (
+            "padded",
+            {"train_sampling_strategy": "group_by_length"},
+            ["texts in the order 'group_by_length', and padded ones were measured"],
+        ),
+    ],
+)
+def test_what_becomes_of_texts_is_compared(
+    batching: str, arguments: dict[str, Any], differences: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = told_of_a_config({"precision": "pure"})
+    told["job"]["request"] |= {**TEXTS, "batching": batching}
+    assert beginning(caplog, told, **arguments)[1] == differences
+
+
+@pytest.mark.parametrize(("counted", "tokens"), [(None, 10.5), ("all", 10.5), ("non_padding", 8.0)])
+def test_padding_counts_for_nothing_where_texts_were_measured(
+    counted: str | None, tokens: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sequence has the mean of the texts, unless the Trainer counts them itself: here 8 tokens each."""
+    told = told_of_a_config({"precision": "pure"})
+    told["job"]["request"] |= TEXTS
+    told["recommendation"]["texts"] = {"tokens_per_sequence": 10.5}
+    callback, _ = beginning(caplog, told)
+    state = SimpleNamespace(**vars(STATE) | {"num_input_tokens_seen": 0})
+    args = SimpleNamespace(**vars(ARGS) | {"include_num_input_tokens_seen": counted})
+    for _ in range(6):
+        callback.on_step_begin(args, state, None)
+        callback.on_substep_end(args, state, None)
+        state.num_input_tokens_seen += 2 * 4 * 8
+        callback.on_step_end(args, state, None)
+    callback.on_train_end(args, state, None)
+    report = callback.report
+    assert report is not None
+    per_step = report.tokens_per_second * report.seconds / report.steps
+    assert per_step == pytest.approx(2 * 4 * tokens, rel=0.01)
+
+
 def test_one_sequence_without_padding_may_be_whole_or_of_unequal_lengths() -> None:
     setup, model = RecommendedSetup.read(told_of_a_config({"precision": "autocast"})), models.tiny("olmoe")
     for measured, num_tokens, differences in (

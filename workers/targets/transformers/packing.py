@@ -22,6 +22,7 @@ MOST_LEAKED = {torch.float32: 1e-3, torch.bfloat16: 0.1}
 
 Texts that are packed into one without any marks have all of it. The rounding of bfloat16 makes a small part of it.
 """
+LEAK = "attention reaches across packed texts"
 
 
 class LeakError(Exception):
@@ -65,8 +66,8 @@ def require_apart(
         if name != "loss" and leaked > MOST_LEAKED[settings.dtype] * _distance(joined[name], expected):
             share = leaked / max(_distance(joined[name], expected), 1e-30)
             raise LeakError(
-                f"attention reaches across packed texts: {name} differ from those of the texts one by one, by "
-                f"{share:.2g} of what they differ by if all is one text"
+                f"{LEAK}: {name} differ from those of the texts one by one, by "
+                f"{share:.1%} of what they differ by if all is one text"
             )
     if abs(float(packed["loss"] - alone["loss"])) > MOST_LEAKED[settings.dtype] * 0.1 * abs(float(alone["loss"])):
         raise LeakError("the loss of packed texts is not that of the texts one by one")

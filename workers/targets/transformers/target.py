@@ -33,6 +33,7 @@ from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, 
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
@@ -125,7 +126,8 @@ class TransformersTarget:
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
         if self._request.batching == "packed" and not any(one.usable for one in attention):
-            reasons = "; ".join(f"{one.name}: {one.reason}" for one in attention)
+            leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
+            reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
         kernels, losses = probe.kernel_supports(), probe.loss_supports()
         named = set(self._request.recompute or ())

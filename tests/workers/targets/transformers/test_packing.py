@@ -82,7 +82,8 @@ def test_parts_of_a_model_on_packed_texts_add_up_to_the_whole(model_type: str) -
 
 
 @pytest.mark.parametrize(
-    ("model_type", "keeps_apart"), [("llama", True), ("olmoe", True), ("mamba", False), ("bloom", False)]
+    ("model_type", "keeps_apart"),
+    [("llama", True), ("olmoe", True), ("mamba", False), ("bloom", False), ("gpt_oss", False)],
 )
 def test_a_model_that_mixes_packed_texts_is_found(model_type: str, *, keeps_apart: bool) -> None:
     resolved = model_of(model_type)
