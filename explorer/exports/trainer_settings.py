@@ -205,7 +205,7 @@ def _header(
     if not is_own_code(request):
         lines.append(_weights_line(trainer, request, report, choice.candidate))
     if request.explored.seq_length is not None:
-        lines.append(_length_line(request, known))
+        lines.append(_length_line(request, known, choice.candidate))
     lines.append(_allocator_line(request))
     if not exploration.final:
         lines.append(f"provisional: the exploration has not ended; its confidence is {known.confidence} out of 100")
@@ -234,7 +234,7 @@ def _weights_line(
     )
 
 
-def _length_line(request: ExplorationRequest, known: Recommendation) -> str:
+def _length_line(request: ExplorationRequest, known: Recommendation, candidate: Candidate) -> str:
     batching, texts = request.batching_of_texts, known.texts
     if batching is None:
         return "texts: every sequence was measured full, as packed texts are; shorter ones need no more memory"
@@ -243,7 +243,8 @@ def _length_line(request: ExplorationRequest, known: Recommendation) -> str:
         "grouped": "grouped by length, then padded to the longest of their micro-batch",
         "packed": f"packed whole into rows of {request.seq_length} tokens, with positions and attention of their own",
     }[batching]
-    share = "" if texts is None else f" ({texts.padding_share:.0%} padding)"
+    is_own = texts is not None and candidate.micro_batch_size == known.candidate.micro_batch_size
+    share = f" ({texts.padding_share:.0%} padding)" if texts is not None and is_own else ""
     return f"texts: measured {how}{share}, those longer than a sequence cut; tokens/s leave padding out"
 
 

@@ -74,19 +74,15 @@ def require_apart(
 
 
 def find_leak(
-    tiny: ResolvedConfig,
-    device: torch.device,
-    attention: str,
-    prepare: Callable[[Any], None] | None = None,
-    *,
-    flattened: bool,
+    tiny: ResolvedConfig, build: BuildSettings, device: torch.device, attention: str, *, flattened: bool
 ) -> str | None:
     """Return why packed texts of `tiny` do not train as they do alone with an attention on a device; None if they do.
 
     Kernels that have no float32 are compared in bfloat16.
     """
     has_float32 = not is_flattened(attention) and (":" not in attention or device.type == "cpu")
-    settings = BuildSettings(dtype=torch.float32 if has_float32 else torch.bfloat16, prepare=prepare)
+    dtype = torch.float32 if has_float32 else torch.bfloat16
+    settings = replace(build, precision="pure", dtype=dtype, mixed=build.mixed and not has_float32)
 
     def set_attention(model: Any) -> None:
         if attention != model.config._attn_implementation:  # a class may have its own and take no other

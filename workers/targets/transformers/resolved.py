@@ -166,7 +166,7 @@ class ResolvedModel:
 
     def find_leak(self, device: torch.device, attention: str, *, flattened: bool) -> str | None:
         """Why packed texts do not train as they do alone, found on the tiny model; None if they do."""
-        return find_leak(self.tiny, device, attention, self.settings.prepare, flattened=flattened)
+        return find_leak(self.tiny, self.settings, device, attention, flattened=flattened)
 
     @cached_property
     def kind_figures(self) -> tuple[KindFigures, ...]:

@@ -89,7 +89,7 @@ def test_a_model_that_mixes_packed_texts_is_found(model_type: str, *, keeps_apar
     resolved = model_of(model_type)
     attention = resolved.model.config._attn_implementation or "eager"
     for flattened in (False, True):
-        found = find_leak(resolved.tiny, CPU, attention, flattened=flattened)
+        found = find_leak(resolved.tiny, BuildSettings(), CPU, attention, flattened=flattened)
         assert (found is None) is keeps_apart
         assert found is None or "attention reaches across packed texts" in found
 
@@ -101,9 +101,11 @@ def test_an_attention_that_forgets_the_borders_of_texts_is_found(monkeypatch: py
     library: Any = modeling_llama
     made = library.create_causal_mask
     tiny = model_of("llama").tiny
-    assert find_leak(tiny, CPU, "sdpa", flattened=False) is None
+    assert find_leak(tiny, BuildSettings(), CPU, "sdpa", flattened=False) is None
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **named: made(**named | {"position_ids": None}))
-    assert "attention reaches across packed texts" in str(find_leak(tiny, CPU, "sdpa", flattened=False))
+    assert "attention reaches across packed texts" in str(
+        find_leak(tiny, BuildSettings(), CPU, "sdpa", flattened=False)
+    )
 
 
 def test_a_model_that_mixes_packed_texts_is_refused_with_the_reason() -> None:
