@@ -14,6 +14,7 @@ from bexp.explorer.records.recommendation import (
     Recommendation,
     Relaxation,
     RunnerUpCheck,
+    TextFigures,
     VariantAnswer,
     WholeModelCheck,
 )
@@ -71,7 +72,7 @@ def render_answer(
     main = answer.variants[0]
     if main.recommendation is None:
         lines.append(f"No recommendation: {main.reason or 'all of them failed'}")
-        lines += _remedy_rows(main.remedies)
+        lines += remedy_rows(main.remedies)
     else:
         lines += _recommendation_rows(main.recommendation, request, measured)
     if len(answer.variants) > 1:
@@ -308,6 +309,14 @@ def _step(best: Recommendation) -> str:
     return f"{seconds_text(step)} per step ({parts})"
 
 
+def texts_text(texts: TextFigures) -> str:
+    """Return what becomes of texts of unequal length, and whether an epoch of them fits."""
+    return (
+        f"{texts.batching}; {texts.padding_share:.0%} of the computed tokens are padding, which tokens/s leave out; "
+        f"a chance of {texts.out_of_memory_probability:.1%} that an epoch runs out of memory"
+    )
+
+
 def _text_rows(best: Recommendation) -> Iterable[str]:
     """Yield what texts of unequal length mean: padding, and the peaks of an epoch."""
     texts = best.texts
@@ -315,15 +324,13 @@ def _text_rows(best: Recommendation) -> Iterable[str]:
         return
     known = "" if texts.counted else ", by its distribution"
     cut = f"; {texts.num_cut:,} are longer than a sequence and cut" if texts.num_cut else ""
-    share = f"{texts.padding_share:.0%} of the computed tokens are padding"
-    yield row("texts", f"{texts.batching}; {share}, which tokens/s leave out")
+    yield row("texts", texts_text(texts))
     yield row("  epoch", f"{texts.num_texts:,} texts{known}{cut}")
     yield row(
         "  peaks",
         f"{bytes_text(texts.expected_peak_bytes)} of a micro-batch in the mean, at most "
         f"{bytes_text(texts.high_peak_bytes)} of 99.9% of them; the peak above is that of the longest",
     )
-    yield row("  out of memory", f"a chance of {texts.out_of_memory_probability:.1%} that an epoch is")
 
 
 def _memory_rows(memory: MemoryParts) -> Iterable[str]:
@@ -366,7 +373,8 @@ def _gain(best: Recommendation, gain: float | None) -> str:
     return "; the recommended one is as fast, within the noise of such runs"
 
 
-def _remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
+def remedy_rows(remedies: Iterable[Relaxation]) -> list[str]:
+    """Return the lines about what would make something fit."""
     rows = [
         row(
             relaxation.kind.replace("_", " "),

@@ -13,10 +13,15 @@ from bexp.explorer.spec.mesh import Mesh
 MOST_PARTS = 5
 
 
+def mesh_text(plan: MeshPlan) -> str:
+    """Return the mesh and its number of devices."""
+    return f"{plan.mesh.describe()} on {plan.mesh.num_devices:,} devices"
+
+
 def mesh_rows(plan: MeshPlan) -> Iterable[str]:
     """Yield the mesh, what its devices' time goes to, and how much of that was measured."""
     mesh = plan.mesh
-    yield row("mesh", f"{mesh.describe()} on {mesh.num_devices:,} devices")
+    yield row("mesh", mesh_text(plan))
     if mesh.pipeline > 1:
         layers = " ".join(_run(count, len(list(same))) for count, same in groupby(plan.layers_per_stage))
         yield row("  layers", f"{layers} per stage; rank {plan.fullest_rank} is the fullest")

@@ -33,6 +33,7 @@ from bexp.api.routes import (
 )
 from bexp.api.service import refuse_changes_if_outdated, run_service
 from bexp.api.settings import ServiceSettings
+from bexp.api.turns import TurnMiddleware
 from bexp.explorer.spec.request import ExplorationRequest
 
 DESCRIPTION = """\
@@ -68,11 +69,13 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         description=DESCRIPTION,
         version=version("bexp"),
         lifespan=lifespan,
+        openapi_url=None,  # FastAPI's own route encodes the document anew for each request
         docs_url=None,  # FastAPI's own pages load their scripts from another host; `web` has a page of its own
         redoc_url=None,
         redirect_slashes=False,
         generate_unique_id_function=lambda route: route.name,  # what a generated client calls its functions
     )
+    app.add_middleware(TurnMiddleware, settings=settings)
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
@@ -82,6 +85,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.include_router(monitoring.router)
     app.include_router(web.router)
     _describe(app)
+    web.add_openapi(app)
     return app
 
 

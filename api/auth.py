@@ -5,10 +5,8 @@ A token has an owner and scopes. Each route says which scope it needs; what belo
 
 from __future__ import annotations
 
-import ipaddress
 import math
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from dataclasses import replace
 from http import HTTPStatus
 from typing import Annotated
@@ -17,7 +15,7 @@ from urllib.parse import urlsplit
 from fastapi import Depends, Request
 from fastapi.security import HTTPAuthorizationCredentials, HTTPBearer
 
-from bexp.api.peers import Peer
+from bexp.api.peers import Peer, peer_of
 from bexp.api.rate_limits import RateLimiter, address_key
 from bexp.api.refusals import ProblemException
 from bexp.api.service import ServiceDep
@@ -53,7 +51,7 @@ async def authorize(
             too many requests.
     """
     settings = service.settings
-    peer = _peer_of(request)
+    peer = peer_of(request.scope)
     origin = _origin(request, peer, settings)
     request.state.secret = None
     if not settings.require_token:
@@ -106,25 +104,12 @@ def _limit(limiter: RateLimiter, key: str, what: str) -> None:
         )
 
 
-def _peer_of(request: Request) -> Peer:
-    """Return the peer that `bexp.api.connections` has found; elsewhere its user is not known."""
-    unknown = Peer(request.client.host if request.client else "")
-    peer: Peer = getattr(request.state, "peer", unknown)
-    return peer
-
-
 def _origin(request: Request, peer: Peer, settings: ServiceSettings) -> str:
-    """Return the client's address: that of the peer, or what a trusted proxy says. Anybody can write such a header.
-
-    A proxy adds the address at the end. What stands before it came with the request.
-    """
-    if "forwarded" not in request.headers and "x-forwarded-for" not in request.headers:
-        return peer.address
-    if not (settings.require_token and peer.is_among(settings.trusted_proxies)):
-        raise ProblemException(HTTPStatus.FORBIDDEN, _FORWARDED, name="untrusted-proxy")
-    added = ",".join(request.headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
-    with suppress(ValueError):
-        return str(ipaddress.ip_address(added))
+    """Return the client's address: that of the peer, or what a trusted proxy says. Anybody can write such a header."""
+    if "forwarded" in request.headers or "x-forwarded-for" in request.headers:
+        if not (settings.require_token and peer.is_among(settings.trusted_proxies)):
+            raise ProblemException(HTTPStatus.FORBIDDEN, _FORWARDED, name="untrusted-proxy")
+        return peer.forwards_for(request.headers, settings.trusted_proxies) or peer.address
     return peer.address
 
 

@@ -42,7 +42,7 @@ class DeadlineMiddleware:
         def start_clock() -> asyncio.TimerHandle:
             return loop.call_later(self.seconds, settle, False)
 
-        timer = None if _has_body(scope) else start_clock()
+        timer = None if has_body(scope) else start_clock()
 
         async def receive_timed() -> Message:
             nonlocal timer
@@ -91,6 +91,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     await database_unavailable(Request(scope))(scope, receive, send)
 
 
-def _has_body(scope: Scope) -> bool:
+def has_body(scope: Scope) -> bool:
+    """Whether a body follows the header of a request."""
     headers = dict(scope["headers"])
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"

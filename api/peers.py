@@ -13,7 +13,11 @@ import socket
 import struct
 import sys
 from collections.abc import Collection
+from contextlib import suppress
 from dataclasses import dataclass
+
+from starlette.datastructures import Headers
+from starlette.types import Scope
 
 from bexp.client.address import is_loopback
 
@@ -51,6 +55,22 @@ class Peer:
             return self.uid in proxies
         address = ipaddress.ip_address(self.address)
         return any(not isinstance(proxy, int) and address in proxy for proxy in proxies)
+
+    def forwards_for(self, headers: Headers, proxies: Collection[Proxy]) -> str | None:
+        """Return the address of the client whose request this forwards; None if it is none of `proxies`, or names none.
+
+        A proxy adds the address at the end of X-Forwarded-For. What stands before it came with the request.
+        """
+        added = ",".join(headers.getlist("x-forwarded-for")).rpartition(",")[2].strip()
+        with suppress(ValueError):
+            return str(ipaddress.ip_address(added)) if self.is_among(proxies) else None
+        return None
+
+
+def peer_of(scope: Scope) -> Peer:
+    """Return the peer of a request that `bexp.api.connections` has found; elsewhere its user is not known."""
+    peer: Peer = scope.get("state", {}).get("peer") or Peer((scope["client"] or [""])[0])
+    return peer
 
 
 def find_peer(client: Address | None, server: Address | None) -> Peer:

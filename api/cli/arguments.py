@@ -18,6 +18,7 @@ LogDir = Annotated[
     Path | None,
     typer.Option("--log-dir", metavar="DIR", help="Keep the log in DIR, as local_compile_MODE/MODEL/run_ID.log."),
 ]
+Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole answer, not six lines of it.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
 
 

@@ -9,13 +9,13 @@ import typer
 
 from bexp.api.answer import is_provisional, render_run_report
 from bexp.api.answer_choices import no_dividing_text
-from bexp.api.cli.arguments import AsJson, JobId
+from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.results import document, print_json
+from bexp.api.cli.results import answer_text, document, print_json
 from bexp.api.text import slower_text
-from bexp.client.explorations import Exploration, Result
+from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
@@ -37,9 +37,12 @@ def best(
             help=f"Print a file for a training framework: {', '.join(FORMATS)}.",
         ),
     ] = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Print the best micro_batch_size so far, and what real runs with it have reached.
+
+    With -v all that is known is printed instead.
 
     Example: bexp best latest --divides --min-confidence 90
 
@@ -51,9 +54,10 @@ def best(
         job = find_job(client, job_id)
         result = client.result(job.id)
         known = result.recommendation if result is not None else None
-        if as_json:
-            print_json(document(client, job))
-        printed = as_json or export_format is not None
+        whole = as_json or verbose
+        if whole:
+            _print_whole(client, job, result, as_json=as_json)
+        printed = whole or export_format is not None
         reports = client.run_reports(job.id) if known is not None and not printed else ()
         exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:
@@ -75,7 +79,7 @@ def best(
         typer.echo(exported.text, nl=False)
         for note in exported.notes:
             say(note)
-    elif not as_json:
+    elif not whole:
         typer.echo(size)
         if result is not None and result.target_version is not None:
             say(f"measured: {result.measured}")
@@ -88,6 +92,13 @@ def best(
         say(f"warning: {warning}")
     if not job.is_final:
         say(f"confidence {chosen.confidence} out of 100; the exploration is {job.state}")
+
+
+def _print_whole(client: Explorations, job: Exploration, result: Result | None, *, as_json: bool) -> None:
+    if as_json:
+        print_json(document(client, job))
+    elif result is not None and (text := answer_text(job, result, verbose=True)):
+        typer.echo(text)
 
 
 def _check_format(name: str, *, as_json: bool) -> None:

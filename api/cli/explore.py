@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson, LogDir
+from bexp.api.cli.arguments import AsJson, LogDir, Verbose
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.local_run import LocalRun
@@ -37,6 +37,7 @@ def explore(
     fields: dict[str, Any],
     target: options.LocalTargetOption = None,
     log_dir: LogDir = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Explore a model on this machine and print the best micro_batch_size.
@@ -56,7 +57,7 @@ def explore(
         check_target(request, device)
     with LocalRun(request, new_job_id(), device, target) as run, open_stored() as stored:
         job = stored.submit(request, job_id=run.job_id)
-        raise typer.Exit(run.follow(stored, job, as_json=as_json, log_dir=log_dir))
+        raise typer.Exit(run.follow(stored, job, as_json=as_json, verbose=verbose, log_dir=log_dir))
 
 
 def check_target(request: ExplorationRequest, device: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from bexp.api.cli.arguments import AsJson, JobId, LogDir, parse_labels
+from bexp.api.cli.arguments import AsJson, JobId, LogDir, Verbose, parse_labels
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import ExitCode, say
 from bexp.api.cli.following import follow
@@ -17,13 +17,14 @@ from bexp.api.cli.results import conclude, print_json, print_table, say_best
 from bexp.client.explorations import Exploration, Explorations, State
 
 
-def watch(job_id: JobId, log_dir: LogDir = None, as_json: AsJson = False) -> None:
+def watch(job_id: JobId, log_dir: LogDir = None, verbose: Verbose = False, as_json: AsJson = False) -> None:
     """Follow an exploration to its end and print its answer.
 
     Example: bexp watch latest
     """
     with connect() as client:
-        raise typer.Exit(follow_job(client, find_job(client, job_id), as_json=as_json, log_dir=log_dir))
+        job = find_job(client, job_id)
+        raise typer.Exit(follow_job(client, job, as_json=as_json, verbose=verbose, log_dir=log_dir))
 
 
 def list_(
@@ -72,7 +73,9 @@ def cancel(job_id: JobId, as_json: AsJson = False) -> None:
         say(f"exploration {job.id} is cancelled" if job.is_final else f"exploration {job.id} is being cancelled")
 
 
-def follow_job(client: Explorations, job: Exploration, *, as_json: bool, log_dir: Path | None = None) -> ExitCode:
+def follow_job(
+    client: Explorations, job: Exploration, *, as_json: bool, verbose: bool = False, log_dir: Path | None = None
+) -> ExitCode:
     """Follow an exploration that goes on whatever happens to this command, and print its answer."""
     try:
         last = follow(client, job, to_stderr=as_json, log_dir=log_dir)
@@ -80,7 +83,7 @@ def follow_job(client: Explorations, job: Exploration, *, as_json: bool, log_dir
         say_best(client, job.id)
         say(f"the exploration goes on; `bexp watch {job.id}` follows it again, `bexp cancel {job.id}` ends it")
         raise
-    return conclude(client, job.id, last, as_json=as_json)
+    return conclude(client, job.id, last, as_json=as_json, verbose=verbose)
 
 
 def _or_dash(value: int | None) -> str:

@@ -84,6 +84,7 @@ class LocalRun:
         job: Exploration,
         *,
         as_json: bool,
+        verbose: bool = False,
         log_dir: Path | None = None,
         leaves_others: bool = False,
     ) -> ExitCode:
@@ -108,7 +109,7 @@ class LocalRun:
                 say_best(stored, job.id)
                 say(f"`{self._again}` goes on where it stopped")
             raise
-        return conclude(stored, job.id, last, as_json=as_json)
+        return conclude(stored, job.id, last, as_json=as_json, verbose=verbose)
 
     def check(self, stored: StoredExplorations) -> None:
         """Raise WorkerEndedError if the worker has failed; say now and then why the exploration has not started."""

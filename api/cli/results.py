@@ -15,12 +15,13 @@ from pydantic import BaseModel
 
 from bexp.api.answer import is_provisional, render_answer, render_recommendation
 from bexp.api.cli.errors import ExitCode, say
+from bexp.api.summary import render_summary, surer_text
 from bexp.api.text import WIDTH, rate_text, row, wrap
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.client.explorations import Exploration, Explorations
+from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
-from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
+from bexp.explorer.records.recommendation import Answer, Recommendation
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 MEASURED = {"target", "target_version", "target_class", "allocator"}
@@ -29,24 +30,33 @@ GAP, INDENT = "  ", "    "
 FEWEST_COLUMNS, MOST_COLUMNS = 60, 120
 
 
-def conclude(client: Explorations, job_id: str, last: Event, *, as_json: bool) -> ExitCode:
-    """Print the answer of a job that has ended with the event `last`."""
+def conclude(client: Explorations, job_id: str, last: Event, *, as_json: bool, verbose: bool) -> ExitCode:
+    """Print the answer of a job that has ended with the event `last`, in six lines unless `verbose`."""
     job = client.get(job_id)
     code = _exit_code(job, last)
     if as_json:
         print_json(document(client, job))
         return code
     result = client.result(job_id)
-    if result is not None and result.answer is not None:
-        typer.echo("\n" + render_answer(result.answer, job.request, result.measured, terminal_width()))
-        if result.recommendation is not None:
-            typer.echo("\n".join(["", *wrap(usage_rows(job, result.answer, result.recommendation), terminal_width())]))
-    elif result is not None and result.recommendation is not None:
-        lines = render_recommendation(result.recommendation, job.request, result.measured, terminal_width())
-        typer.echo("\n".join(["", "Ended early. The best until then:", *lines]))
+    if result is not None and (text := answer_text(job, result, verbose=verbose)):
+        typer.echo("\n" + text)
     if code is not ExitCode.ANSWER and (result is None or result.answer is None):
         say(f"bexp: {last.message}")
     return code
+
+
+def answer_text(job: Exploration, result: Result, *, verbose: bool) -> str:
+    """Return the answer of a job in six lines, or all that is known of it; empty if nothing is recommended."""
+    answer, best, width = result.answer, result.recommendation, terminal_width()
+    if answer is None:
+        if best is None:
+            return ""
+        lines = render_recommendation(best, job.request, result.measured, width)
+        return "\n".join(["Ended early. The best until then:", *lines])
+    if not verbose:
+        return render_summary(answer, job.id, job.request, width)
+    whole = render_answer(answer, job.request, result.measured, width)
+    return whole if best is None else "\n".join([whole, "", *wrap(usage_rows(job, answer, best), width)])
 
 
 def say_best(client: Explorations, job_id: str) -> None:
@@ -66,14 +76,7 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
     """Return the commands that use an answer, and how to get a surer one if it is provisional."""
     job_id, request, surer = job.id, job.request, []
     if request is not None and is_provisional(best.confidence, request):
-        budget = request.budget
-        limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
-        advice = f"explore again with a higher --max-seconds or --max-trials; these were {limits}"
-        if (answer.serves_up_to or 0) >= budget.confidence_target:  # a larger budget would get this answer again
-            advice = "explore again with --fresh; the search had ended before its budget was spent"
-        elif any(NOISE_ENDS_SEARCH in note for note in best.notes):
-            advice = "explore again when nothing else runs here: under this noise more trials would not help"
-        surer = [row("to be surer", advice)]
+        surer = [row("to be surer", surer_text(best, request, answer.serves_up_to or 0))]
     names = formats_for(best, request)
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)

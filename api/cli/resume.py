@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson, JobId
+from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect, environment, open_stored
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.explore import WorkerDevice
@@ -23,7 +23,13 @@ LocalTarget = Annotated[
 ]
 
 
-def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = None, as_json: AsJson = False) -> None:
+def resume(
+    job_id: JobId,
+    device: WorkerDevice = None,
+    target: LocalTarget = None,
+    verbose: Verbose = False,
+    as_json: AsJson = False,
+) -> None:
     """Go on with an exploration that was interrupted, cancelled or has failed.
 
     Nothing that is stored is measured again. With BEXP_API_URL, the workers of that service go on and this command
@@ -36,7 +42,7 @@ def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = Non
         with connect() as service:
             job = service.resume(find_job(service, job_id).id)
             say(f"exploration {job.id}")
-            raise typer.Exit(follow_job(service, job, as_json=as_json))
+            raise typer.Exit(follow_job(service, job, as_json=as_json, verbose=verbose))
     with open_stored() as stored:
         job = find_job(stored, job_id)
         request = _resumable(job, target)
@@ -45,7 +51,7 @@ def resume(job_id: JobId, device: WorkerDevice = None, target: LocalTarget = Non
         run = LocalRun(request, job.id, device, target)
         resumed = stored.resume(job.id)
         with run:
-            raise typer.Exit(run.follow(stored, resumed, as_json=as_json, leaves_others=True))
+            raise typer.Exit(run.follow(stored, resumed, as_json=as_json, verbose=verbose, leaves_others=True))
 
 
 def _resumable(job: Exploration, target: str | None) -> ExplorationRequest:

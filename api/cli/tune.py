@@ -16,7 +16,7 @@ from typing import Annotated, Any
 import typer
 
 from bexp.api.cli import options
-from bexp.api.cli.arguments import AsJson
+from bexp.api.cli.arguments import AsJson, Verbose
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.explore import WorkerDevice
@@ -92,6 +92,7 @@ def tune(
     max_trials: options.MaxTrials = None,
     confidence_target: options.ConfidenceTarget = None,
     labels: options.Label = None,
+    verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
     """Find the best micro-batch size of a training command, by running a few steps of it at several sizes.
@@ -123,7 +124,7 @@ def tune(
             worker = LocalRun(request, new_job_id() if old is None else old.id, device, local_target=reference)
             job = stored.submit(request, job_id=worker.job_id) if old is None else stored.resume(old.id)
             with worker:
-                code = worker.follow(stored, job, as_json=as_json)
+                code = worker.follow(stored, job, as_json=as_json, verbose=verbose)
             answer = TuneAnswer.find(stored, job.id, tried, batch_size)
             if answer is not None and not as_json:
                 rows = [*answer.rows(tuned), row("worst micro-batch", _worst(stored, job.id, answer.size))]

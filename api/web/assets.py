@@ -45,6 +45,11 @@ class Asset:
     media_type: str
     etag: str
 
+    @classmethod
+    def of(cls, body: bytes, media_type: str) -> Asset:
+        """An asset with the tag of its content."""
+        return cls(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+
 
 @cache
 def read_assets() -> dict[str, Asset]:
@@ -53,6 +58,5 @@ def read_assets() -> dict[str, Asset]:
     for file in resources.files(__package__).iterdir():
         media_type = MEDIA_TYPES.get("." + file.name.rpartition(".")[2])
         if media_type is not None:
-            body = file.read_bytes()
-            assets[file.name] = Asset(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+            assets[file.name] = Asset.of(file.read_bytes(), media_type)
     return assets

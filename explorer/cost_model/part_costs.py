@@ -5,6 +5,8 @@ The estimates follow from the target's counts. They only decide what is measured
 
 from __future__ import annotations
 
+import math
+
 from bexp.explorer.cost_model.back_end import BackEnd
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind, whole_recompute
 from bexp.explorer.cost_model.decomposition import (
@@ -146,7 +148,27 @@ def part_work(component: Component, parts: ModelParts, request: ExplorationReque
     if batches is not None:
         tokens = batches.expected_positions
     flops = tokens * part.flops_per_token + _attention_flops(component, parts, request)
-    return Work(flops, part.parameter_bytes + 2.0 * tokens * part.saved_bytes_per_token)
+    moved = part.parameter_bytes + 2.0 * tokens * part.saved_bytes_per_token
+    if component.kind is ComponentKind.SHELL and component.setting == "liger":
+        moved += (liger_chunks(tokens, parts) - 1) * head_parameters(parts) * parts.dtype.itemsize
+    return Work(flops, moved)
+
+
+def head_parameters(parts: ModelParts) -> float:
+    """Return the number of weights of the matrix that makes the logits."""
+    return parts.shell.flops_per_token / 2
+
+
+def liger_chunks(tokens: float, parts: ModelParts) -> int:
+    """Return in how many chunks liger-kernel computes the loss; each reads all weights of the head.
+
+    A chunk has as many tokens as make its logits as large as the inputs of all, rounded up to a power of two (Hsu et
+    al., 2024, "Liger Kernel", arXiv 2410.10989). With few tokens, reading the weights takes most of the time.
+    """
+    hidden = parts.output_bytes_per_token / parts.dtype.itemsize
+    fewest = math.ceil(head_parameters(parts) / hidden**2)
+    chunk = 1 << (math.ceil(tokens / fewest) - 1).bit_length()
+    return math.ceil(tokens / chunk)
 
 
 def _attention_flops(component: Component, parts: ModelParts, request: ExplorationRequest | None) -> float:

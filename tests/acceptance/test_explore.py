@@ -71,7 +71,7 @@ def test_a_plan_for_described_devices_is_measured_on_one_cpu(machine: Machine) -
         "fabric": {"intra_node": {"devices": 4, **link}, "inter_node": link},
         "parallelism": {"tensor": "explore", "pipeline": [1, 2], "sharding": "zero1"},
     }
-    answer = machine.run("explore", machine.configure(**plan), "--device", "cpu")
+    answer = machine.run("explore", machine.configure(**plan), "--device", "cpu", "-v")
     assert "on 16 described devices" in answer
     assert re.search(r"mesh +tensor=\d+ pipeline=\d", answer)
     assert re.search(r"measured +\d+\.\d% of the step; the rest is described or", answer)
@@ -94,7 +94,7 @@ def test_an_exploration_that_was_stopped_is_resumed_by_a_worker_of_the_command(
     queue.request_cancel(job.id)
     printed = machine.run("resume", "latest", "--device", f"replay:{TABLES / 'results/tables/olmoe-zipf.jsonl'}")
     assert re.findall(r"^BEXP([14]\d\d)", printed, re.MULTILINE) == ["101", "404", "101", "102", "103", "104", "401"]
-    assert f"bexp best {job.id} --format NAME" in printed
+    assert f"`bexp best {job.id} --json > best.json`" in " ".join(printed.split())
     machine.run("resume", job.id, code=2)  # it has succeeded
 
 

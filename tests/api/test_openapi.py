@@ -40,6 +40,14 @@ def test_every_route_has_a_summary_and_examples(document: dict[str, Any]) -> Non
             assert "example" in content, name
 
 
+def test_the_document_is_encoded_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = client.get("/openapi.json")
+    monkeypatch.delattr("json.dumps")
+    again = client.get("/openapi.json", headers={"If-None-Match": first.headers["ETag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert client.get("/openapi.json").content == first.content
+
+
 def test_a_generated_client_has_a_short_name_for_each_route(document: dict[str, Any]) -> None:
     names = [operation["operationId"] for _, operation in operations(document)]
     assert len(set(names)) == len(names)

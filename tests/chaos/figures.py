@@ -6,8 +6,10 @@ The result is JSON. It names the load of the machine, because each of these time
 from __future__ import annotations
 
 import argparse
+import ctypes
 import json
 import os
+import selectors
 import socket
 import sys
 import tempfile
@@ -42,6 +44,10 @@ NUM_FINISHED, NUM_QUEUED, NUM_CLIENTS = 10_000, 1_000, 8
 POST_LIMITS_SECONDS = {"SQLite": 0.25, "PostgreSQL": 0.1}
 NUM_IDLE = 1_100
 HEALTH_LIMIT_SECONDS = 0.1
+NUM_CROWD, NUM_PIPELINED = 300, 40
+CROWD_PATHS = ("/openapi.json", "/web/charts.js", "/healthz", "/readyz", "/v1/explorations")
+OTHER_USER = 65534
+CROWD_LIMIT_SECONDS = 0.5
 LOG_LIMIT_BYTES_A_MINUTE = 1e6
 RECOVERY_LIMIT_SECONDS = LEASE_SECONDS + 5.0
 
@@ -173,6 +179,59 @@ def _half_open(port: int, stack: ExitStack) -> socket.socket:
     return connection
 
 
+def time_beside_a_crowd(bench: Bench) -> dict[str, Any]:
+    """Time lists of one user while another one asks for what needs no token, each path in turn. It needs root."""
+    _fill(bench.database)
+    found: dict[str, Any] = {}
+    wrong: list[str] = []
+    for path in CROWD_PATHS:
+        ended, seconds, statuses, answered = threading.Event(), list[float](), set[int](), [0]
+        crowd = threading.Thread(target=_crowd, args=(bench.service.port, path, ended, answered))
+        crowd.start()
+        with httpx.Client(base_url=bench.service.url, timeout=60) as client:
+            for _ in range(bench.number):
+                begun = time.perf_counter()
+                statuses.add(client.get("/v1/explorations?limit=1").status_code)
+                seconds.append(time.perf_counter() - begun)
+                time.sleep(0.05)
+        ended.set()
+        crowd.join()
+        found[path] = _times(seconds) | {"crowd_received_megabytes": round(answered[0] / 1e6)}
+        wrong += [] if statuses == {200} else [f"answers {sorted(statuses)} beside {path}"]
+        wrong += _above(f"p99 of a list beside {path}", found[path]["p99"], CROWD_LIMIT_SECONDS)
+    return {"connections": NUM_CROWD, "requests_a_connection": NUM_PIPELINED, "beside": found, "violations": wrong}
+
+
+def _crowd(port: int, path: str, ended: threading.Event, answered: list[int]) -> None:
+    """Keep NUM_CROWD connections of another user busy with requests that are sent before the answers are read."""
+    ctypes.CDLL(None).setfsuid(OTHER_USER)  # of this thread alone; it owns the sockets that are made here
+    requests = f"GET {path} HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode() * NUM_PIPELINED
+    with ExitStack() as stack, selectors.DefaultSelector() as ready:
+
+        def connect() -> None:
+            connection = socket.create_connection(("127.0.0.1", port), timeout=30)
+            stack.callback(connection.close)
+            connection.sendall(requests)
+            connection.setblocking(False)
+            ready.register(connection, selectors.EVENT_READ)
+
+        for _ in range(NUM_CROWD):
+            connect()
+        while not ended.is_set():
+            for key, _ in ready.select(0.1):
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                received = b""
+                with suppress(OSError):
+                    received = connection.recv(1 << 18)
+                    connection.send(requests[: len(requests) // NUM_PIPELINED])  # in place of one that was answered
+                answered[0] += len(received)
+                if not received:
+                    ready.unregister(connection)
+                    connection.close()
+                    connect()
+
+
 def time_recovery(bench: Bench) -> dict[str, Any]:
     """Time from the kill of a worker to the moment when another one has its exploration."""
     seconds: list[float] = []
@@ -213,6 +272,7 @@ def follow(bench: Bench) -> dict[str, Any]:
 FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
     "posts": (time_posts, 1_600, 0),
     "health": (time_health, 400, 0),
+    "crowd": (time_beside_a_crowd, 100, 0),
     "recovery": (time_recovery, 20, 2),
     "cancels": (time_cancels, 200, 2),
     "followers": (follow, 2000, 0),

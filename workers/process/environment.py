@@ -1,4 +1,4 @@
-"""The environment of a profiler process: settings that a measurement needs, unless the user has set them."""
+"""The environment of a profiler process: settings that a measurement needs, unless the user has them; no secrets."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ GROUP_DEFAULTS = {
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "2",
     "TORCH_CPP_LOG_LEVEL": "ERROR",  # a wait that ends without a message is normal here
 }
+SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN")
+"""What only the worker needs. A profiler runs code of a model's author."""
 
 
 def profiler_environment(given: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
-    """`given` with the defaults of a process that measures `devices`; several have one rank each."""
+    """`given` without secrets, with the defaults of a process that measures `devices`; several have one rank each."""
     on_cpu = CPU_DEFAULTS if "cpu" in devices else {}
-    return CHILD_DEFAULTS | on_cpu | (GROUP_DEFAULTS if len(devices) > 1 else {}) | dict(given)
+    kept = {name: value for name, value in given.items() if name not in SECRETS}
+    return CHILD_DEFAULTS | on_cpu | (GROUP_DEFAULTS if len(devices) > 1 else {}) | kept

@@ -6,6 +6,7 @@ import pytest
 
 from bexp.api.answer import render_answer, render_recommendation
 from bexp.api.cli.results import usage_rows
+from bexp.api.summary import render_summary
 from bexp.api.text import bytes_text
 from bexp.client.explorations import Exploration
 from bexp.explorer.records.measurement import Outcome
@@ -117,7 +118,10 @@ def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
     assert "texts padded; 31% of the computed tokens are padding, which tokens/s leave out" in text
     assert "epoch 1,000 texts; 100 are longer than a sequence and cut" in text
     assert "peaks 3.0 GiB of a micro-batch in the mean, at most 5.0 GiB of 99.9% of them" in text
-    assert "out of memory a chance of 1.2% that an epoch is" in text
+    assert "a chance of 1.2% that an epoch runs out of memory" in text
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
+    short = " ".join(render_summary(answer, "job", request).split())
+    assert "texts padded; 31% of the computed tokens are padding" in short
 
 
 def test_the_heading_says_that_there_are_master_weights() -> None:

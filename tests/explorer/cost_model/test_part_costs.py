@@ -27,7 +27,7 @@ from bexp.explorer.search.legal_space import (
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
-from tests.explorer.cost_model.described import LAYERS, candidate, parts, request
+from tests.explorer.cost_model.described import LAYERS, candidate, part, parts, request
 from tests.explorer.cost_model.tiny import request_of_parts
 from tests.explorer.simulator import report
 
@@ -169,6 +169,21 @@ def test_the_chunked_loss_keeps_three_outputs_at_most() -> None:
     assert predict_component_bytes(shell, small, request()).forward_peak == tokens * (640 + 400)
     named = layer(backend="chunked")
     assert predict_component_bytes(named, parts(), request()).saved == tokens * 640, "a layer has no loss"
+
+
+def test_ligers_loss_reads_the_heads_weights_for_each_chunk() -> None:
+    """Seconds of a sequence for heads of 102,400 and 151,936 words of 2,048, as an H100 took them."""
+    rates = {"matmul_flops_per_second": {"bfloat16": 7.8e14}, "memory_bandwidth_bytes_per_second": 3.0e12}
+    hardware = report().hardware.model_copy(update=rates)
+    for words, measured in ((102_400, {2: 15.6, 8: 9.52, 16: 8.89}), (151_936, {4: 21.19, 8: 14.96, 16: 13.37})):
+        shell = part(2 * 2048 * words, flops_per_token=2.0 * 2048 * words, saved_bytes_per_token=2.0 * words + 4 * 4096)
+        model = parts(dtype="bfloat16", seq_length=4096, output_bytes_per_token=4096, shell=shell)
+        distances = []
+        for m, milliseconds in measured.items():
+            component = Component(kind=ComponentKind.SHELL, micro_batch_size=m, backend="liger")
+            predicted = roofline_seconds(component, model, request(), hardware)
+            distances.append(m * milliseconds / predicted.device)
+        assert max(distances) < 1.4 * min(distances), "1.7 times, if the weights were read once"
 
 
 def test_without_training_a_part_holds_its_output_and_what_is_transient() -> None:

@@ -10,6 +10,11 @@ def test_defaults_yield_to_what_the_user_has_set() -> None:
     assert profiler_environment({}, ["cpu"]) == CHILD_DEFAULTS | CPU_DEFAULTS
 
 
+def test_a_profiler_has_neither_the_database_nor_the_token() -> None:
+    secret = {"BEXP_DATABASE_URL": "postgresql://me:secret@db/bexp", "BEXP_API_TOKEN": "secret"}
+    assert profiler_environment(secret, ["cuda:0"]) == CHILD_DEFAULTS
+
+
 def test_the_newer_name_of_the_allocator_setting_replaces_the_default() -> None:
     newer = {"PYTORCH_ALLOC_CONF": "backend:native"}
     assert "PYTORCH_CUDA_ALLOC_CONF" not in profiler_environment(newer, ["cuda:0"])

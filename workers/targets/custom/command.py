@@ -42,8 +42,6 @@ from bexp.workers.targets.custom.process import last_lines
 SUFFIX = ".json:command"
 """What the reference of a command ends with: the file that describes it."""
 SIZE_FIELD = "{micro_batch_size}"
-SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN", "BEXP_LOCAL_TARGET")
-"""What belongs to the service, and not to the command."""
 SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
 """What keeps trackers from hearing of trials."""
 TAIL_LINES, LAST_LINES = 40, 6
@@ -352,7 +350,8 @@ def _environment(device: str) -> dict[str, str]:
     """The environment of the person who tunes, without what the service has added to it, and with the hook."""
     ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
     added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
-    kept = {name: value for name, value in os.environ.items() if name not in {*added, *SECRETS, "PYTHONSAFEPATH"}}
+    added |= {"BEXP_LOCAL_TARGET", "PYTHONSAFEPATH"}
+    kept = {name: value for name, value in os.environ.items() if name not in added}
     path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
     kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
     return on_device(with_hook(kept), device)

@@ -1,0 +1,100 @@
+"""The answer of an exploration in six lines: what to run, what it gains, and what to do with it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from bexp.api.answer import is_provisional, remedy_rows, texts_text, variant_lines
+from bexp.api.answer_choices import no_dividing_text, second_figure
+from bexp.api.answer_plan import mesh_text
+from bexp.api.text import WIDTH, bytes_text, rate_text, row, wrap
+from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
+from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
+
+LEAST_GAIN = 1.01
+"""The least gain over the best candidate with stock kernels that is worth a word."""
+
+
+def render_summary(answer: Answer, job_id: str, request: ExplorationRequest | None, width: int = WIDTH) -> str:
+    """Return the lines of an answer for a person who wants to use it; `bexp best ID -v` prints all of it."""
+    main = answer.variants[0]
+    if main.recommendation is None:
+        lines = [f"No recommendation: {main.reason or 'all of them failed'}", *remedy_rows(main.remedies)]
+    else:
+        lines = list(_rows(main.recommendation, job_id, request, answer.serves_up_to or 0))
+    if len(answer.variants) > 1:
+        lines += ["", *variant_lines(answer.variants)]
+    return "\n".join(wrap(lines, width))
+
+
+def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None, served: int) -> Iterable[str]:
+    name = "" if request is None else f" for {request.explored.name}"
+    yield f"Recommended micro_batch_size: {best.candidate.micro_batch_size}{name}"
+    for line in second_figure(best, request):
+        yield row("batch", line)
+    if best.plan is not None:
+        yield row("mesh", mesh_text(best.plan))
+    changed = changed_settings(best.candidate, best.base)
+    yield row("settings", changed or "nothing else to change")
+    about = "about " if best.whole_model is None else ""
+    yield row("speed", f"{about}{rate_text(best.expected_tokens_per_second)} per device, {_gain(best)}")
+    if best.dropped_share is not None:
+        yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")
+    peak = best.measured_peak_bytes if best.whole_model is None else best.whole_model.measurement.peak_bytes
+    reserved = f"{bytes_text(best.required_bytes)} with reserve, of {bytes_text(best.memory_limit_bytes)}"
+    yield row("memory", f"{bytes_text(peak)} at the peak, {reserved}")
+    if best.texts is not None:
+        yield row("texts", texts_text(best.texts))
+    yield row("confidence", _confidence(best, request, served))
+    yield row("next", _next(best, job_id, request))
+
+
+def changed_settings(candidate: Candidate, base: Candidate) -> str:
+    """Return the settings in which a candidate differs from the base, the micro-batch apart."""
+    plain = {f"micro_batch_size={candidate.micro_batch_size}", *base.describe().split()}
+    return " ".join(word for word in candidate.describe().split() if word not in plain)
+
+
+def _gain(best: Recommendation) -> str:
+    """Return the gains over the base, and over the best candidate without kernels of this project."""
+    if best.candidate == best.base:
+        return "which is the base"
+    plain = "" if not changed_settings(best.candidate, best.base) else " without these settings"
+    over = f"{best.ratio_text(best.performance)} micro_batch_size {best.base.micro_batch_size}{plain}"
+    if best.stock is not None and best.stock.gain >= LEAST_GAIN:
+        over += f", {best.ratio_text(best.stock.gain)} the best with stock kernels"
+    return over
+
+
+def _confidence(best: Recommendation, request: ExplorationRequest | None, served: int) -> str:
+    within = 1.0 if request is None else 100 * request.tolerance
+    said = f"{best.confidence} out of 100 that nothing is more than {within:g}% faster"
+    if request is None or not is_provisional(best.confidence, request):
+        return said
+    return f"{said}. Provisional: {request.budget.confidence_target} was asked for; {surer_text(best, request, served)}"
+
+
+def surer_text(best: Recommendation, request: ExplorationRequest, served: int) -> str:
+    """Return what makes a provisional answer surer. Answers up to the confidence `served` are given again."""
+    budget = request.budget
+    if served >= budget.confidence_target:  # a larger budget would get this answer again
+        return "explore again with --fresh; the search had ended before its budget was spent"
+    if any(NOISE_ENDS_SEARCH in note for note in best.notes):
+        return "explore again when nothing else runs here: under this noise more trials would not help"
+    limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
+    return f"explore again with a higher --max-seconds or --max-trials; these were {limits}"
+
+
+def _next(best: Recommendation, job_id: str, request: ExplorationRequest | None) -> str:
+    """Return the command that makes the trainer run so, and the one that tells the rest."""
+    rest = f"`bexp best {job_id} -v` prints the whole answer"
+    target = BEXP if request is None else request.target_name
+    if best.dividing is None and best.dividing_batch_sizes:
+        return f"{no_dividing_text(best, request)}; {rest}"
+    if request is not None and request.trainer is not None:
+        return f"`bexp best {job_id} --format {request.trainer}`; {rest}"
+    if best.plan is not None or target not in {BEXP, TRANSFORMERS}:
+        return rest
+    return f"`bexp best {job_id} --json > best.json` for bexp.apply, `--format NAME` for a trainer; {rest}"

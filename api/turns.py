@@ -1,0 +1,108 @@
+"""Turns: the requests of one address wait for each other, so that they keep nobody else's waiting.
+
+Without them each open connection has a request in work, and whoever opens most connections has most of the service.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from http import HTTPStatus
+
+from fastapi import Request
+from starlette.datastructures import Headers
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from bexp.api.deadlines import has_body
+from bexp.api.peers import peer_of
+from bexp.api.problems import problem_response
+from bexp.api.rate_limits import address_key
+from bexp.api.settings import ServiceSettings
+
+AT_ONCE = 8
+"""Requests of one address, or of one user of this machine, that are worked on at the same time."""
+
+
+class TurnMiddleware:
+    """Begins a request when fewer than AT_ONCE of its address are in work: received as a whole, and not yet answered.
+
+    A request leaves its turn to the next one when its response starts, so that streams take none. One that waits
+    longer than a response may take is refused, and more of an address than there may be connections.
+    """
+
+    def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
+        self.app = app
+        self._settings = settings
+        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
+        self._num: defaultdict[str, int] = defaultdict(int)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on."""
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        key = self._key(scope)
+        if self._num[key] >= self._settings.max_connections:  # those whose clients have gone still wait
+            await _refuse(scope, receive, send)
+            return
+        turn = _Turn(self._turns[key], self._settings.answer_seconds)
+        self._num[key] += 1
+
+        async def receive_and_wait() -> Message:
+            message = await receive()
+            if not message.get("more_body", False):
+                await turn.begin()
+            return message
+
+        async def start_and_leave(message: Message) -> None:
+            turn.end()
+            await send(message)
+
+        try:
+            if not has_body(scope):
+                await turn.begin()
+            await self.app(scope, receive_and_wait, start_and_leave)
+        except TurnError:
+            await _refuse(scope, receive, send)
+        finally:
+            turn.end()
+            self._num[key] -= 1
+            if not self._num[key]:
+                del self._num[key], self._turns[key]
+
+    def _key(self, scope: Scope) -> str:
+        peer = peer_of(scope)
+        client = peer.forwards_for(Headers(scope=scope), self._settings.trusted_proxies)
+        return f"user {peer.uid}" if client is None and peer.uid is not None else address_key(client or peer.address)
+
+
+async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
+    detail = "This address has too many requests."
+    status = HTTPStatus.TOO_MANY_REQUESTS
+    await problem_response(Request(scope), status, detail, headers={"Retry-After": "1"})(scope, receive, send)
+
+
+class TurnError(Exception):
+    """A request has waited too long for its turn."""
+
+
+class _Turn:
+    """One request's: it begins and ends once."""
+
+    def __init__(self, turns: asyncio.Semaphore, seconds: float) -> None:
+        self._turns = turns
+        self._seconds = seconds
+        self._begun = self._ended = False
+
+    async def begin(self) -> None:
+        if not (self._begun or self._ended):
+            try:
+                await asyncio.wait_for(self._turns.acquire(), self._seconds)
+            except TimeoutError:
+                raise TurnError from None
+            self._begun = True
+
+    def end(self) -> None:
+        if self._begun and not self._ended:
+            self._turns.release()
+        self._ended = True

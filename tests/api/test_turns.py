@@ -1,0 +1,154 @@
+"""Turns: how many requests of one address are in work at the same time."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from starlette.types import Message, Receive, Scope, Send
+
+from bexp.api.peers import Peer, read_proxy
+from bexp.api.settings import ServiceSettings
+from bexp.api.turns import AT_ONCE, TurnMiddleware
+
+HALF = {"type": "http.request", "body": b"{", "more_body": True}
+WHOLE = {"type": "http.request", "body": b"", "more_body": False}
+CROWD, OTHER = Peer("10.0.0.1"), Peer("10.0.0.2")
+
+
+class Work:
+    """An application that notes who is in work, and answers when it is told to."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.begun: list[str] = []
+        self.statuses: list[int] = []
+        self.may_answer, self.may_end = asyncio.Event(), asyncio.Event()
+        self.turns = TurnMiddleware(self._work, ServiceSettings("sqlite://", **settings))
+
+    async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
+        while (await receive())["more_body"]:
+            pass
+        self.begun.append(scope["path"])
+        await self.may_answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await self.may_end.wait()
+        await send({"type": "http.response.body", "body": b""})
+
+    def ask(
+        self, path: str, peer: Peer, headers: dict[str, str] | None = None, *messages: Message
+    ) -> asyncio.Task[None]:
+        encoded = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
+        scope = {"type": "http", "path": path, "headers": encoded, "state": {"peer": peer}, "client": ("", 0)}
+        given = iter(messages or (WHOLE,))
+
+        async def receive() -> Message:
+            message = next(given, None)
+            return message if message is not None else await asyncio.Future()
+
+        async def send(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                self.statuses.append(message["status"])
+
+        return asyncio.create_task(self.turns(scope, receive, send))
+
+
+async def settle() -> None:
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
+def test_an_address_waits_for_itself_and_not_for_another() -> None:
+    async def run() -> None:
+        work = Work()
+        crowd = [work.ask("/crowd", CROWD) for _ in range(3 * AT_ONCE)]
+        await settle()
+        assert work.begun == ["/crowd"] * AT_ONCE
+        other = work.ask("/other", OTHER)
+        await settle()
+        assert work.begun[-1] == "/other"
+        work.may_answer.set()
+        await settle()
+        assert len(work.begun) == 3 * AT_ONCE + 1, "a response that has started, as a stream's, takes no turn"
+        work.may_end.set()
+        await asyncio.gather(other, *crowd)
+
+    asyncio.run(run())
+
+
+def test_a_request_that_is_not_yet_there_takes_no_turn() -> None:
+    async def run() -> None:
+        work = Work()
+        late = [work.ask("/late", CROWD, {"content-length": "2"}, HALF) for _ in range(AT_ONCE)]
+        here = work.ask("/here", CROWD)
+        await settle()
+        assert work.begun == ["/here"]
+        sent = work.ask("/sent", CROWD, {"transfer-encoding": "chunked"}, HALF, WHOLE)
+        await settle()
+        assert work.begun == ["/here", "/sent"]
+        for task in (*late, here, sent):
+            task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_client_that_has_gone_leaves_its_turn_to_the_next() -> None:
+    async def run() -> None:
+        work = Work()
+        gone = [work.ask("/gone", CROWD) for _ in range(2 * AT_ONCE)]
+        await settle()
+        for task in gone:
+            task.cancel()
+        work.ask("/next", CROWD)
+        await settle()
+        assert work.begun[-1] == "/next"
+
+    asyncio.run(run())
+
+
+def test_a_request_that_waits_too_long_is_refused_and_waits_no_more() -> None:
+    async def run() -> None:
+        work = Work(answer_seconds=0.05)
+        crowd = [work.ask("/crowd", CROWD) for _ in range(AT_ONCE + 2)]
+        await asyncio.wait(crowd, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        await settle()
+        assert work.statuses == [429, 429]
+        work.may_answer.set()
+        work.may_end.set()
+        await asyncio.gather(*crowd)
+        assert work.begun == ["/crowd"] * AT_ONCE
+
+    asyncio.run(run())
+
+
+def test_more_than_there_may_be_connections_are_refused() -> None:
+    async def run() -> None:
+        work = Work(max_connections=AT_ONCE + 1)
+        for _ in range(AT_ONCE + 2):
+            work.ask("/crowd", CROWD)
+        await settle()
+        assert work.statuses == [429]
+
+    asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("peers", "headers", "begun"),
+    [
+        ([Peer("127.0.0.1", 1000), Peer("127.0.0.2", 1000)], {}, AT_ONCE),
+        ([Peer("127.0.0.1", 1000), Peer("127.0.0.1", 1001)], {}, 2 * AT_ONCE),
+        ([Peer("2001:db8::1"), Peer("2001:db8::2")], {}, AT_ONCE),
+        ([Peer("10.9.0.1"), Peer("10.9.0.2")], {"x-forwarded-for": "192.0.2.1"}, AT_ONCE),
+        ([CROWD, OTHER], {"x-forwarded-for": "192.0.2.1"}, 2 * AT_ONCE),
+    ],
+    ids=["addresses of a user", "users of an address", "a network", "behind two proxies", "who is no proxy"],
+)
+def test_whose_turn_it_is(peers: list[Peer], headers: dict[str, str], begun: int) -> None:
+    async def run() -> None:
+        work = Work(require_token=True, trusted_proxies=(read_proxy("10.9.0.0/16"),))
+        for peer in peers * AT_ONCE * 2:
+            work.ask("/", peer, headers)
+        await settle()
+        assert len(work.begun) == begun
+
+    asyncio.run(run())
