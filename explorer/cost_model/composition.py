@@ -12,8 +12,8 @@ from bexp.explorer.cost_model.collectives import Overlap, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.cost_model.request_texts import tokens_per_sequence, widest
 from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
-from bexp.explorer.cost_model.text_batches import tokens_per_sequence, widest
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts

@@ -18,7 +18,7 @@ from bexp.explorer.cost_model.decomposition import (
 )
 from bexp.explorer.cost_model.layer_groups import EqualLayers
 from bexp.explorer.cost_model.parameters import master_bytes
-from bexp.explorer.cost_model.text_batches import text_batches, widest
+from bexp.explorer.cost_model.request_texts import text_batches, widest
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels

@@ -9,7 +9,7 @@ from pydantic import Field
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
 from bexp.explorer.cost_model.collectives import CommunicationUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.parameters import count_parameters, master_bytes
-from bexp.explorer.cost_model.text_batches import tokens_per_sequence
+from bexp.explorer.cost_model.request_texts import tokens_per_sequence
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts

@@ -14,9 +14,7 @@ import numpy as np
 
 from bexp.explorer.cost_model.epochs import FEWEST_SIMULATED, Places, cut_epochs, grouped_epoch, pack
 from bexp.explorer.cost_model.expectation import Figures, expect
-from bexp.explorer.spec.lengths import Batching, CutLengths, Lengths
-from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.lengths import Batching, CutLengths
 
 NUM_DRAWN = 3
 """Micro-batches of usual length that are measured, beside the longest."""
@@ -126,40 +124,6 @@ class TextBatches:
         return float(self.share_N @ peak_N), float(peak_N[order[min(int(place), len(order) - 1)]])
 
 
-def text_batches(request: ExplorationRequest, size: int) -> TextBatches | None:
-    """Return the micro-batches of `size`; None if all sequences of the request have one length."""
-    batching = request.batching_of_texts
-    if request.lengths is None or batching is None or size < 1:
-        return None
-    return _text_batches(request.lengths, batching, request.seq_length, size)
-
-
-def tokens_per_sequence(model: ExploredModel, request: ExplorationRequest) -> float:
-    """Return the tokens of texts, without padding, that a sequence has in the mean: a text, or a packed row."""
-    if request.lengths is None:
-        return float(model.seq_length)
-    if request.batching == "packed":
-        return _fill(request.lengths, request.seq_length) * request.seq_length
-    return _cut(request.lengths, request.seq_length).mean
-
-
-def widest(model: ExploredModel, request: ExplorationRequest) -> int:
-    """Return the tokens of the longest sequence, which memory is counted for."""
-    if request.lengths is None or request.batching == "packed":
-        return model.seq_length
-    return min(model.seq_length, _cut(request.lengths, request.seq_length).lengths[-1])
-
-
-@lru_cache(maxsize=16)
-def _cut(lengths: Lengths, seq_length: int) -> CutLengths:
-    return lengths.cut(seq_length)
-
-
-@lru_cache(maxsize=256)
-def _text_batches(lengths: Lengths, batching: Batching, seq_length: int, size: int) -> TextBatches:
-    return TextBatches(_cut(lengths, seq_length), batching, seq_length, size)
-
-
 BatchAt = Callable[[int], TextBatch]
 """Gives the micro-batch at a place among all of them."""
 Made = tuple[Figures, Figures, BatchAt, TextBatch]
@@ -221,9 +185,9 @@ def _packed_rows(texts: CutLengths, seq_length: int) -> tuple[tuple[int, ...], .
     return tuple(tuple(row) for part in parts for row in pack(part, seq_length))
 
 
-def _fill(lengths: Lengths, seq_length: int) -> float:
+def packed_share(texts: CutLengths, seq_length: int) -> float:
     """Return the share of a packed row that texts fill."""
-    rows = _packed_rows(_cut(lengths, seq_length), seq_length)
+    rows = _packed_rows(texts, seq_length)
     return sum(map(sum, rows)) / (len(rows) * seq_length)
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from bexp.explorer.cost_model.composition import Composition, Ints, Mask
-from bexp.explorer.cost_model.text_batches import tokens_per_sequence
+from bexp.explorer.cost_model.request_texts import tokens_per_sequence
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score

@@ -12,7 +12,8 @@ from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from bexp.explorer.cost_model.epochs import cut_epochs, grouped_epoch, pack
 from bexp.explorer.cost_model.part_costs import part_work, predict_part_bytes
-from bexp.explorer.cost_model.text_batches import NUM_DRAWN, TextBatch, text_batches, tokens_per_sequence, widest
+from bexp.explorer.cost_model.request_texts import text_batches, tokens_per_sequence, widest
+from bexp.explorer.cost_model.text_batches import NUM_DRAWN, TextBatch
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model.described import parts
 from tests.explorer.cost_model.test_part_costs import layer

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.epochs import cut_epochs, grouped_epoch, pack
+from bexp.explorer.cost_model.request_texts import text_batches
 from bexp.explorer.cost_model.step import memory_limit, required_bytes
-from bexp.explorer.cost_model.text_batches import TextBatch, text_batches
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,

@@ -9,7 +9,8 @@ from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.text_batches import TextBatches, text_batches
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatches
 from bexp.explorer.records.measurement import BatchFigures, ComponentMeasurement
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest

@@ -12,7 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
-from bexp.explorer.cost_model.text_batches import TextBatches, text_batches
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatches
 from bexp.explorer.records.measurement import WholeModelMeasurement
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
 from bexp.explorer.spec.candidate import Candidate

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.text_batches import TextBatch, text_batches
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels

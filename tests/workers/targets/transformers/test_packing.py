@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.text_batches import TextBatch, text_batches
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
