@@ -14,6 +14,7 @@ from bexp.explorer.records.recommendation import (
     Recommendation,
     Relaxation,
     RunnerUpCheck,
+    TextFigures,
     VariantAnswer,
     WholeModelCheck,
 )
@@ -109,6 +110,7 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         row("with reserve", f"{bytes_text(best.required_bytes)} of {bytes_text(best.memory_limit_bytes)}{_kept(best)}"),
         *_memory_rows(best.memory),
         *saving_rows(best),
+        *_text_rows(best),
     ]
     plain, largest = best.largest_without_recompute, best.largest_micro_batch
     if plain is not None:
@@ -182,7 +184,7 @@ def _context(request: ExplorationRequest | None) -> str:
     named = request.space.executions if request.space.names_executions else ()
     execution = f", {' or '.join(named)}" if named else ""
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
-    padding = "" if request.padding == "none" else f", padded {request.padding}"
+    texts = "" if request.batching_of_texts is None else f", {request.batching_of_texts} texts"
     precision = {"pure": "", "autocast": ", autocast", "master": ", master weights", "upcast": ", upcast"}[
         request.training.precision
     ]
@@ -190,7 +192,7 @@ def _context(request: ExplorationRequest | None) -> str:
     optimizer = "" if name == "adamw" else f", optimizer {name}"
     lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
-    what = f"{target}{request.mode}{execution}{length}{padding}{precision}{optimizer}{lora}{trainer}"
+    what = f"{target}{request.mode}{execution}{length}{texts}{precision}{optimizer}{lora}{trainer}"
     return f" for {request.explored.name} ({what})"
 
 
@@ -305,6 +307,30 @@ def _step(best: Recommendation) -> str:
     if communication is not None:
         parts += f", communication {seconds_text(communication)}"
     return f"{seconds_text(step)} per step ({parts})"
+
+
+def texts_text(texts: TextFigures) -> str:
+    """Return what becomes of texts of unequal length, and whether an epoch of them fits."""
+    return (
+        f"{texts.batching}; {texts.padding_share:.0%} of the computed tokens are padding, which tokens/s leave out; "
+        f"a chance of {texts.out_of_memory_probability:.1%} that an epoch runs out of memory"
+    )
+
+
+def _text_rows(best: Recommendation) -> Iterable[str]:
+    """Yield what texts of unequal length mean: padding, and the peaks of an epoch."""
+    texts = best.texts
+    if texts is None:
+        return
+    known = "" if texts.counted else ", by its distribution"
+    cut = f"; {texts.num_cut:,} are longer than a sequence and cut" if texts.num_cut else ""
+    yield row("texts", texts_text(texts))
+    yield row("  epoch", f"{texts.num_texts:,} texts{known}{cut}")
+    yield row(
+        "  peaks",
+        f"{bytes_text(texts.expected_peak_bytes)} of a micro-batch in the mean, at most "
+        f"{bytes_text(texts.high_peak_bytes)} of 99.9% of them; the peak above is that of the longest",
+    )
 
 
 def _memory_rows(memory: MemoryParts) -> Iterable[str]:

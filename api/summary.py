@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.api.answer import is_provisional, remedy_rows, variant_lines
+from bexp.api.answer import is_provisional, remedy_rows, texts_text, variant_lines
 from bexp.api.answer_choices import second_figure
 from bexp.api.answer_plan import mesh_text
 from bexp.api.text import WIDTH, bytes_text, rate_text, row, wrap
@@ -45,6 +45,8 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
     peak = best.measured_peak_bytes if best.whole_model is None else best.whole_model.measurement.peak_bytes
     reserved = f"{bytes_text(best.required_bytes)} with reserve, of {bytes_text(best.memory_limit_bytes)}"
     yield row("memory", f"{bytes_text(peak)} at the peak, {reserved}")
+    if best.texts is not None:
+        yield row("texts", texts_text(best.texts))
     yield row("confidence", _confidence(best, request, served))
     yield row("next", _next(best, job_id, request))
 

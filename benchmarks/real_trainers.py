@@ -1,7 +1,7 @@
 """Holds the recommendation for transformers' own classes against transformers' own Trainer.
 
     python -m benchmarks.real_trainers benchmarks/published/*.json --out results/h100-real-trainers.json --gpus 0,1
-    python -m benchmarks.real_trainers benchmarks/published/gpt2-medium.json --set padding=right --out ...
+    python -m benchmarks.real_trainers benchmarks/published/gpt2-medium.json --set 'lengths=lognormal(300, 1)' --out ...
     python -m benchmarks.real_trainers benchmarks/published/olmoe*.json --set losses=[library,chunked] --out ...
 
 For each configuration there is an exploration with the target `transformers` through the service. Then each contender
@@ -125,8 +125,8 @@ class Table:
         row = next((row for row in rows if key.items() <= row.items()), None)
         if row is None:
             seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
-            padded = "padding=right" in fields or "padding=left" in fields
-            row = {**key, "padded": padded, "seq_length": seq_length, "sizes": {}, "rounds": []}
+            given = [field.partition("=")[2] for field in fields if field.startswith("lengths=")]
+            row = {**key, "lengths": next(iter(given), None), "seq_length": seq_length, "sizes": {}, "rounds": []}
             rows.append(row)
         return row
 
@@ -214,7 +214,7 @@ class ModelRun:
         """One run of the Trainer."""
         asked = {key: run[key] for key in ASKED if key in run}
         wanted: Run = {key: self._row[key] for key in ("seq_length", "batch_size")}
-        wanted |= {**asked, "padding": self._row["padded"], "max_seconds": seconds}
+        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds}
         if "candidate" in asked:
             wanted["recommendation"] = document_of(self._row, asked["candidate"])
         assert self._trainer.stdin is not None

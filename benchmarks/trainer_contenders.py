@@ -33,8 +33,9 @@ def document_of(row: Run, candidate: Run) -> Run:
 
 def variants_of(row: Run) -> dict[str, list[Run]]:
     """The variants of each contender whose size is to be found, without their sizes."""
-    eager = ("execution=eager", "quick=true", "padding=left", "padding=right")
-    is_eager = any(field in eager for field in row["fields"])
+    is_eager = row.get("lengths") is not None or any(
+        field in ("execution=eager", "quick=true") for field in row["fields"]
+    )
     liger = {"use_liger_kernel": True}
     contenders: dict[str, list[Run]] = {"unchanged": [{}, {"gradient_checkpointing": True}], "liger": [liger]}
     if not is_eager:

@@ -6,7 +6,7 @@ Each line of the input is a run, and is answered by a line that adds what it rea
 Trainer of 20 micro-steps on random text in the model's own format. With a `batch_size`, micro-batches are accumulated,
 up to three of them a step, so that gradients exist when memory is at its peak. Throughput is then that of whole steps
 of the batch: micro-steps count as often as it takes them, the rest of the step once. Without it, each micro-batch is a
-step.
+step. With `lengths` of a request, texts have these lengths, micro-batches are padded, and padding does not count.
 
 A `recommendation` in a run is the document of `bexp best --json`. It is applied as the README does it, by `bexp.apply`
 and `bexp.training_arguments`. Other runs may name `gradient_checkpointing`, `torch_compile` and `use_liger_kernel`.
@@ -28,12 +28,14 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from bexp.explorer.spec.lengths import Lengths, expand_lengths
+
 if TYPE_CHECKING:
     import torch
 
     from bexp.measure.timestamps import Mark
 
-DEFAULTS = {"padding": False, "batch_size": None, "steps": 20, "max_seconds": 15.0}
+DEFAULTS = {"lengths": None, "batch_size": None, "steps": 20, "max_seconds": 15.0}
 """Of a run: whether texts have half the length to all of it, sequences of a step, micro-steps, when it may end."""
 WARM_UP = 5
 """Micro-steps that no figure contains."""
@@ -119,16 +121,18 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             dataloader_drop_last=True,
         )
         clock = Clock(device, run["max_seconds"])
-        texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], padding=run["padding"])
-        trainer = Trainer(model=model, args=settings, train_dataset=texts, callbacks=[clock.callback()])
+        texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], run["lengths"])
+        trainer = Trainer(
+            model=model, args=settings, train_dataset=texts, data_collator=pad, callbacks=[clock.callback()]
+        )
         training_loss = trainer.train().training_loss
-    seconds = batch_seconds(clock.steps, size, run["batch_size"])
+    seconds = batch_seconds(clock.steps, size, run["batch_size"], varies=run["lengths"] is not None)
     return {
         "micro_batch_size": size,
         **({} if applied is None else {"applied": applied}),
         "training_loss": training_loss,
         "micro_step_seconds": clock.steps,
-        "tokens_per_second": (run["batch_size"] or size) * run["seq_length"] / seconds,
+        "tokens_per_second": (run["batch_size"] or size) * texts.mean / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "kept_bytes": clock.kept_bytes,
         "device_bytes": torch.cuda.mem_get_info()[1] if cuda else None,
@@ -164,8 +168,12 @@ def micro_steps_of(micro_batch_size: int, batch_size: int | None) -> int:
     return 1 if batch_size is None else max(1, min(ACCUMULATED, batch_size // micro_batch_size))
 
 
-def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch_size: int | None) -> float:
+def batch_seconds(
+    steps: Sequence[Sequence[float]], micro_batch_size: int, batch_size: int | None, *, varies: bool = False
+) -> float:
     """Seconds of a step of the whole batch, by the medians of those micro-steps that are past the warm-up.
+
+    If micro-steps `varies` in length, their means count.
 
     The first micro-step of a step writes gradients, the last one also updates the weights; those in between are alike,
     and occur as often as the batch takes them. That number may be a fraction, so that a batch which does not divide
@@ -173,7 +181,8 @@ def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch
     """
     length = len(steps[0])
     warm = steps[min(math.ceil(WARM_UP / length), len(steps) - 1) :]
-    seconds = [statistics.median(step[i] for step in warm) for i in range(length)]
+    typical = statistics.fmean if varies else statistics.median
+    seconds = [typical(step[i] for step in warm) for i in range(length)]
     wanted = length if batch_size is None else batch_size / micro_batch_size
     return sum(seconds) + (wanted - length) * (seconds[-2] if length > 1 else seconds[0])
 
@@ -191,10 +200,13 @@ def build(config: dict[str, Any], device: torch.device) -> Any:
 
 
 class Texts:
-    """Random tokens; padded texts are at least half as long as the others."""
+    """Random tokens of the lengths that a request states, or of full length; `mean` is the tokens of a text."""
 
-    def __init__(self, vocab_size: int, seq_length: int, *, padding: bool) -> None:
-        self._vocab_size, self._seq_length, self._padding = vocab_size, seq_length, padding
+    def __init__(self, vocab_size: int, seq_length: int, lengths: Any) -> None:
+        self._vocab_size, self._seq_length = vocab_size, seq_length
+        found = None if lengths is None else Lengths.model_validate(expand_lengths({"lengths": lengths})["lengths"])
+        self._texts = None if found is None else found.cut(seq_length)
+        self.mean = float(seq_length) if self._texts is None else self._texts.mean
 
     def __len__(self) -> int:
         """More than any run takes."""
@@ -204,16 +216,26 @@ class Texts:
         """Token ids and labels, shape (S,)."""
         import torch  # noqa: PLC0415 - after the process has set the allocator
 
-        generator = torch.Generator().manual_seed(index)
-        ids_S = torch.randint(10, self._vocab_size, (self._seq_length,), generator=generator)
-        labels_S = ids_S.clone()
-        item = {"input_ids": ids_S, "labels": labels_S}
-        if self._padding:
-            length = int(torch.randint(self._seq_length // 2, self._seq_length + 1, (), generator=generator))
-            mask_S = (torch.arange(self._seq_length) < length).long()
-            labels_S[length:] = -100
-            item["attention_mask"] = mask_S
-        return item
+        generator, length = torch.Generator().manual_seed(index), self._seq_length
+        if self._texts is not None:
+            counts = torch.tensor(self._texts.counts)
+            length = self._texts.lengths[int(torch.multinomial(counts, 1, generator=generator))]
+        ids_S = torch.randint(10, self._vocab_size, (length,), generator=generator)
+        return {"input_ids": ids_S, "labels": ids_S.clone()}
+
+
+def pad(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """A micro-batch of texts, padded to the longest if they differ in length."""
+    import torch  # noqa: PLC0415 - after the process has set the allocator
+
+    values = {"input_ids": 0, "labels": -100}
+    batch = {
+        name: torch.nn.utils.rnn.pad_sequence([text[name] for text in texts], batch_first=True, padding_value=value)
+        for name, value in values.items()
+    }
+    if len({len(text["input_ids"]) for text in texts}) > 1:
+        batch["attention_mask"] = (batch["labels"] != values["labels"]).long()
+    return batch
 
 
 class Clock:

@@ -14,7 +14,9 @@ import typer
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.lengths import is_distribution, parse_lengths
 from bexp.explorer.formats.request import parse_request
+from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.explorer.spec.trainer import TrainerName
@@ -79,6 +81,21 @@ BatchSize = Annotated[
 ]
 NumDevices = Annotated[
     int | None, typer.Option(help="The number of devices that share the batch.", show_default=_default("num_devices"))
+]
+LengthsOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE|lognormal(MEAN,SIGMA)",
+        help="How long texts are in tokens: a file with one length a line or a JSON histogram, or a distribution.",
+        show_default="of CONFIG, else every sequence is full",
+    ),
+]
+BatchingOption = Annotated[
+    Batching | None,
+    typer.Option(
+        help="What becomes of such texts: padded to the longest, grouped by length before that, or packed.",
+        show_default="of CONFIG, else padded",
+    ),
 ]
 SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.", show_default="of CONFIG")]
 MemoryLimitGiB = Annotated[
@@ -174,7 +191,7 @@ ConfidenceTarget = Annotated[
 Set = Annotated[
     list[str] | None,
     typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Set any field of the request, such as padding=right; may be repeated."
+        "--set", metavar="FIELD=VALUE", help="Set any field of the request, such as batching=packed; may be repeated."
     ),
 ]
 Label = Annotated[
@@ -198,6 +215,8 @@ def collect_fields(
     batch_size: BatchSize = None,
     num_devices: NumDevices = None,
     seq_length: SeqLength = None,
+    lengths: LengthsOption = None,
+    batching: BatchingOption = None,
     memory_limit_gib: MemoryLimitGiB = None,
     headroom: Headroom = None,
     prefer: PreferOption = None,
@@ -220,6 +239,8 @@ def collect_fields(
         "batch_size": batch_size,
         "num_devices": num_devices,
         "seq_length": seq_length,
+        "lengths": None if lengths is None else read_lengths(lengths),
+        "batching": batching,
         "memory_limit_gib": memory_limit_gib,
         "headroom": headroom,
         "prefer": prefer,
@@ -282,6 +303,19 @@ def build_request(config: Path, document: Any, fields: dict[str, Any], **others:
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)
+
+
+def read_lengths(given: str) -> Any:
+    """Return the field of a request that `--lengths` stands for: a distribution, or what a file says.
+
+    Raises CommandError if the file cannot be read, or is none of lengths.
+    """
+    if is_distribution(given):
+        return given
+    try:
+        return parse_lengths(_text_of(Path(given)))
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, f"--lengths {given}: {error}") from None
 
 
 def parse_micro_batch_size(text: str | None) -> Any:
@@ -347,17 +381,20 @@ def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
 
 
 def _read(config: Path) -> str:
+    if config.suffix == ".py":
+        hint = f"your own class is a target, beside a request: bexp explore REQUEST.yaml --target {config}:CLASS"
+        raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", hint)
+    return _text_of(_file_of(config))
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file, or of stdin if its name is `-`. Raises CommandError if it cannot be read."""
     try:
-        if str(config) == "-":
-            return typer.get_text_stream("stdin").read()
-        if config.suffix == ".py":
-            hint = f"your own class is a target, beside a request: bexp explore REQUEST.yaml --target {config}:CLASS"
-            raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", hint)
-        return _file_of(config).read_text(encoding="utf-8")
+        return typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        raise CommandError(ExitCode.USAGE, f"{config} is not a text file") from None
+        raise CommandError(ExitCode.USAGE, f"{path} is not a text file") from None
     except OSError as error:
-        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {config}", *_hub_hint(config)) from None
+        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {path}", *_hub_hint(path)) from None
 
 
 def _file_of(config: Path) -> Path:

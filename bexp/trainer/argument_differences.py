@@ -22,12 +22,12 @@ def size_difference(setup: RecommendedSetup, micro_batch_size: int) -> Iterator[
 def length_difference(setup: RecommendedSetup, length: int | None) -> Iterator[str]:
     """Yield that the longest sequences have another length than was measured; None if it is not known.
 
-    Where padding was measured, that length is the longest of texts that may be shorter.
+    Where texts of unequal length were measured, that length is the longest of texts that may be shorter.
     """
     if not length or not setup.seq_length:
         return
-    is_padded = setup.padding not in (None, "none")
-    if length > setup.seq_length or (length < setup.seq_length and not is_padded):
+    varies = setup.batching not in (None, "full")
+    if length > setup.seq_length or (length < setup.seq_length and not varies):
         yield f"sequences of up to {length} tokens, not {setup.seq_length}"
 
 
@@ -45,8 +45,7 @@ def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
     meant = ALIASES.get(str(optimizer), optimizer)
     if optimizer is not None and measured not in (optimizer, meant):  # AdamW that is not fused is another one
         yield f"optimizer {optimizer}, not {measured}"
-    if _packs_documents(args):
-        yield f"packed documents that attend to themselves alone, not {_texts(setup.padding)}"
+    yield from _text_differences(setup, args)
 
 
 def recomputes_layers(args: Any) -> bool:
@@ -69,11 +68,24 @@ def _autocast(dtype: str | None) -> str:
     return "without autocast" if dtype is None else f"under autocast of {dtype}"
 
 
+def _text_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
+    packed = "packed documents that attend to themselves alone"
+    if _packs_documents(args):
+        if setup.batching != "packed":
+            yield f"{packed}, not {_texts(setup.batching)}"
+    elif setup.batching == "packed" and hasattr(args, "packing"):
+        yield f"{_texts('padded')}, not {packed}"
+    order = getattr(args, "train_sampling_strategy", None)
+    is_measured = order == "group_by_length" if setup.batching == "grouped" else order != "group_by_length"
+    if order is not None and setup.batching in ("padded", "grouped") and not is_measured:
+        yield f"texts in the order '{order}', and {setup.batching} ones were measured"
+
+
 def _packs_documents(args: Any) -> bool:
     """Whether TRL flattens a batch, so that each document has an attention of its own."""
     packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped"
     return bool(packs or getattr(args, "padding_free", False))
 
 
-def _texts(padding: str | None) -> str:
-    return "whole sequences" if padding in (None, "none") else f"texts that are padded {padding}"
+def _texts(batching: str | None) -> str:
+    return "whole sequences" if batching in (None, "full") else "texts that are padded"

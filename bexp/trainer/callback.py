@@ -40,7 +40,9 @@ class TrainerCallback(_Callback):
     `comparison()` have the figures afterwards.
 
     Every micro-batch counts `seq_length` tokens per sequence (default: the recommendation's), padding included. If
-    batches are shorter than that, let the Trainer count: `include_num_input_tokens_seen="all"`. The first three steps
+    batches are shorter than that, let the Trainer count: `include_num_input_tokens_seen="all"`. Where texts of unequal
+    length were measured, padding does not count, and a sequence has their mean: `"non_padding"` counts more closely,
+    because few steps differ from the mean. The first three steps
     are left out because kernels are built in them. Evaluations and checkpoints, and their memory, are left out as well;
     torch's counters of peak memory are reset after them. If `service` is set (its URL), the report is posted to
     `POST /v1/explorations/{id}/run-reports`. A service that does not answer costs at most five seconds, and the
@@ -133,8 +135,11 @@ class TrainerCallback(_Callback):
             return
         micro_batch_size = _micro_batch_size(args, state)
         tokens = run.tokens_seen(state) / max(1, int(getattr(args, "world_size", 1)))
-        if not tokens and self._seq_length:
-            tokens = (run.micro_batches - run.micro_batches_before) * micro_batch_size * self._seq_length
+        mean = self.recommendation.tokens_per_sequence
+        if mean is not None and getattr(args, "include_num_input_tokens_seen", None) != "non_padding":
+            tokens = 0.0  # it counts padding as well, which the recommendation leaves out
+        if not tokens and (mean or self._seq_length):
+            tokens = (run.micro_batches - run.micro_batches_before) * micro_batch_size * (mean or self._seq_length or 0)
         if not tokens:
             _LOGGER.info("the run cannot be compared with the recommendation: give seq_length")
             return

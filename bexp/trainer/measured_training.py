@@ -1,4 +1,4 @@
-"""How the measured model was trained: number formats, adapters, optimizer, and padding."""
+"""How the measured model was trained: number formats, adapters, optimizer, and what becomes of texts."""
 
 from __future__ import annotations
 
@@ -38,5 +38,9 @@ def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bo
         "master_weights": master,
         "lora": training.get("lora"),
         "optimizer": optimizer.get("name", "adamw"),
-        "padding": request.get("padding", "none") if library else None,
+        "batching": _batching(request) if library else None,
     }
+
+
+def _batching(request: Mapping[str, Any]) -> str:
+    return "full" if request.get("lengths") is None else request.get("batching") or "padded"

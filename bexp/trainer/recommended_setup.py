@@ -49,7 +49,8 @@ class RecommendedSetup:
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
     `master_weights` says that the optimizer kept a float32 copy of the weights. `lora` are the adapters that were
     trained in place of the weights. `optimizer` (`adamw`, `sgd`) is None if the document does not say how the model was
-    trained; then nothing is known of the adapters either. `padding` is `none`, `left` or `right`.
+    trained; then nothing is known of the adapters either. `batching` is `full`, or that of a request whose texts have
+    unequal lengths; a sequence then has `tokens_per_sequence` in the mean, without padding.
     `library_code` says that the library's own classes were measured.
     """
 
@@ -63,7 +64,8 @@ class RecommendedSetup:
     master_weights: bool = False
     lora: Mapping[str, Any] | None = None
     optimizer: str | None = None
-    padding: str | None = None
+    batching: str | None = None
+    tokens_per_sequence: float | None = None
     confidence: int | None = None
     tokens_per_second: float | None = None
     peak_bytes: int | None = None
@@ -253,6 +255,7 @@ def _context(
         "effective_batch_size": recommendation.get("batch_size") or request.get("batch_size") or None,
         "num_devices": request.get("num_devices") or 1,
         "seq_length": recommendation.get("seq_length") or model.get("seq_length") or request.get("hf_seq_length"),
+        "tokens_per_sequence": (recommendation.get("texts") or {}).get("tokens_per_sequence"),
         "confidence": recommendation.get("confidence"),
         "tokens_per_second": whole.get("tokens_per_second") or recommendation.get("tokens_per_second"),
         "peak_bytes": measured.get("peak_bytes")

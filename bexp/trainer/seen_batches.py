@@ -37,7 +37,9 @@ class SeenBatches:
 
     def padding_difference(self, setup: RecommendedSetup) -> Iterator[str]:
         """Yield that these micro-batches are padded where the measured ones were not, or the reverse."""
-        if self.padded is not None and setup.padding is not None and self.padded != (setup.padding != "none"):
+        if self.padded is None or setup.batching is None:
+            return
+        if self.padded != (setup.batching in ("padded", "grouped")):
             seen, measured = ("padded", "whole") if self.padded else ("whole", "padded")
             yield f"{seen} sequences, not {measured} ones"
 

@@ -13,10 +13,11 @@ from typing import Any
 import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
+from bexp.explorer.cost_model.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, Link, choice, connect
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
-from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
+from bexp.tune.micro_batches import epoch_of, order_of, positions_of
 from bexp.tune.trainer_accumulation import TrainerCheck
 
 _OFF = {

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch.utils.data import RandomSampler, SequentialSampler
 
-from bexp.tune.expectation import Figures, expect
+from bexp.explorer.cost_model.epochs import Epoch, Places, cut_epochs
+from bexp.explorer.cost_model.expectation import Figures, expect
 from bexp.tune.lengths import WORST_TIMES, Lengths, WorstFirst
 
 if TYPE_CHECKING:
     from bexp.tune.measuring import MicroStep
 
-FEWEST_SIMULATED = 400
 PACKED = 0
 PADDINGS = (1, 8, 16, 32, 64, 128)
 """Rows are padded to the longest, and to a multiple of this."""
@@ -25,10 +24,6 @@ TOLERANCE = 0.05
 FEWEST_DRAWN = 4
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
-
-Places = NDArray[np.int64]
-Epoch = Callable[[int], Sequence[int] | Places]
-"""The places of samples in the order of an epoch that has this seed."""
 
 
 def epoch_of(sampler: Any, lengths: Lengths) -> Epoch | None:
@@ -102,7 +97,7 @@ class MicroBatches:
         self._tokens = np.array(lengths.tokens, np.float64)
         self._widths = np.array(lengths.widths, np.float64)
         whole = size * processes
-        self._simulated = _cut(epoch, whole)
+        self._simulated = cut_epochs(epoch, whole)
         widths, tokens = self._widths[self._simulated].max(axis=1), self._tokens[self._simulated].sum(axis=1)
         self.varies = bool(np.ptp(widths) > TOLERANCE * widths.mean() or np.ptp(tokens) > TOLERANCE * tokens.mean())
         """Whether the training's micro-batches differ in length."""
@@ -184,13 +179,3 @@ class _Drawn:
     def __iter__(self) -> Iterator[int]:
         for number in range(self._micro_batches.num_simulated()):
             yield from map(int, self._micro_batches.drawn(number))
-
-
-def _cut(epoch: Epoch, size: int) -> Places:
-    """Epochs cut into micro-batches, until there are enough of them."""
-    cut: list[Places] = []
-    while sum(map(len, cut)) < FEWEST_SIMULATED:
-        order = np.asarray(epoch(len(cut)), np.int64)
-        order = order[: len(order) // size * size] if len(order) >= size else np.resize(order, size)
-        cut.append(order.reshape(-1, size))
-    return np.concatenate(cut)

@@ -12,6 +12,7 @@ from bexp.explorer.cost_model.collectives import Overlap, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.cost_model.request_texts import tokens_per_sequence, widest
 from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
@@ -108,7 +109,7 @@ class Composition:
         self._in_chunks_C = np.array([c.recompute.group_size is not None for c in self.candidates])
         self._list_components(steps)
         self._list_shardings()
-        tokens_C = self.micro_batch_C * (model.seq_length // self.sharing_C)
+        tokens_C = self.micro_batch_C * (widest(model, request) // self.sharing_C)
         self._output_C = tokens_C * model.output_bytes_per_token
 
     def _list_components(self, steps: list[list[int]]) -> None:
@@ -254,18 +255,20 @@ class Composition:
         step += self.optimizer_seconds(device_NK, host_K, rows)
         if self.communications:
             step += self.communication_seconds(device_NK, host_K, micro_step, overlap, rows)
-        return np.asarray(share * self.model.seq_length / sharing / step)
+        return np.asarray(share * tokens_per_sequence(self.model, self.request) / sharing / step)
 
     def activation_bytes(
-        self, saved_K: Floats, forward_peak_K: Floats, backward_peak_K: Floats
+        self, saved_K: Floats, forward_peak_K: Floats, backward_peak_K: Floats, *, share_of_longest: float = 1.0
     ) -> tuple[Floats, Floats]:
         """Return the saved and the transient bytes at the peak of a step, each of shape (C,).
 
         Gradients exist before the step, as they do in every step but the first. A recomputed layer keeps its output
         alone; in its backward pass everything inside it is alive again, beside everything inside the layers that run
         again together with it. The incoming gradient of a block is added here,
-        because a block's own figures count from the level at which that gradient exists.
+        because a block's own figures count from the level at which that gradient exists. Where texts have unequal
+        lengths, the bytes are those of a micro-batch with a `share_of_longest` of the tokens of the longest.
         """
+        output_C = share_of_longest * self._output_C
         saved_K, forward_peak_K, backward_peak_K = map(self._padded, (saved_K, forward_peak_K, backward_peak_K))
         head, embedding = self._head_C, self._embedding_C
         first_CG, second_CG = self._first_CG, self._second_CG
@@ -273,28 +276,28 @@ class Composition:
             highest = np.maximum(forward_peak_K[head], forward_peak_K[embedding])
             for g in range(self._count_CG.shape[1]):
                 # While the second block runs, the layer's input is still held beside the first one's output.
-                in_second = forward_peak_K[second_CG[:, g]] + self._output_C
+                in_second = forward_peak_K[second_CG[:, g]] + output_C
                 block = np.maximum(forward_peak_K[first_CG[:, g]], in_second)
                 highest = np.maximum(highest, np.where(self._count_CG[:, g] > 0, block, 0))
-            return np.zeros(len(highest)), np.asarray(highest + self._output_C)
+            return np.zeros(len(highest)), np.asarray(highest + output_C)
         # A shell, which is measured as one component, counts the embedding's output with the head.
-        embedded = np.where(embedding < len(self.components), saved_K[embedding], self._output_C)
+        embedded = np.where(embedding < len(self.components), saved_K[embedding], output_C)
         at_head = np.where(embedding < len(self.components), saved_K[embedding], 0.0)
         inside_CG = saved_K[first_CG] + saved_K[second_CG]
-        held_CG = np.where(self._recomputed_CG, self._output_C[:, None], inside_CG)
+        held_CG = np.where(self._recomputed_CG, output_C[:, None], inside_CG)
         layers = (self._kept_CG * held_CG).sum(axis=1)
         saved = at_head + layers
         peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
         for g in range(self._count_CG.shape[1]):
             first, second = first_CG[:, g], second_CG[:, g]
             forward = np.maximum(forward_peak_K[first], saved_K[first] + forward_peak_K[second])
-            forward += np.where(self._in_chunks_C, self._output_C, 0)  # runs again beside the chunk's gradient
-            backward = self._output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
+            forward += np.where(self._in_chunks_C, output_C, 0)  # runs again beside the chunk's gradient
+            backward = output_C + np.maximum(saved_K[first] + backward_peak_K[second], backward_peak_K[first])
             below = embedded + (self._below_CGG[:, g] * held_CG).sum(axis=1)
             below += (self._beside_CGG[:, g] * inside_CG).sum(axis=1)
             # Its last buffer begins when it has freed all but the gradient that goes on to the layer below.
             running = np.maximum(forward, backward) - self._after_layer_C
-            at_layer = below + np.maximum(running, self._output_C) + self._gathered_layer_C
+            at_layer = below + np.maximum(running, output_C) + self._gathered_layer_C
             peak = np.maximum(peak, np.where(self._count_CG[:, g] > 0, at_layer, 0))
         over = peak - saved
         step = np.maximum(forward_peak_K, backward_peak_K)[self._optimizer_C]

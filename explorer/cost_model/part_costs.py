@@ -18,6 +18,7 @@ from bexp.explorer.cost_model.decomposition import (
 )
 from bexp.explorer.cost_model.layer_groups import EqualLayers
 from bexp.explorer.cost_model.parameters import master_bytes
+from bexp.explorer.cost_model.request_texts import text_batches, widest
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels
@@ -123,7 +124,7 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     if component.kind in {ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION}:
         return ComponentBytes(0, 0, 0)
     part = part_of(component, parts)
-    tokens = component.micro_batch_size * parts.seq_length
+    tokens = component.micro_batch_size * widest(parts, request)
     output = tokens * parts.output_bytes_per_token
     live = round(tokens * part.saved_bytes_per_token)
     transient = round(tokens * part.transient_bytes_per_token)
@@ -139,11 +140,14 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     return ComponentBytes(saved, live + transient, live + transient + output)
 
 
-def part_work(component: Component, parts: ModelParts) -> Work:
-    """Return the operations and bytes of a forward pass."""
+def part_work(component: Component, parts: ModelParts, request: ExplorationRequest | None = None) -> Work:
+    """Return the operations and bytes of a forward pass, in the mean over the micro-batches of a `request`'s texts."""
     part = part_of(component, parts)
-    tokens = component.micro_batch_size * parts.seq_length
-    flops = tokens * part.flops_per_token + component.micro_batch_size * part.flops_per_sequence
+    tokens: float = component.micro_batch_size * parts.seq_length
+    batches = None if request is None else text_batches(request, component.micro_batch_size)
+    if batches is not None:
+        tokens = batches.expected_positions
+    flops = tokens * part.flops_per_token + _attention_flops(component, parts, request)
     moved = part.parameter_bytes + 2.0 * tokens * part.saved_bytes_per_token
     if component.kind is ComponentKind.SHELL and component.setting == "liger":
         moved += (liger_chunks(tokens, parts) - 1) * head_parameters(parts) * parts.dtype.itemsize
@@ -155,7 +159,7 @@ def head_parameters(parts: ModelParts) -> float:
     return parts.shell.flops_per_token / 2
 
 
-def liger_chunks(tokens: int, parts: ModelParts) -> int:
+def liger_chunks(tokens: float, parts: ModelParts) -> int:
     """Return in how many chunks liger-kernel computes the loss; each reads all weights of the head.
 
     A chunk has as many tokens as make its logits as large as the inputs of all, rounded up to a power of two (Hsu et
@@ -167,12 +171,20 @@ def liger_chunks(tokens: int, parts: ModelParts) -> int:
     return math.ceil(tokens / chunk)
 
 
-def again_work(component: Component, parts: ModelParts, forward: Work) -> Work | None:
+def _attention_flops(component: Component, parts: ModelParts, request: ExplorationRequest | None) -> float:
+    batches = None if request is None else text_batches(request, component.micro_batch_size)
+    full = component.micro_batch_size if batches is None else batches.expected_pairs / parts.seq_length**2
+    return full * part_of(component, parts).flops_per_sequence
+
+
+def again_work(
+    component: Component, parts: ModelParts, forward: Work, request: ExplorationRequest | None = None
+) -> Work | None:
     """Return the work that the backward pass runs again; None if it runs nothing again."""
     if component.recompute.is_whole or component.bta_tile is not None:
         return forward
     if component.recompute is BlockRecompute.SELECTIVE:
-        return Work(component.micro_batch_size * part_of(component, parts).flops_per_sequence, 0.0)
+        return Work(_attention_flops(component, parts, request), 0.0)
     if component.recompute.by_operation:
         return Work(forward.flops / 3, forward.bytes / 2)
     return None

@@ -147,12 +147,12 @@ def _part_seconds(
         shards = request.sharded(component.sharding).devices.optimizer_shards
         moved = Work(0.0, _stepped_bytes(parts, request) / shards)
         return _with_host(seconds(moved), operations, hardware)
-    forward = part_work(component, parts)
+    forward = part_work(component, parts, request)
     device = seconds(forward)
     if request.mode == "eval":
         return _with_host(device, operations, hardware)
     device += seconds(Work(BACKWARD_FLOPS * forward.flops, BACKWARD_FLOPS * forward.bytes))
-    again = again_work(component, parts, forward)
+    again = again_work(component, parts, forward, request)
     if again is not None:
         device += seconds(again)
     tiles = component.micro_batch_size // component.bta_tile if component.bta_tile else 1

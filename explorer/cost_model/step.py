@@ -9,6 +9,7 @@ from pydantic import Field
 from bexp.explorer.cost_model.activation_memory import FLOAT32_BYTES
 from bexp.explorer.cost_model.collectives import CommunicationUnits, Unit, buffered_dtype
 from bexp.explorer.cost_model.parameters import count_parameters, master_bytes
+from bexp.explorer.cost_model.request_texts import tokens_per_sequence
 from bexp.explorer.spec.base import Frozen
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
@@ -100,7 +101,7 @@ def combine_seconds(
     training = request.mode == "train"
     share = request.devices.batch_share * context_parallel_size if training else float(micro_batch_size)
     step = share / micro_batch_size * micro_step + optimizer + communication
-    tokens_per_second = share * model.seq_length / context_parallel_size / step
+    tokens_per_second = share * tokens_per_sequence(model, request) / context_parallel_size / step
     return StepSeconds(micro_step, optimizer, step, tokens_per_second, communication)
 
 

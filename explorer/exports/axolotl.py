@@ -22,6 +22,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         **({"fp16": True} if settings.dtype is DType.FLOAT16 else {}),
         **optimizer_fields(settings, "optimizer"),
         **({"sequence_len": settings.seq_length} if settings.states_length else {}),
+        **_text_fields(settings),
         **_adapters(settings.lora),
         "torch_compile": False,
         "gradient_checkpointing": settings.recompute is Recompute.FULL,
@@ -55,6 +56,20 @@ def _precision_notes(settings: TrainerSettings) -> list[str]:
         "memory: Axolotl keeps norms and embeddings in float32 and computes under autocast; its activations were not "
         "measured: explore with --trainer axolotl"
     ]
+
+
+def _text_fields(settings: TrainerSettings) -> dict[str, Any]:
+    """Return what becomes of texts; none if every sequence was measured full.
+
+    Without real batches the packed rows of a micro-batch are one, which kernels for variable lengths need.
+    """
+    if settings.batching is None:
+        return {}
+    fields: dict[str, Any] = {"sample_packing": settings.batching == "packed"}
+    if settings.batching == "packed":
+        flash = (settings.attention or "").startswith("flash_attention")
+        return {**fields, "pad_to_sequence_len": True, "multipack_real_batches": not flash}
+    return {**fields, "pad_to_sequence_len": False, "group_by_length": settings.batching == "grouped"}
 
 
 def _adapters(lora: LoRASpec | None) -> dict[str, Any]:

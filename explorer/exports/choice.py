@@ -66,6 +66,9 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
         )
     if request.training.lora is not None and not trainer.lora:
         raise ExportError(f"{trainer.title} cannot be told LoRA, which the memory depends on.")
+    batching = request.batching_of_texts
+    if batching is not None and batching not in trainer.batchings:
+        raise ExportError(f"{trainer.title} cannot be told {batching} texts, which speed and memory depend on.")
     if known.plan is not None:
         return _choose_mesh(trainer, request, exploration.report, known, known.plan)
     best, report = known.dividing or known, exploration.report

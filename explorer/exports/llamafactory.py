@@ -30,6 +30,9 @@ def render(settings: TrainerSettings) -> ExportDocument:
         values["pure_bf16"] = True  # else it trains weights in float32
     if settings.states_length:
         values["cutoff_len"] = settings.seq_length
+    if settings.batching is not None:
+        packs = settings.batching == "packed"
+        values |= {"packing": packs, "neat_packing": packs, "group_by_length": settings.batching == "grouped"}
     if settings.attention is not None:
         values["flash_attn"] = ATTENTION[settings.attention]
     return yaml_export(

@@ -16,6 +16,7 @@ from bexp.explorer.exports import (
     python,
     torchtitan,
     transformers,
+    trl,
 )
 from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
@@ -35,6 +36,7 @@ class Format:
 
 FORMATS = {
     "transformers": Format(TrainerName.TRANSFORMERS, transformers.render),
+    "trl": Format(TrainerName.TRL, trl.render),
     "python": Format(TrainerName.BEXP, python.render),
     "accelerate": Format(TrainerName.ACCELERATE, accelerate.render),
     "deepspeed": Format(TrainerName.DEEPSPEED, deepspeed.render),
@@ -58,9 +60,11 @@ def find_format(name: str) -> Format:
 def formats_for(recommendation: Recommendation, request: ExplorationRequest | None = None) -> list[str]:
     """Return the names of the formats that can hold an answer to `request`, if it is known.
 
-    Few trainers can be told the mesh of a plan, or the capacity of experts, and some cannot be told LoRA.
+    Few trainers can be told the mesh of a plan, or the capacity of experts, and some can be told neither LoRA nor what
+    becomes of texts of unequal length.
     """
     adapts = request is not None and request.training.lora is not None
+    batching = None if request is None else request.batching_of_texts
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
     drops = recommendation.candidate.capacity_factor is not None
     return [
@@ -69,6 +73,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
         if (not has_mesh or TRAINERS[known.trainer].schedules)
         and (not drops or TRAINERS[known.trainer].capacity)
         and (not adapts or TRAINERS[known.trainer].lora)
+        and (batching is None or batching in TRAINERS[known.trainer].batchings)
     ]
 
 

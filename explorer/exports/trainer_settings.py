@@ -26,6 +26,7 @@ from bexp.explorer.search.trainer_terms import (
     sharding_of,
 )
 from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import describe_target
@@ -86,6 +87,11 @@ class TrainerSettings:
     def has_autocast(self) -> bool:
         """Whether products are computed in half precision under autocast; adapters are in float32."""
         return self.dtype is not DType.FLOAT32 and (self.precision in ("autocast", "upcast") or self.lora is not None)
+
+    @property
+    def batching(self) -> Batching | None:
+        """What becomes of texts of unequal length; None if every sequence was measured full."""
+        return self.request.batching_of_texts
 
     @property
     def is_own_code(self) -> bool:
@@ -199,7 +205,7 @@ def _header(
     if not is_own_code(request):
         lines.append(_weights_line(trainer, request, report, choice.candidate))
     if request.explored.seq_length is not None:
-        lines.append(_length_line(request))
+        lines.append(_length_line(request, known, choice.candidate))
     lines.append(_allocator_line(request))
     if not exploration.final:
         lines.append(f"provisional: the exploration has not ended; its confidence is {known.confidence} out of 100")
@@ -228,10 +234,18 @@ def _weights_line(
     )
 
 
-def _length_line(request: ExplorationRequest) -> str:
-    if request.padding == "none":
+def _length_line(request: ExplorationRequest, known: Recommendation, candidate: Candidate) -> str:
+    batching, texts = request.batching_of_texts, known.texts
+    if batching is None:
         return "texts: every sequence was measured full, as packed texts are; shorter ones need no more memory"
-    return f"texts: measured padded on the {request.padding}, with lengths from half of the sequence to all of it"
+    how = {
+        "padded": "padded to the longest of their micro-batch",
+        "grouped": "grouped by length, then padded to the longest of their micro-batch",
+        "packed": f"packed whole into rows of {request.seq_length} tokens, with positions and attention of their own",
+    }[batching]
+    is_own = texts is not None and candidate.micro_batch_size == known.candidate.micro_batch_size
+    share = f" ({texts.padding_share:.0%} padding)" if texts is not None and is_own else ""
+    return f"texts: measured {how}{share}, those longer than a sequence cut; tokens/s leave padding out"
 
 
 def _seq_length(request: ExplorationRequest, report: DeviceReport | None) -> int:

@@ -5,6 +5,7 @@ Names as of transformers 5.23. What belongs to the model, to its data or to peft
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, json_export
@@ -20,8 +21,11 @@ EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL
 """The policies that recompute one layer of every so many."""
 
 
-def render(settings: TrainerSettings) -> ExportDocument:
-    """Return the JSON. `torch_compile` is off, because it compiles the whole model and no export asks for that."""
+def render(settings: TrainerSettings, others: Mapping[str, Any] | None = None) -> ExportDocument:
+    """Return the JSON, with `others` of a trainer that is built on this one.
+
+    `torch_compile` is off, because it compiles the whole model and no export asks for that.
+    """
     values: dict[str, Any] = {
         **batch_fields(settings),
         "auto_find_batch_size": False,
@@ -30,6 +34,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
         **precision_fields(settings),
         **_recompute_fields(settings),
         **sharding_fields(settings),
+        **({"train_sampling_strategy": "group_by_length"} if settings.batching == "grouped" else {}),
+        **(others or {}),
     }
     if settings.device_kind == "cpu":
         values["use_cpu"] = True

@@ -30,6 +30,16 @@ class Outcome(StrEnum):
     CONTAMINATED = "contaminated"
 
 
+class BatchFigures(Frozen):
+    """What one of several micro-batches of a component took; the fields are those of `ComponentFigures`."""
+
+    positions: Annotated[int, Field(ge=1)]
+    device_seconds: Seconds
+    saved_bytes: Bytes
+    forward_peak_bytes: Bytes
+    backward_peak_bytes: Bytes
+
+
 class ComponentFigures(Frozen):
     """The time and the memory of one component, run back to back: forward, then backward, without synchronising.
 
@@ -57,6 +67,9 @@ class ComponentFigures(Frozen):
     `waiting_forward_seconds` is that of such a row. The host issues backward in `together_host_backward_seconds`. The
     other seconds are of a device alone, which copies its own rows in place of exchanges. The three are null for all
     other components.
+
+    Where texts have unequal lengths, seconds are the mean over an epoch's micro-batches, and bytes those of the
+    longest. `batches` are the micro-batches that were measured, as in `TextBatches.measured`.
     """
 
     device_seconds: Seconds
@@ -74,6 +87,7 @@ class ComponentFigures(Frozen):
     together_forward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_host_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
+    batches: tuple[BatchFigures, ...] | None = Field(None, exclude_if=is_null)
 
 
 class ComponentMeasurement(ComponentFigures):
@@ -96,6 +110,9 @@ class WholeModelMeasurement(Frozen):
     then the time of the second, with the traffic that every micro-step has. `communication_seconds` is what the first
     and the last take beyond it; this occurs once a step, however many micro-steps there are. It is null if nothing was
     exchanged.
+
+    Where texts have unequal lengths, the micro-steps are those of `TextBatches.measured`, and `micro_step_seconds` is
+    the mean over an epoch that follows from them.
 
     Devices that form a mesh run a step of `num_micro_batches`, which is null for all others. `micro_step_seconds` is
     then what all of them took, exchanges and bubbles included, divided by their number.

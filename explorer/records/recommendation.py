@@ -15,6 +15,7 @@ from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.mesh import Mesh
 
 CONFIDENT = 90
@@ -106,6 +107,24 @@ class MemoryChoice(Frozen):
     required_bytes: int
 
 
+class TextFigures(Frozen):
+    """What texts of unequal length mean for the recommended candidate.
+
+    Peaks are those of one micro-batch. They are composed of measured blocks, and scaled to the whole model where that
+    was run.
+    """
+
+    batching: Batching
+    num_texts: int = Field(description="Texts of an epoch.")
+    num_cut: int = Field(description="Those that are longer than a sequence and are cut at its length.")
+    counted: bool = Field(description="False if the texts follow from a distribution, whose epoch is assumed.")
+    tokens_per_sequence: float = Field(description="Tokens of texts in a padded or packed row, in the mean.")
+    padding_share: float = Field(description="Share of the computed tokens that are padding.")
+    expected_peak_bytes: int
+    high_peak_bytes: int = Field(description="999 of 1000 micro-batches have at most this peak.")
+    out_of_memory_probability: float = Field(description="That one epoch meets a micro-batch that does not fit.")
+
+
 class Recommendation(Frozen):
     """The best candidate so far.
 
@@ -120,8 +139,9 @@ class Recommendation(Frozen):
     `nearest_batch_sizes` then names the batch sizes below and above that it divides. `dividing` is the best candidate
     that does divide the stated batch; if none divides it, it is null, and `dividing_batch_sizes` names the nearest
     batch sizes that any candidate which fits divides.
-    `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training state and of
-    measured activations. What a whole run allocated is in `whole_model`.
+    Tokens are those of texts, without padding, where texts have unequal lengths; peaks are those of the longest
+    micro-batch. `predicted_peak_bytes` comes from formulas alone. `measured_peak_bytes` is composed of the training
+    state and of measured activations. What a whole run allocated is in `whole_model`.
     """
 
     candidate: Candidate
@@ -202,6 +222,7 @@ class Recommendation(Frozen):
         exclude_if=operator.not_,
     )
 
+    texts: TextFigures | None = Field(None, description="Null if every sequence is full.", exclude_if=is_null)
     plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
     @property

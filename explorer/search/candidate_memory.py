@@ -98,6 +98,7 @@ class CandidateMemory:
         self.fits_C: Mask = np.asarray(self.required_C <= limit_bytes)
         peak_C = table.static_bytes_C + composed_C
         measured = [row for row in whole if not self._log_std(np.array([row]))[0]]
+        self._whole_peaks, self._peak_C = dict(whole), peak_C
         self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
         room_C = limit_bytes - self._required(-table.static_bytes_C.astype(np.float64))
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)
@@ -114,6 +115,17 @@ class CandidateMemory:
     def predicted_bytes(self, row: int) -> StepBytes:
         """Bytes of a candidate's step as predicted before anything was measured."""
         return self._step_bytes(row, *self._table.activation_bytes(*self._surrogate.predicted_bytes_3K))
+
+    def whole_peak(self, row: int) -> int | None:
+        """The peak of a candidate's whole model; None if it was not run."""
+        return self._whole_peaks.get(row)
+
+    def probability_fits(self, row: int) -> float:
+        """The probability that a candidate's whole model fits, whatever the allocator cannot place."""
+        whole = self.whole_peak(row)
+        if whole is not None:
+            return float((self._exceeded(whole) >= 0.0).mean())
+        return float(probability_below(self._exceeded(self._peak_C[row]), self._errors_of_peaks, self._bounds).mean())
 
     def is_tight(self, rows: Ints) -> Mask:
         """Which of `rows` might not fit, shape (A,): its bytes may be `MOST_DEVIATIONS` above the prediction."""

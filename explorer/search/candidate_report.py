@@ -21,6 +21,7 @@ from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, nois
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
+from bexp.explorer.search.text_figures import text_figures
 from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.hardware import BackendSupport
@@ -119,6 +120,7 @@ def build_recommendation(
             *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
         ),
         dividing=dividing,
+        texts=text_figures(posterior, best.row),
         dividing_batch_sizes=dividing_batch_sizes(posterior) if dividing is None else (),
         prefer=request.prefer,
         headroom=request.headroom,

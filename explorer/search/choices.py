@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection
 import numpy as np
 
 from bexp.explorer.cost_model.composition import Composition, Ints, Mask
+from bexp.explorer.cost_model.request_texts import tokens_per_sequence
 from bexp.explorer.records.recommendation import DividingCandidate, MemoryChoice
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.confidence import confidence_score
@@ -92,7 +93,9 @@ def find_dividing(
         loss=1.0 - tokens_per_second / own,
         confidence=confidence_score(best.confidence),
         predicted=not posterior.is_known(row),
-        step_seconds=posterior.request.devices.batch_share * posterior.table.model.seq_length / tokens_per_second,
+        step_seconds=posterior.request.devices.batch_share
+        * tokens_per_sequence(posterior.table.model, posterior.request)
+        / tokens_per_second,
         peak_bytes=bytes_.peak,
         required_bytes=bytes_.required,
         whole_model=check,

@@ -2,8 +2,8 @@
 
 A subject is a hash of what the time of a component depends on beyond the component itself, the hardware and the
 versions of libraries: the shapes, number formats and code of its part of the model, the training, the routing, the
-padding and the allocator. Names of people and models are no part of it. Fields that are not known to be irrelevant
-count, so a new field of a model or of a request keeps components apart until it is listed here.
+lengths of texts and the allocator. Names of people and models are no part of it. Fields that are not known to be
+irrelevant count, so a new field of a model or of a request keeps components apart until it is listed here.
 """
 
 from __future__ import annotations
@@ -101,6 +101,8 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
         "num_processes": request.num_devices if is_communication_timed(request, report.hardware) else 1,
         "num_devices": request.num_devices if steps else None,
     }
+    if request.batching == "packed":
+        document["flattened"] = request.runner.flattens
     if report.parts is None:
         return document | {"model": _describe_spec(kind, request.shapes)}
     return document | {"model": _describe_parts(kind, part, report.parts, request.hf_config or {})}

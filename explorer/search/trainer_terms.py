@@ -117,6 +117,7 @@ def find_missing(
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
+        "rows": _has_other_rows(trainer, request, attention),
         "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
     }
     if not any(missing.values()):
@@ -134,9 +135,17 @@ def find_missing(
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",
         "optimizer": f"the optimizer '{request.training.optimizer.name}'",
+        "rows": f"packed rows as attention '{attention}' was measured with them",
         "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
     }
     return {name: words[name] for name, is_missing in missing.items() if is_missing}
+
+
+def _has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None) -> bool:
+    """Whether the trainer makes one row of a packed micro-batch where several were measured, or the reverse."""
+    if request.batching != "packed" or (attention or "").startswith("flash_attention"):
+        return False
+    return trainer.flattens is not request.runner.flattens
 
 
 def _is_other_precision(

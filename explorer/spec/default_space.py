@@ -19,9 +19,9 @@ def default_executions(request: ExplorationRequest, device_kind: str | None) -> 
     """Return the executions to explore on a kind of device; None is one that is not known yet.
 
     CUDA graphs are for training on one GPU. Lengths that differ from batch to batch would be compiled and captured
-    anew, so padded batches run eagerly, as does what several devices compute together.
+    anew, so texts of unequal length run eagerly, as does what several devices compute together.
     """
-    if _is_quick(request, device_kind) or request.padding != "none" or request.devices.has_mesh:
+    if _is_quick(request, device_kind) or request.lengths is not None or request.devices.has_mesh:
         return (Execution.EAGER,)
     if max(request.devices.context_parallel_sizes, default=1) > 1:
         return (Execution.EAGER,)

@@ -13,6 +13,7 @@ from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
 from bexp.explorer.spec.fabric import FabricSpec, expand_fabric
 from bexp.explorer.spec.labels import Labels
+from bexp.explorer.spec.lengths import Batching, Lengths, expand_lengths
 from bexp.explorer.spec.mesh import ParallelismSpec
 from bexp.explorer.spec.model import CapacityFactor, ModelSpec
 from bexp.explorer.spec.options import (
@@ -74,10 +75,17 @@ class ExplorationRequest(Frozen):
     hf_seq_length: Annotated[int, Field(ge=1, le=1 << 24)] | None = Field(
         None, description="Tokens a sequence in training, for `hf_config`."
     )
-    padding: Literal["none", "left", "right"] = Field(
-        "none",
-        description="Where texts of unequal length are padded, for `hf_config`. Padded batches bring an attention "
-        "mask, which rules out some attention back ends; lengths are drawn between half of the sequence and all of it.",
+    lengths: Lengths | None = Field(
+        None,
+        description="How long texts are, for `hf_config`, which cuts them at hf_seq_length: a histogram, or "
+        "`lognormal(mean, sigma)`. Null: every sequence is full.",
+        exclude_if=is_null,
+    )
+    batching: Batching | None = Field(
+        None,
+        description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or "
+        "`packed` into full sequences, with attention within each text. Null: `padded`.",
+        exclude_if=is_null,
     )
     target_config: dict[str, Any] | None = Field(
         None, description="What a registered target builds its model from; at most 256 KiB as JSON."
@@ -248,6 +256,7 @@ class ExplorationRequest(Frozen):
             expand_capacity_factors,
             expand_sharding,
             expand_execution,
+            expand_lengths,
             expand_trainer,
         ):
             data = expand(data)
@@ -278,6 +287,11 @@ class ExplorationRequest(Frozen):
     def target_name(self) -> str:
         """The target, with the default filled in."""
         return self.target or self.explored.default_target
+
+    @property
+    def batching_of_texts(self) -> Batching | None:
+        """How texts of unequal length become micro-batches; None if every sequence is full."""
+        return None if self.lengths is None else self.batching or "padded"
 
     @property
     def seq_length(self) -> int:

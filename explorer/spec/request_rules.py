@@ -20,6 +20,7 @@ from bexp.explorer.spec.execution_rules import (
 )
 from bexp.explorer.spec.expert_modes import check_expert_modes
 from bexp.explorer.spec.legal_meshes import check_meshes
+from bexp.explorer.spec.length_rules import check_lengths
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.options import is_flash
 from bexp.explorer.spec.space_rules import (
@@ -57,9 +58,7 @@ def check_sequence_of_config(request: ExplorationRequest) -> None:
 
 
 def check_training_of_target(request: ExplorationRequest) -> None:
-    """Padding, precision and LoRA change how a transformers model trains; the reference layers have none of them."""
-    if request.padding != "none" and request.target_name != TRANSFORMERS:
-        raise RuleError(f"padded batches need target '{TRANSFORMERS}'", "padding", "target")
+    """Lengths, precision and LoRA change how a transformers model trains; the reference layers have none of them."""
     if Kernels.LIGER in (request.kernels or ()) and request.target_name != TRANSFORMERS:
         raise RuleError(f"kernels '{Kernels.LIGER}' need target '{TRANSFORMERS}'", "kernels", "target")
     if request.training.keeps_master_weights:
@@ -196,6 +195,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
     check_mesh,
+    check_lengths,
     check_training_of_target,
     check_experts,
     check_capacity,
@@ -212,6 +212,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
 RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
+    check_lengths,
     check_training_of_target,
     check_parallelism,
     check_kernels,

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from typing import Literal
 
 from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.target import TRANSFORMERS
@@ -43,6 +44,7 @@ class TrainerName(StrEnum):
 
     BEXP = "bexp"
     TRANSFORMERS = "transformers"
+    TRL = "trl"
     ACCELERATE = "accelerate"
     DEEPSPEED = "deepspeed"
     TORCHTITAN = "torchtitan"
@@ -86,6 +88,8 @@ class Trainer:
     lora: bool = True
     optimizers: bool = False
     targets: frozenset[str] = frozenset()
+    batchings: frozenset[Batching] = frozenset({"padded", "grouped", "packed"})
+    flattens: bool = False
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     upcast_attention: frozenset[str] = frozenset()
     allocator: Literal["default", "expandable_segments"] = "default"
@@ -119,6 +123,15 @@ class Trainer:
 
 
 _LIBRARY_RUNS_IT = frozenset({TRANSFORMERS})
+_PADDED: frozenset[Batching] = frozenset({"padded", "grouped"})
+_LIBRARY_TRAINER = Trainer(
+    title="transformers' Trainer",
+    optimizers=True,
+    attention=LIBRARY_ATTENTION,
+    experts=LIBRARY_EXPERTS,
+    policies=frozenset({Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.FULL}),
+    targets=_LIBRARY_RUNS_IT,
+)
 _PIPELINES = frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED})
 
 TRAINERS: Mapping[TrainerName, Trainer] = {
@@ -138,14 +151,8 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         liger=True,
         targets=_LIBRARY_RUNS_IT,
     ),
-    TrainerName.TRANSFORMERS: Trainer(
-        title="transformers' Trainer",
-        optimizers=True,
-        attention=LIBRARY_ATTENTION,
-        experts=LIBRARY_EXPERTS,
-        policies=frozenset({Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.FULL}),
-        targets=_LIBRARY_RUNS_IT,
-    ),
+    TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
+    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True),
     TrainerName.ACCELERATE: Trainer(
         title="accelerate",
         optimizers=True,
@@ -169,6 +176,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         chunked_loss=True,
         compiled_layers=True,
         lora=False,
+        batchings=frozenset(),
         allocator="expandable_segments",  # its run_train.sh sets it
     ),
     TrainerName.MEGATRON: Trainer(
@@ -182,6 +190,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         schedules=_PIPELINES,
         capacity=True,
         lora=False,
+        batchings=frozenset(),
         precisions=("master",),
     ),
     TrainerName.LIGHTNING: Trainer(
@@ -217,5 +226,6 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         tiles=True,
         chunked_loss=True,  # the system's compiler decides how the loss is computed
         lora=False,
+        batchings=frozenset(),
     ),
 }

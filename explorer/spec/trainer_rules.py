@@ -103,6 +103,8 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
         yield "training.optimizer.name", f"the optimizer '{training.optimizer.name}'"
     if training.lora is not None and not trainer.lora:
         yield "training.lora", "LoRA"
+    if (batching := request.batching_of_texts) is not None and batching not in trainer.batchings:
+        yield "batching" if request.batching else "lengths", f"{batching} texts"
     library = request.hf_config is not None and request.target_name == TRANSFORMERS
     if library and training.lora is None and training.precision not in trainer.precisions:
         yield "training.precision", f"precision '{training.precision}'"

@@ -268,6 +268,24 @@ def test_yaml_bombs_and_oddities_are_refused(client: TestClient, text: str) -> N
     assert "set_int_max_str_digits" not in response.text
 
 
+@pytest.mark.parametrize(
+    ("lengths", "sentence"),
+    [
+        ({"0": 3}, "entry 1 must be a whole number from 1 on"),
+        ({"hunter2": 3}, "entry 1 must be a whole number from 1 on"),
+        ({}, "has no lengths"),
+        ("hunter2", "lognormal(mean, sigma)"),
+        ({"password": "hunter2"}, "entry 1 must be"),
+    ],
+)
+def test_lengths_that_are_none_are_refused_with_a_sentence(client: TestClient, lengths: object, sentence: str) -> None:
+    document = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 64, "lengths": lengths}
+    response = client.post(EXPLORATIONS, json=document)
+    assert_problem(response, 422)
+    assert sentence in response.text
+    assert "hunter2" not in response.text
+
+
 def test_secrets_in_a_wrong_place_are_not_sent_back(client: TestClient) -> None:
     document = change("seed", "hunter2") | {"micro_batch_size": {"password": "hunter2"}}
     response = client.post(EXPLORATIONS, json=document)

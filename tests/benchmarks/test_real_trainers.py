@@ -44,7 +44,7 @@ def run(size: int, speed: float | None, **more: Any) -> Run:
 def row_of(recommendation: Run | None, **more: Any) -> Run:
     answer = {"recommendation": recommendation, "job": {"created_at": "2026-11-30T"}}
     document = None if recommendation is None else answer
-    row: Run = {"model": "m", "fields": EXPLORED, "batch_size": 64, "seq_length": 16, "padded": False}
+    row: Run = {"model": "m", "fields": EXPLORED, "batch_size": 64, "seq_length": 16, "lengths": None}
     row |= {"exploration": {"wall_seconds": 61.2, "log": [], "document": document}, "sizes": {}, "rounds": []}
     return row | more
 

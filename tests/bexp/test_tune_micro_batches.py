@@ -10,12 +10,13 @@ import torch
 from torch.utils.data import RandomSampler, SequentialSampler, WeightedRandomSampler
 from transformers.trainer_pt_utils import LengthGroupedSampler
 
+from bexp.explorer.cost_model.epochs import Epoch
+from bexp.explorer.cost_model.expectation import LEAST_ERROR, Figures, expect
 from bexp.tune import measuring
-from bexp.tune.expectation import LEAST_ERROR, Figures, expect
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.measuring import MicroStep
-from bexp.tune.micro_batches import Epoch, MicroBatches, epoch_of, order_of, positions_of
+from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
 
 SIZE = 4
 Seconds = Callable[[Figures, Figures], Figures]

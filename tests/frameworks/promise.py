@@ -11,6 +11,7 @@ import torch
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.part_costs import predict_part_bytes
 from bexp.explorer.cost_model.step import static_parts
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.exports.registry import export
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.cpu_storages import LiveStorages
@@ -57,7 +58,10 @@ def write_promise(export_format: str, folder: Path) -> None:
 def _micro_step_peak(request: ExplorationRequest) -> int:
     build = BuildSettings(precision=request.training.precision)
     resolved = resolve_config(CONFIG, SEQ_LENGTH)
-    model, batch = build_model(resolved, build, CPU), make_batch(resolved.config, MICRO_BATCH_SIZE, SEQ_LENGTH, CPU)
+    model, batch = (
+        build_model(resolved, build, CPU),
+        make_batch(resolved.config, TextBatch.whole(MICRO_BATCH_SIZE, SEQ_LENGTH), CPU),
+    )
     with LiveStorages([*model.parameters(), *model.buffers(), *batch.values()]) as storages:
         with build.autocast(CPU):
             loss = model(**batch).loss

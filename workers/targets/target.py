@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 import torch
 
 from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
 from bexp.explorer.spec.candidate import Candidate
@@ -130,9 +131,16 @@ class ProfiledTarget(Protocol):
         """Raise UnsupportedTrialError if the candidate cannot be run here."""
 
     def component(
-        self, component: Component, model: ExploredModel, request: ExplorationRequest
+        self,
+        component: Component,
+        model: ExploredModel,
+        request: ExplorationRequest,
+        batch: TextBatch | None = None,
     ) -> AbstractContextManager[ComponentPasses]:
-        """Build the passes of a component; the context's end releases what they hold."""
+        """Build the passes of a component; the context's end releases what they hold.
+
+        `batch` is the micro-batch of a request whose texts have unequal lengths, which not every target takes.
+        """
 
     def optimizer_parts(
         self, candidate: Candidate, model: ExploredModel, request: ExplorationRequest

@@ -6,6 +6,7 @@ import pytest
 
 from bexp.api.answer import render_answer, render_recommendation
 from bexp.api.cli.results import usage_rows
+from bexp.api.summary import render_summary
 from bexp.api.text import bytes_text
 from bexp.client.explorations import Exploration
 from bexp.explorer.records.measurement import Outcome
@@ -17,6 +18,7 @@ from bexp.explorer.records.recommendation import (
     Relaxation,
     RelaxationKind,
     RunnerUpCheck,
+    TextFigures,
     VariantAnswer,
 )
 from bexp.explorer.search.event_messages import describe_noise
@@ -89,14 +91,37 @@ def test_the_heading_says_how_a_transformers_model_was_trained() -> None:
             "hf_config": {"model_type": "llama"},
             "hf_seq_length": 32,
             "execution": ["eager", "compile"],
-            "padding": "right",
             "training": {"precision": "autocast", "lora": {"r": 8, "target_modules": "all-linear"}},
         }
     )
     text = " ".join(render_answer(ANSWER, request).split())
-    assert (
-        "(target transformers, train, eager or compile, 32 tokens per sequence, padded right, autocast, LoRA of rank 8)"
-    ) in text
+    assert ("(target transformers, train, eager or compile, 32 tokens per sequence, autocast, LoRA of rank 8)") in text
+
+
+def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
+    fields = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 32, "lengths": {16: 900, 40: 100}}
+    figures = TextFigures(
+        batching="padded",
+        num_texts=1000,
+        num_cut=100,
+        counted=True,
+        tokens_per_sequence=17.6,
+        padding_share=0.314,
+        expected_peak_bytes=3 << 30,
+        high_peak_bytes=5 << 30,
+        out_of_memory_probability=0.0123,
+    )
+    best = RECOMMENDATION.model_copy(update={"texts": figures})
+    request = ExplorationRequest.model_validate(fields)
+    text = " ".join("\n".join(render_recommendation(best, request)).split())
+    assert "32 tokens per sequence, padded texts)" in text
+    assert "texts padded; 31% of the computed tokens are padding, which tokens/s leave out" in text
+    assert "epoch 1,000 texts; 100 are longer than a sequence and cut" in text
+    assert "peaks 3.0 GiB of a micro-batch in the mean, at most 5.0 GiB of 99.9% of them" in text
+    assert "a chance of 1.2% that an epoch runs out of memory" in text
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
+    short = " ".join(render_summary(answer, "job", request).split())
+    assert "texts padded; 31% of the computed tokens are padding" in short
 
 
 def test_the_heading_says_that_there_are_master_weights() -> None:

@@ -209,6 +209,25 @@ def test_tokens(bexp: Run, queue: Queue) -> None:
     assert bexp("token", "list").stdout.splitlines()[1:] == []
 
 
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ("12\n0\n", "'0' in line 2 must be a whole number from 1 on"),
+        ("12\nmany\n", "'many' in line 2 must be a whole number from 1 on"),
+        ("\n", "it has no lengths"),
+        (None, "No such file or directory: lengths.txt"),
+    ],
+)
+def test_a_file_of_lengths_that_has_something_else_is_refused(
+    bexp: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, sentence: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    if text is not None:
+        (tmp_path / "lengths.txt").write_text(text)
+    assert_usage(bexp("explore", "config.json", "--seq-length", "64", "--lengths", "lengths.txt"), sentence)
+
+
 def test_a_choice_that_does_not_exist_is_refused_with_those_that_do(bexp: Run) -> None:
     done = bexp("explore", "config.json", "--execution", "jit")
     assert done.code == 2

@@ -306,21 +306,22 @@ def test_a_models_weights_adapters_and_checkpointing_are_compared(caplog: pytest
 @pytest.mark.parametrize(
     ("length", "padded", "measured", "differences"),
     [
-        (12, False, "none", []),
-        (12, True, "right", []),
-        (12, True, "none", ["padded sequences, not whole ones"]),
-        (12, False, "right", ["whole sequences, not padded ones"]),
-        (10, True, "none", ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
-        (10, True, "right", []),
-        (13, True, "right", ["sequences of up to 13 tokens, not 12"]),
+        (12, False, None, []),
+        (12, True, "padded", []),
+        (12, True, None, ["padded sequences, not whole ones"]),
+        (12, False, "grouped", ["whole sequences, not padded ones"]),
+        (10, True, None, ["sequences of up to 10 tokens, not 12", "padded sequences, not whole ones"]),
+        (10, True, "padded", []),
+        (13, True, "padded", ["sequences of up to 13 tokens, not 12"]),
     ],
 )
 def test_the_batches_that_a_model_is_given_are_compared(
-    length: int, padded: bool, measured: str, differences: list[str], caplog: pytest.LogCaptureFixture
+    length: int, padded: bool, measured: str | None, differences: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     told = told_of_a_config({"precision": "autocast"})
     told["recommendation"]["candidate"] |= {"recompute": "none"}
-    told["job"]["request"] |= {"padding": measured}
+    if measured is not None:
+        told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": measured}
     model = models.tiny("olmoe")
     callback, [warned] = beginning(caplog, told, model, max_length=1024)
     assert warned == "sequences of up to 1024 tokens, not 12"
@@ -336,18 +337,72 @@ def test_the_batches_that_a_model_is_given_are_compared(
     assert text.partition("not as measured (")[2].partition("): ")[0] == "; ".join(differences)
 
 
+TEXTS = {"lengths": {"histogram": [[12, 3], [6, 1]]}}
+
+
+@pytest.mark.parametrize(
+    ("batching", "arguments", "differences"),
+    [
+        ("packed", {"packing": True}, []),
+        ("packed", {"packing": False}, ["texts that are padded, not packed documents that attend to themselves alone"]),
+        ("padded", {"packing": True}, ["packed documents that attend to themselves alone, not texts that are padded"]),
+        ("padded", {"packing": False, "train_sampling_strategy": "random"}, []),
+        ("grouped", {"train_sampling_strategy": "group_by_length"}, []),
+        (
+            "grouped",
+            {"train_sampling_strategy": "random"},
+            ["texts in the order 'random', and grouped ones were measured"],
+        ),
+        (
+            "padded",
+            {"train_sampling_strategy": "group_by_length"},
+            ["texts in the order 'group_by_length', and padded ones were measured"],
+        ),
+    ],
+)
+def test_what_becomes_of_texts_is_compared(
+    batching: str, arguments: dict[str, Any], differences: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    told = told_of_a_config({"precision": "pure"})
+    told["job"]["request"] |= {**TEXTS, "batching": batching}
+    assert beginning(caplog, told, **arguments)[1] == differences
+
+
+@pytest.mark.parametrize(("counted", "tokens"), [(None, 10.5), ("all", 10.5), ("non_padding", 8.0)])
+def test_padding_counts_for_nothing_where_texts_were_measured(
+    counted: str | None, tokens: float, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A sequence has the mean of the texts, unless the Trainer counts them itself: here 8 tokens each."""
+    told = told_of_a_config({"precision": "pure"})
+    told["job"]["request"] |= TEXTS
+    told["recommendation"]["texts"] = {"tokens_per_sequence": 10.5}
+    callback, _ = beginning(caplog, told)
+    state = SimpleNamespace(**vars(STATE) | {"num_input_tokens_seen": 0})
+    args = SimpleNamespace(**vars(ARGS) | {"include_num_input_tokens_seen": counted})
+    for _ in range(6):
+        callback.on_step_begin(args, state, None)
+        callback.on_substep_end(args, state, None)
+        state.num_input_tokens_seen += 2 * 4 * 8
+        callback.on_step_end(args, state, None)
+    callback.on_train_end(args, state, None)
+    report = callback.report
+    assert report is not None
+    per_step = report.tokens_per_second * report.seconds / report.steps
+    assert per_step == pytest.approx(2 * 4 * tokens, rel=0.01)
+
+
 def test_one_sequence_without_padding_may_be_whole_or_of_unequal_lengths() -> None:
     setup, model = RecommendedSetup.read(told_of_a_config({"precision": "autocast"})), models.tiny("olmoe")
     for measured, num_tokens, differences in (
-        ("right", 8, []),
-        ("none", 8, []),
-        ("none", 6, ["padded sequences, not whole ones"]),
+        ("padded", 8, []),
+        ("full", 8, []),
+        ("full", 6, ["padded sequences, not whole ones"]),
     ):
         seen = SeenBatches()
         seen.watch(model)
         model(input_ids=torch.ones(1, 8, dtype=torch.long), attention_mask=(torch.arange(8)[None] < num_tokens).long())
         seen.stop()
-        assert list(seen.padding_difference(replace(setup, padding=measured))) == differences
+        assert list(seen.padding_difference(replace(setup, batching=measured))) == differences
 
 
 @pytest.mark.parametrize("optimizer", ["adamw_torch_fused", "adafactor"])

@@ -28,7 +28,10 @@ from tests.explorer.exports.simulated import (
     simulated,
 )
 
-LIBRARY = {TrainerName.TRANSFORMERS, TrainerName.ACCELERATE, TrainerName.AXOLOTL, TrainerName.LLAMAFACTORY}
+LIBRARY = {
+    *(TrainerName.TRANSFORMERS, TrainerName.TRL, TrainerName.ACCELERATE, TrainerName.AXOLOTL),
+    TrainerName.LLAMAFACTORY,
+}
 """Trainers with the library's attention and full logits, which keep the weights as they were measured."""
 MASTER_BYTES = NUM_PARAMETERS * (4 + 2 * (4 - 2))
 """Float32 master weights, and moments in float32 where they were in bfloat16."""
@@ -45,7 +48,7 @@ def chosen(found: Simulated, trainer: TrainerName) -> Choice:
 def can_be_told(trainer: TrainerName) -> Callable[[Candidate], bool]:
     """What the trainer has a name for, without the tables of the code."""
     policies = {Recompute.NONE, Recompute.FULL}
-    if trainer is TrainerName.TRANSFORMERS:
+    if trainer in {TrainerName.TRANSFORMERS, TrainerName.TRL}:
         policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50}
     elif trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}:
         policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75}
@@ -334,7 +337,7 @@ def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
         plan(exploration(mode="eval"))
     with pytest.raises(ExportError, match="cannot read it"):
         plan(ExportSource("job1", None, None, answer.recommendation))
-    with pytest.raises(UnknownFormatError, match="the formats are transformers, python, accelerate"):
+    with pytest.raises(UnknownFormatError, match="the formats are transformers, trl, python, accelerate"):
         export("toml", answer)
 
 

@@ -108,7 +108,7 @@ def test_the_layers_of_a_deeper_model_are_the_same() -> None:
     assert subjects_of_parts({"_name_or_path": "another/name"}, batch_size=64) == before
     deeper = subjects_of_parts({"num_hidden_layers": 6, "layer_types": ["full", "sliding"] * 3})
     assert {kind for kind in before if before[kind] != deeper[kind]} == {"optimizer"}
-    padded = subjects_of_parts({}, padding="left")
+    padded = subjects_of_parts({}, lengths={512: 1})
     assert not set(padded.values()) & set(before.values())
 
 

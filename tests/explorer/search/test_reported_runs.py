@@ -99,8 +99,12 @@ def test_two_requests_are_about_the_same_training_whatever_they_explore() -> Non
     alone, together = (small_request(num_devices=2, parallelism={"tensor": size}) for size in (1, 2))
     assert not is_same_training(alone, together), "a device has half of each block"
     config: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 8}
-    plain, padded = (ExplorationRequest.model_validate(config | {"padding": side}) for side in ("none", "left"))
+    plain, padded, packed = (
+        ExplorationRequest.model_validate(config | texts)
+        for texts in ({}, {"lengths": {8: 1}}, {"lengths": {8: 1}, "batching": "packed"})
+    )
     assert not is_same_training(plain, padded)
+    assert not is_same_training(padded, packed)
 
 
 @pytest.mark.parametrize(

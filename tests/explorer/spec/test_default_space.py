@@ -52,7 +52,7 @@ def test_what_is_named_is_explored_on_any_device() -> None:
     [
         ({"mode": "eval"}, (Execution.EAGER, Execution.COMPILE)),
         ({"num_devices": 2}, (Execution.EAGER, Execution.COMPILE)),
-        ({"padding": "right"}, EAGER),
+        ({"lengths": {512: 3}}, EAGER),
         ({"trainer": "transformers"}, EAGER),
         ({"trainer": "accelerate"}, (Execution.EAGER, Execution.COMPILE)),
         ({"trainer": "bexp"}, tuple(Execution)),

@@ -69,7 +69,7 @@ def test_a_target_of_a_file_is_named_after_it(file: str, name: str) -> None:
         ({"model": MODEL, **HUGGING_FACE}, ("hf_config",)),
         ({"hf_config": CONFIG}, ("hf_seq_length",)),
         ({"model": MODEL, "hf_seq_length": 8}, ("hf_seq_length",)),
-        ({"model": MODEL, "padding": "right"}, ("padding",)),
+        ({"model": MODEL, "lengths": {8: 1}}, ("lengths",)),
         ({"model": MODEL, "training": {"precision": "autocast"}}, ("training", "precision")),
         ({"model": MODEL, "training": {"precision": "master"}}, ("training", "precision")),
         ({"target": "mine", "training": {"precision": "master"}}, ("training", "precision")),

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import time
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from functools import partial
 
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatches
+from bexp.explorer.records.measurement import BatchFigures, ComponentMeasurement
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.memory import ActivationBytes, measure_memory
@@ -18,6 +23,15 @@ from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.target import ComponentPasses, ProfiledTarget
 
 LONG_PASS_SECONDS = 0.25
+LEAST_SECONDS = 1e-9
+MEAN_SECONDS = (
+    "device_seconds",
+    "host_seconds",
+    "forward_device_seconds",
+    "stalled_seconds",
+    "waiting_forward_seconds",
+)
+BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 
 def measure_component(
@@ -31,12 +45,48 @@ def measure_component(
     """Build the passes of `component`, measure their memory, and time them.
 
     Memory is measured in untimed passes, without recomputation of the whole component. Timed passes run as the
-    component says. If ranks share its experts, all of them must call this at the same time.
+    component says. If ranks share its experts, all of them must call this at the same time. Where texts have unequal
+    lengths, several micro-batches are measured, and the result is their mean over an epoch.
     """
+    batches = text_batches(request, component.micro_batch_size)
+    if batches is None:
+        return _measure(instruments, lambda: target.component(component, model, request), component, clock)
+    measured = [
+        _measure(instruments, partial(target.component, component, model, request, batch), component, clock)
+        for batch in batches.measured
+    ]
+    return compose_batches(batches, measured)
+
+
+def compose_batches(batches: TextBatches, measured: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
+    """Return the mean of micro-batches over an epoch, with the bytes and the conditions of the longest."""
+    seconds: dict[str, float] = {}
+    for name in MEAN_SECONDS:
+        values = [getattr(one, name) for one in measured]
+        if None not in values:
+            seconds[name], error = batches.expect(values)
+            if name == "device_seconds":
+                own = max(one.standard_error_seconds / max(one.device_seconds, LEAST_SECONDS) for one in measured)
+                seconds["standard_error_seconds"] = math.hypot(error, own * seconds[name])
+    figures = tuple(
+        BatchFigures(positions=batch.positions, **{name: getattr(one, name) for name in ("device_seconds", *BYTES)})
+        for batch, one in zip(batches.measured, measured, strict=True)
+    )
+    longest = {name: max(getattr(one, name) for one in measured) for name in BYTES}
+    bad = next((one.conditions for one in measured if one.contamination is not None), measured[-1].conditions)
+    return measured[-1].model_copy(update={**seconds, **longest, "batches": figures, "conditions": bad})
+
+
+def _measure(
+    instruments: Instruments,
+    build: Callable[[], AbstractContextManager[ComponentPasses]],
+    component: Component,
+    clock: PhaseClock,
+) -> ComponentMeasurement:
     together = component.expert_parallel_size > 1 and instruments.rank_group.size > 1
     with ExitStack() as stack:
         with clock.phase("build"):
-            passes = stack.enter_context(target.component(component, model, request))
+            passes = stack.enter_context(build())
         with clock.phase("warm_up"):
             memory = _warm_up(instruments, passes)
         with clock.phase("timed"), instruments.monitor.watch() as watch:

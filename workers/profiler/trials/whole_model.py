@@ -12,6 +12,8 @@ from typing import Generic, Protocol, TypeVar
 
 import torch
 
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatches
 from bexp.explorer.records.measurement import WholeModelMeasurement
 from bexp.explorer.search.suggestion import LONG_STEP_SECONDS
 from bexp.explorer.spec.candidate import Candidate
@@ -94,7 +96,7 @@ def run_whole_model(
             return stack.enter_context(target.training_run(candidate, model, request))
 
         compiles = request.execution_of(candidate).compiles
-        return _summarize(_run(instruments, build, clock, compiles=compiles), request)
+        return _summarize(_run(instruments, build, clock, compiles=compiles), request, candidate)
 
 
 def run_mesh_model(
@@ -198,16 +200,36 @@ def _run(
     return _TimedSteps(training, marks, peak - instruments.own_bytes, reserved, watch)
 
 
-def _summarize(run: _TimedSteps[TrainingRun], request: ExplorationRequest) -> WholeModelMeasurement:
+def _step_error(marks: Sequence[Sequence[Mark]], micro_steps: list[float], batches: TextBatches | None) -> float:
+    """The standard error of a micro-step, from one step if there are no more."""
+    if len(marks) > 1:
+        return standard_error(micro_steps)
+    first, second, *others = _micro_steps(marks[0])
+    return standard_error([first, second]) if batches is None else batches.expect([second, *others])[1]
+
+
+def _split_texts(steps: Sequence[Sequence[Mark]], batches: TextBatches) -> tuple[list[float], list[float]]:
+    """Seconds of a micro-step of each step in the mean over an epoch, and what the first one took beyond its equal.
+
+    A step runs `batches.measured` after one of them, which comes first because the device may still run the optimizer.
+    """
+    each = [_micro_steps(moments) for moments in steps]
+    return [batches.expect(own)[0] for _, *own in each], [first - own[0] for first, *own in each]
+
+
+def _summarize(
+    run: _TimedSteps[TrainingRun], request: ExplorationRequest, candidate: Candidate
+) -> WholeModelMeasurement:
     marks, training = run.marks, run.training
-    micro_steps, once = _split(marks)
+    batches = text_batches(request, candidate.micro_batch_size)
+    micro_steps, once = _split(marks) if batches is None else _split_texts(marks, batches)
     optimizer = [before.seconds_until(end) for *_, before, end in marks]
     if not training.is_data_parallel:  # time that the first micro-step lacks belongs to the optimizer
         optimizer = [max(0.0, seconds + more) for seconds, more in zip(optimizer, once, strict=True)]
     return WholeModelMeasurement(
         micro_step_seconds=statistics.median(micro_steps),
         optimizer_seconds=statistics.median(optimizer) if request.mode == "train" else 0.0,
-        standard_error_seconds=standard_error(micro_steps if len(marks) > 1 else _micro_steps(marks[0])[:2]),
+        standard_error_seconds=_step_error(marks, micro_steps, batches),
         peak_bytes=run.peak_bytes,
         reserved_bytes=run.reserved_bytes,
         repeats=len(marks),

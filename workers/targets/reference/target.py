@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from bexp.explorer.cost_model.collectives import CommunicationUnits
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution
@@ -139,9 +140,13 @@ class ReferenceTarget:
 
     @contextmanager
     def component(
-        self, component: Component, model: ExploredModel, request: ExplorationRequest
+        self,
+        component: Component,
+        model: ExploredModel,
+        request: ExplorationRequest,
+        batch: TextBatch | None = None,
     ) -> Iterator[BlockPasses]:
-        """Build the block of a component with example inputs."""
+        """Build the block of a component with example inputs. Its sequences are full, so there is no `batch`."""
         spec = _specified(model)
         if (name := component.attention or component.experts) is not None:
             self._check_backend(component.kind, name, spec)

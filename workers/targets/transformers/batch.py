@@ -1,46 +1,65 @@
-"""Random micro-batches: token ids, labels, and padding where it is asked for."""
+"""Random micro-batches: token ids and labels, with what tells texts of unequal length apart."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, Literal, TypeGuard
+from dataclasses import replace
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor
 
-Padding = Literal["none", "left", "right"]
+from bexp.explorer.cost_model.text_batches import TextBatch
 
 _SPECIAL = re.compile(r".*(token_id|token_index|_index)")
 _IGNORED_LABEL = -100
-_SHORTEST = 0.5  # of the sequence length; padded lengths are uniform from here to the whole
 
 
-def make_batch(
-    config: Any,
-    micro_batch_size: int,
-    seq_length: int,
-    device: torch.device,
-    *,
-    padding: Padding = "none",
-    seed: int = 0,
-) -> dict[str, Tensor]:
-    """`input_ids` and `labels`, (micro_batch_size, seq_length), uniform over the ordinary tokens of the vocabulary.
+def make_batch(config: Any, texts: TextBatch, device: torch.device, *, seed: int = 0) -> dict[str, Tensor]:
+    """`input_ids` and `labels`, (rows, width), uniform over the ordinary tokens of the vocabulary.
 
-    With padding there is an `attention_mask`, at least one sequence is of full length, and labels of padding are
-    ignored by the loss. Ids that the configuration gives a special meaning are never drawn.
+    Padded rows have an `attention_mask`, and packed ones `position_ids` that begin anew with each text, as collators of
+    the library make them: labels of padding, and of the first token of a packed text, are ignored by the loss.
+    Flattened rows are one row. Ids that the configuration gives a special meaning are never drawn.
     """
-    generator = torch.Generator().manual_seed(seed * 1_000_003 + micro_batch_size)
+    generator = torch.Generator().manual_seed(seed * 1_000_003 + texts.size)
     ordinary = _ordinary_tokens(config)
-    drawn = torch.randint(len(ordinary), (micro_batch_size, seq_length), generator=generator)
+    drawn = torch.randint(len(ordinary), (texts.size, texts.width), generator=generator)
     ids_BS = ordinary[drawn]
     labels_BS = ids_BS.clone()
     batch = {"input_ids": ids_BS, "labels": labels_BS}
-    if padding != "none":
-        mask_BS = _mask(micro_batch_size, seq_length, padding, generator)
-        ids_BS.masked_fill_(mask_BS == 0, _padding_token(config))
-        labels_BS.masked_fill_(mask_BS == 0, _IGNORED_LABEL)
-        batch["attention_mask"] = mask_BS
+    if not texts.is_whole:
+        is_text_BS = torch.arange(texts.width) < torch.tensor([sum(row) for row in texts.rows])[:, None]
+        ids_BS.masked_fill_(~is_text_BS, _padding_token(config))
+        labels_BS.masked_fill_(~is_text_BS, _IGNORED_LABEL)
+        if texts.is_packed:
+            batch["position_ids"] = torch.stack([_positions(row, texts.width) for row in texts.rows])
+            labels_BS.masked_fill_(batch["position_ids"] == 0, _IGNORED_LABEL)
+        else:
+            batch["attention_mask"] = is_text_BS.long()
+    if texts.is_flattened:
+        batch = {name: tensor.reshape(1, -1) for name, tensor in batch.items()}
     return {name: tensor.to(device) for name, tensor in batch.items()}
+
+
+def arranged(texts: TextBatch, attention: str | None, *, flattens: bool) -> TextBatch:
+    """Return the texts as they reach a model with an attention of the library.
+
+    Flash attention takes one packed row, and a trainer that `flattens` gives one to any attention.
+    """
+    packs = texts.is_packed and not texts.is_whole
+    flat = packs and (flattens or is_flattened(attention))
+    return replace(texts, is_flattened=True) if flat else texts
+
+
+def is_flattened(attention: str | None) -> bool:
+    """Whether an attention of the library keeps packed texts apart in one row alone."""
+    return (attention or "").startswith("flash_attention")
+
+
+def _positions(row: tuple[int, ...], width: int) -> Tensor:
+    """The position of each token in its text; what is left of the row counts as a text."""
+    return torch.cat([torch.arange(n) for n in (*row, width - sum(row))])
 
 
 def _ordinary_tokens(config: Any) -> Tensor:
@@ -53,16 +72,6 @@ def _ordinary_tokens(config: Any) -> Tensor:
     allowed = torch.ones(int(text_config.vocab_size), dtype=torch.bool)
     allowed[[token for token in special if 0 <= token < len(allowed)]] = False
     return allowed.nonzero().flatten()
-
-
-def _mask(micro_batch_size: int, seq_length: int, padding: Padding, generator: torch.Generator) -> Tensor:
-    shortest = max(int(seq_length * _SHORTEST), 1)
-    lengths_B = torch.randint(shortest, seq_length + 1, (micro_batch_size,), generator=generator)
-    lengths_B[0] = seq_length
-    position_S = torch.arange(seq_length)
-    if padding == "left":
-        position_S = position_S.flip(0)
-    return (position_S[None, :] < lengths_B[:, None]).long()
 
 
 def _padding_token(config: Any) -> int:

@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.workers.targets.transformers.batch import Padding, make_batch
+from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.expert_inputs import ExpertInputs
 from bexp.workers.targets.transformers.layers import BuiltLayer
@@ -18,7 +19,7 @@ from bexp.workers.targets.transformers.skeleton import Skeleton
 
 
 class PartsBuilder:
-    """Makes layers, shell and whole model for micro-batches of any size.
+    """Makes layers, shell and whole model for micro-batches of any texts.
 
     The weights of one layer of each kind and of the shell stay on the device from the first part until `release`: the
     whole model has them too, so that they take no memory from a part that training would leave to it. A part that was
@@ -34,31 +35,25 @@ class PartsBuilder:
         settings: BuildSettings,
         *,
         classes: frozenset[type[nn.Module]],
-        padding: Padding = "none",
         followed_outputs: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         self.resolved = resolved
         self.kinds = tuple(kinds)
         self.device = device
         self.settings = settings
-        self.padding = padding
         self._followed = followed_outputs or {}
         self._classes = classes
         self._skeleton: Skeleton | None = None
         self._expert_inputs: ExpertInputs | None = None
 
-    def batch(self, micro_batch_size: int) -> dict[str, Tensor]:
-        """Random token ids and labels on the device, and an attention mask if the builder pads."""
-        length = self.resolved.seq_length
-        return make_batch(
-            self.resolved.config, micro_batch_size, length, self.device, padding=self.padding, seed=self.settings.seed
-        )
+    def batch(self, texts: TextBatch | int) -> dict[str, Tensor]:
+        """Random token ids and labels on the device, of these texts or of so many full sequences."""
+        return make_batch(self.resolved.config, self._texts(texts), self.device, seed=self.settings.seed)
 
-    def pad(self, padding: Padding) -> None:
-        """Pad the batches of all parts that are handed out from now on."""
-        self.padding = padding
+    def _texts(self, texts: TextBatch | int) -> TextBatch:
+        return TextBatch.whole(texts, self.resolved.seq_length) if isinstance(texts, int) else texts
 
-    def layer(self, kind: str, micro_batch_size: int) -> BuiltLayer:
+    def layer(self, kind: str, texts: TextBatch | int) -> BuiltLayer:
         """One layer of `kind`, ready to run. KeyError if there is no such kind.
 
         If it has experts, its hidden states are those of a typical depth of the model. Else they are the embedding's.
@@ -66,15 +61,15 @@ class PartsBuilder:
         if kind not in self.kinds:
             raise KeyError(kind)
         index = self.kinds.index(kind)
-        call = self.skeleton.call(self.batch(micro_batch_size), index)
+        call = self.skeleton.call(self.batch(texts), index)
         module = self.skeleton.layers[index]
         return BuiltLayer(
-            module, self._inputs.deepened(call, index, micro_batch_size), self.settings, self._followed.get(kind)
+            module, self._inputs.deepened(call, index, self._texts(texts)), self.settings, self._followed.get(kind)
         )
 
-    def shell(self, micro_batch_size: int) -> ShellPart:
+    def shell(self, texts: TextBatch | int) -> ShellPart:
         """Embedding, norm, head and loss, ready to run."""
-        return ShellPart(self.skeleton, self.batch(micro_batch_size))
+        return ShellPart(self.skeleton, self.batch(texts))
 
     def whole(self) -> Any:
         """The whole model on the device. The parts are dropped first."""
@@ -105,7 +100,7 @@ class PartsBuilder:
     def _sequence(self, number: int) -> dict[str, Tensor]:
         """A micro-batch of one sequence without padding."""
         seed = self.settings.seed + number
-        return make_batch(self.resolved.config, 1, self.resolved.seq_length, self.device, seed=seed)
+        return make_batch(self.resolved.config, self._texts(1), self.device, seed=seed)
 
     @property
     def skeleton(self) -> Skeleton:

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.skeleton import LayerCall, Skeleton, hidden_states
 from bexp.workers.targets.transformers.trees import map_tensors, tensors_of
@@ -47,7 +48,7 @@ class ExpertInputs:
         self._representatives: dict[int, int] | None = None
         self._known: dict[int, list[Tensor]] = defaultdict(list)
 
-    def deepened(self, call: LayerCall, representative: int, micro_batch_size: int) -> LayerCall:
+    def deepened(self, call: LayerCall, representative: int, texts: TextBatch) -> LayerCall:
         """`call` with hidden states of a typical layer of the representative's kind.
 
         It is the layer whose experts have loads that are nearest to the mean over all layers of the kind, the loads of
@@ -60,10 +61,13 @@ class ExpertInputs:
             self._representatives = self._typical_layers()
         if representative not in self._representatives.values():
             return call
-        for number in range(len(self._known[representative]), min(micro_batch_size, MOST_SEQUENCES)):
+        for number in range(len(self._known[representative]), min(texts.size, MOST_SEQUENCES)):
             self._pass_through(number, self._representatives)
         rows = self._known[representative]
-        repeated = [rows[number % len(rows)] for number in range(micro_batch_size)]
+        repeated = [rows[number % len(rows)] for number in range(texts.size)]
+        if not texts.is_whole:
+            shortened = torch.cat([row.narrow(1, 0, texts.width) for row in repeated])
+            return call.with_hidden(shortened.reshape(call.hidden.shape))
         pairs = zip(call.hidden.shape, rows[0].shape, strict=True)
         batch_axis = next((axis for axis, (size, of_one) in enumerate(pairs) if size != of_one), 0)
         return call.with_hidden(torch.cat(repeated, batch_axis))

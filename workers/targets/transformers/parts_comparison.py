@@ -8,7 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from bexp.workers.targets.transformers.batch import Padding, make_batch
+from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError, require_all_equal, require_equal
 from bexp.workers.targets.transformers.config import ResolvedConfig
@@ -62,7 +63,7 @@ class PartsComparison:
         self.followed_outputs: dict[str, tuple[int, ...]] = {}
         self.saved_bytes_per_token: dict[str, float] = {}
         self._separate = False  # each layer is built on its own, since one does not stand for another
-        self._runs: dict[tuple[int, Padding], ReferenceRun] = {}
+        self._runs: dict[TextBatch, ReferenceRun] = {}
         self._layer_gradients: dict[int, dict[int, Tensor]] = {}
         self._builder: PartsBuilder | None = None
 
@@ -71,24 +72,26 @@ class PartsComparison:
         self._separate = True
         self._builder = None
 
-    def reference(self, size: int, padding: Padding = "none") -> ReferenceRun:
-        """The whole model's pass with a micro-batch of `size` sequences."""
-        if (size, padding) not in self._runs:
-            run = run_reference(
-                self.model, self.layers, make_batch(self.tiny.config, size, self.tiny.seq_length, CPU, padding=padding)
-            )
-            self._runs[size, padding] = run
-        return self._runs[size, padding]
+    def reference(self, texts: TextBatch | int) -> ReferenceRun:
+        """The whole model's pass with a micro-batch of these texts, or of so many full sequences."""
+        texts = self._texts(texts)
+        if texts not in self._runs:
+            self._runs[texts] = run_reference(self.model, self.layers, make_batch(self.tiny.config, texts, CPU))
+        return self._runs[texts]
 
-    def replay_all(self, size: int, padding: Padding = "none") -> None:
+    def _texts(self, texts: TextBatch | int) -> TextBatch:
+        return TextBatch.whole(texts, self.tiny.seq_length) if isinstance(texts, int) else texts
+
+    def replay_all(self, texts: TextBatch | int) -> None:
         """Replay every layer alone: same outputs, and same gradients of arguments and parameters.
 
         DifferenceError if not; OtherLayerError if a layer differs that another one of its kind stands for.
         """
-        run = self.reference(size, padding)
-        builder = self._parts(padding)
+        texts = self._texts(texts)
+        run = self.reference(texts)
+        builder = self._parts()
         for index, name in enumerate(builder.kinds):
-            part = builder.layer(name, size)
+            part = builder.layer(name, texts)
             part.module.load_state_dict(self.layers[index].state_dict())
             record = run.records[index]
             represents_itself = builder.kinds.index(name) == index
@@ -100,8 +103,8 @@ class PartsComparison:
                 if represents_itself:
                     raise
                 raise OtherLayerError(str(error)) from error
-            if padding == "none":
-                kept = bytes_saved_by(part) / (size * self.tiny.seq_length)
+            if texts.is_whole:
+                kept = bytes_saved_by(part) / texts.positions
                 self.saved_bytes_per_token[self.kinds[index]] = kept
 
     def _replay(self, index: int, part: BuiltLayer, record: LayerRecord, run: ReferenceRun) -> None:
@@ -145,8 +148,8 @@ class PartsComparison:
 
     def require_shell(self, size: int) -> None:
         """DifferenceError unless the shell has the model's logits and loss, and its backward reaches the embedding."""
-        self._shell_gradients(self.reference(size), size, "none")
-        part = self._parts("none").shell(size)
+        self._shell_gradients(self.reference(size), size)
+        part = self._parts().shell(size)
         loss = part.forward()
         loss.backward()
         embedding = part.model.get_input_embeddings().weight
@@ -155,8 +158,8 @@ class PartsComparison:
         if not bool(torch.isfinite(loss)) or not reached:
             raise DifferenceError("the backward pass does not reach the embedding")
 
-    def _shell_gradients(self, run: ReferenceRun, size: int, padding: Padding) -> dict[int, Tensor]:
-        part = self._parts(padding).shell(size)
+    def _shell_gradients(self, run: ReferenceRun, texts: TextBatch | int) -> dict[int, Tensor]:
+        part = self._parts().shell(texts)
         self._copy_shell_weights(part.model)
         part.clear_gradients()
         output = part.forward_with([run.records[index].stand_in() for index in range(len(self.layers))])
@@ -176,18 +179,18 @@ class PartsComparison:
                 if tensor.device.type != "meta":
                     tensor.copy_(theirs[name])
 
-    def require_sum(self, size: int, padding: Padding = "none") -> None:
+    def require_sum(self, texts: TextBatch | int) -> None:
         """DifferenceError unless the gradients of layers and shell add up to the model's."""
-        run = self.reference(size, padding)
-        self.replay_all(size, padding)
-        total = self._shell_gradients(run, size, padding)
+        run = self.reference(texts)
+        self.replay_all(texts)
+        total = self._shell_gradients(run, texts)
         for gradients in self._layer_gradients.values():
             for key, gradient in gradients.items():
                 total[key] = gradient if key not in total else total[key] + gradient
         triples = ((name, total.get(id(p)), run.gradients.get(id(p))) for name, p in self.model.named_parameters())
         require_all_equal("summed gradient", triples)
 
-    def _parts(self, padding: Padding) -> PartsBuilder:
+    def _parts(self) -> PartsBuilder:
         if self._builder is None:
             kinds = self.kinds
             names = [f"{kind}@{index}" for index, kind in enumerate(kinds)] if self._separate else kinds
@@ -196,10 +199,7 @@ class PartsComparison:
             self._builder = PartsBuilder(
                 self.tiny, names, CPU, self.settings, classes=classes, followed_outputs=followed
             )
-        builder: PartsBuilder = self._builder
-        if builder.padding != padding:
-            builder.pad(padding)
-        return builder
+        return self._builder
 
 
 def _require_same_arguments(index: int, part: BuiltLayer, record: LayerRecord) -> None:

@@ -12,6 +12,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend
 
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
@@ -21,6 +23,7 @@ from bexp.transformers.experts import expert_modules
 from bexp.transformers.set_up import set_up
 from bexp.transformers.settings import Settings, SettingsError
 from bexp.workers.instruments.back_ends import NO_GRAPHS, execution_support
+from bexp.workers.targets.transformers.batch import arranged, is_flattened
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.layers import BuiltLayer
@@ -124,6 +127,8 @@ class SettingsProbe:
         self._request = request
         self._device: torch.device = builder.device
         self._space = request.space_on(self._device.type)
+        batches = text_batches(request, 1 if request.batching == "packed" else 2)  # of one text none is padded
+        self._texts = TextBatch.whole(1, request.seq_length) if batches is None else batches.longest
 
     @property
     def default_attention(self) -> str:
@@ -170,7 +175,21 @@ class SettingsProbe:
                     name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=not is_default
                 )
             )
-        return tuple(supports)
+        return tuple(map(self._kept_apart, supports)) if self._request.batching == "packed" else tuple(supports)
+
+    def _arranged(self, attention: str) -> TextBatch:
+        return arranged(self._texts, attention, flattens=self._request.runner.flattens)
+
+    def _kept_apart(self, support: BackendSupport) -> BackendSupport:
+        """A back end that can be had, unless packed texts see one another with it."""
+        reason = (
+            self._resolved.find_leak(
+                self._device, support.name, flattened=self._request.runner.flattens or is_flattened(support.name)
+            )
+            if support.usable
+            else None
+        )
+        return support if reason is None else support.model_copy(update={"usable": False, "reason": reason})
 
     def _is_installed_flash(self, name: str) -> bool:
         """Whether a default space has an attention of the library that can be set: a package of flash attention's."""
@@ -277,7 +296,7 @@ class SettingsProbe:
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""
         for kind in dict.fromkeys(self._resolved.kinds):
-            part = self._builder.layer(kind, 1)
+            part = self._builder.layer(kind, self._arranged(settings.attention or self.default_attention))
             if settings.experts is not None and not expert_modules(part.module):
                 continue
             try:

@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.formats.model_types import PADDING, reserved_positions
-from bexp.workers.targets.transformers.batch import Padding, make_batch
+from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
     ResolvedConfig,
@@ -24,6 +25,7 @@ from bexp.workers.targets.transformers.config import (
 from bexp.workers.targets.transformers.feature_checks import find_experts
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.packing import find_leak
 from bexp.workers.targets.transformers.parts import (
     KindFigures,
     ShellFigures,
@@ -81,7 +83,7 @@ def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
     model = build_model(tiny, BuildSettings(dtype=torch.float32), cpu)
     try:
         with quiet_library(), torch.no_grad():
-            model(**make_batch(config, 1, num_tokens, cpu), use_cache=False)
+            model(**make_batch(config, TextBatch.whole(1, num_tokens), cpu), use_cache=False)
     except Exception as error:  # noqa: BLE001 - whatever the model's code raises is the reason
         return one_line(error)
     return None
@@ -162,6 +164,10 @@ class ResolvedModel:
         """Why groups of layers cannot be recomputed as one, found on the tiny model; None if they can."""
         return find_group_problem(self.tiny, self.settings.prepare)
 
+    def find_leak(self, device: torch.device, attention: str, *, flattened: bool) -> str | None:
+        """Why packed texts do not train as they do alone, found on the tiny model; None if they do."""
+        return find_leak(self.tiny, self.settings, device, attention, flattened=flattened)
+
     @cached_property
     def kind_figures(self) -> tuple[KindFigures, ...]:
         """The figures of each kind, in order of first occurrence."""
@@ -184,9 +190,7 @@ class ResolvedModel:
             return {}
         return {name: self._refusal("get_correct_experts_implementation", name) for name in _EXPERTS}
 
-    def builder(
-        self, device: torch.device, settings: BuildSettings | None = None, *, padding: Padding = "none"
-    ) -> PartsBuilder:
+    def builder(self, device: torch.device, settings: BuildSettings | None = None) -> PartsBuilder:
         """Makes this model's parts on `device`; settings other than the resolved ones may change how they compute."""
         return PartsBuilder(
             self.config.without_balancing_loss(),
@@ -194,7 +198,6 @@ class ResolvedModel:
             device,
             settings or self.settings,
             classes=frozenset(type(layer) for layer in self.layers),
-            padding=padding,
             followed_outputs=self._followed_outputs(),
         )
 

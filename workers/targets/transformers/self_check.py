@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from bexp.workers.targets.transformers.batch import Padding, make_batch
+from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, quiet_library
 from bexp.workers.targets.transformers.feature_checks import (
@@ -27,7 +28,6 @@ PARTS = ("runs", "layers", "layer_replay", "shell", "sum_of_parts")  # what meas
 FEATURES = (*PARTS, "uniform_layers", "padded_text", "checkpointing", "batch_tiles", "experts_interface")
 _SETTINGS = BuildSettings(precision="pure", dtype=torch.float32)
 _SIZES = (1, 2)
-_PADDINGS: tuple[Padding, ...] = ("left", "right")
 
 
 @dataclass
@@ -76,7 +76,7 @@ def find_group_problem(tiny: ResolvedConfig, prepare: Callable[[Any], None] | No
     try:
         with quiet_library():
             model = build_model(tiny, replace(_SETTINGS, prepare=prepare), CPU)
-            check_layer_groups(model, make_batch(tiny.config, 2, tiny.seq_length, CPU))
+            check_layer_groups(model, make_batch(tiny.config, TextBatch.whole(2, tiny.seq_length), CPU))
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
         return one_line(error)
     return None
@@ -124,13 +124,14 @@ class _Check:
         except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
             self.found.failures[name] = one_line(error)
 
-    def _batch(self, size: int, padding: Padding = "none") -> dict[str, Tensor]:
-        return make_batch(self.tiny.config, size, self.tiny.seq_length, CPU, padding=padding)
+    def _batch(self, texts: TextBatch | int) -> dict[str, Tensor]:
+        texts = TextBatch.whole(texts, self.tiny.seq_length) if isinstance(texts, int) else texts
+        return make_batch(self.tiny.config, texts, CPU)
 
     def _batches(self, size: int) -> list[dict[str, Tensor]]:
         """Without padding and, where the model takes it, with."""
         whole = [self._batch(size)]
-        return whole if "padded_text" in self.found.failures else [*whole, self._batch(size, "left")]
+        return whole if "padded_text" in self.found.failures else [*whole, self._batch(_padded(self.tiny))]
 
     def _check_whole(self) -> None:
         self.model = build_model(self.tiny, self.settings, CPU)
@@ -180,6 +181,9 @@ class _Check:
             self.comparison.require_sum(size)
 
     def _check_padded(self) -> None:
-        for padding in _PADDINGS:
-            self.comparison.replay_all(2, padding)
-            self.comparison.require_sum(2, padding)
+        self.comparison.require_sum(_padded(self.tiny))
+
+
+def _padded(tiny: ResolvedConfig) -> TextBatch:
+    """Two texts, of which one is padded."""
+    return TextBatch(((tiny.seq_length,), (max(1, tiny.seq_length // 2),)), tiny.seq_length)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import lru_cache, partial
 from typing import Any
@@ -12,6 +12,8 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.request_texts import text_batches
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
@@ -26,12 +28,13 @@ from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
 from bexp.workers.targets.transformers.adapters import add_adapters
-from bexp.workers.targets.transformers.batch import make_batch
+from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
@@ -123,6 +126,10 @@ class TransformersTarget:
         self._check_class()
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
+        if self._request.batching == "packed" and not any(one.usable for one in attention):
+            leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
+            reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
+            raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
         kernels, losses = probe.kernel_supports(), probe.loss_supports()
         named = set(self._request.recompute or ())
         parts = describe_parts(
@@ -163,7 +170,11 @@ class TransformersTarget:
 
     @contextmanager
     def component(
-        self, component: Component, model: ExploredModel, request: ExplorationRequest
+        self,
+        component: Component,
+        model: ExploredModel,
+        request: ExplorationRequest,
+        batch: TextBatch | None = None,
     ) -> Iterator[ComponentPasses]:
         """A layer or the shell, with the component's settings."""
         builder = self._parts()
@@ -171,12 +182,17 @@ class TransformersTarget:
         if settings.compile:
             torch.compiler.reset()  # code of another size would make this one's sizes dynamic, and slower
         passes: Any
+        texts = (
+            component.micro_batch_size
+            if batch is None
+            else arranged(batch, settings.attention, flattens=request.runner.flattens)
+        )
         try:
             if component.kind is ComponentKind.SHELL:
-                passes = ShellPasses(builder.shell(component.micro_batch_size), self._build, settings)
+                passes = ShellPasses(builder.shell(texts), self._build, settings)
             else:
                 assert component.part is not None, "a layer names its kind"
-                part = builder.layer(component.part, component.micro_batch_size)
+                part = builder.layer(component.part, texts)
                 passes = LayerPasses(part, self._build, settings, recompute=WHOLE_LAYER.get(component.recompute))
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
@@ -212,15 +228,19 @@ class TransformersTarget:
         self._parts().release()
         self._instruments.settle(release=True)  # else the peak and the reserved memory count what the parts held
         settings, size = settings_of(candidate, request), candidate.micro_batch_size
+        batches = text_batches(request, size)
         if settings.compile:
             torch.compiler.reset()  # as above
-        yield self._train(self._resolved.config, settings, size, request, together=True)
+        # One comes first that is not timed: the optimizer may still run beside it.
+        texts = [TextBatch.whole(size, request.seq_length)] if batches is None else list(batches.measured)
+        texts = texts if batches is None else [texts[0], *texts]
+        yield self._train(self._resolved.config, settings, texts, request, together=True)
 
     @contextmanager
     def miniature(self, model: ExploredModel, request: ExplorationRequest, *, together: bool) -> Iterator[Miniature]:
         """The configuration of the self-check."""
         tiny = self._resolved.tiny
-        run = self._train(tiny, Settings(), 1, request, together=together)
+        run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
 
     def _optimizer_state_bytes(self, parts: ModelParts) -> int:
@@ -245,7 +265,8 @@ class TransformersTarget:
     def _check_class(self) -> None:
         check = self._resolved.check
         if check.runs and check.by_parts and self._resolved.kinds:
-            padded = check.failures.get("padded_text") if self._request.padding != "none" else None
+            is_padded = self._request.lengths is not None and self._request.batching != "packed"
+            padded = check.failures.get("padded_text") if is_padded else None
             if padded is None:
                 return
             raise UnsupportedTrialError(
@@ -261,9 +282,15 @@ class TransformersTarget:
     # -- building ------------------------------------------------------------------------------------------------
 
     def _train(
-        self, config: ResolvedConfig, settings: Settings, size: int, request: ExplorationRequest, *, together: bool
+        self,
+        config: ResolvedConfig,
+        settings: Settings,
+        texts: Sequence[TextBatch],
+        request: ExplorationRequest,
+        *,
+        together: bool,
     ) -> TransformersTrainingRun:
-        """A whole model in training. The ranks have equal weights and different data."""
+        """A whole model in training; one micro-batch is used again and again. The ranks have different data."""
         group, dtype = self._instruments.rank_group, self._build.parameter_dtype
         is_data_parallel = together and self._build.training and group.size > 1
         sharding = request.training.sharding
@@ -277,15 +304,16 @@ class TransformersTarget:
         except (SettingsError, UnsupportedModelError) as error:
             raise UnsupportedTrialError(str(error)) from error
         seed = self._build.seed + group.rank
-        padding = self._request.padding
-        batch = make_batch(config.config, size, config.seq_length, self._device, padding=padding, seed=seed)
-        batches = [batch] * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS)
+        flattens = request.runner.flattens
+        rows = [arranged(one, settings.attention, flattens=flattens) for one in texts]
+        made = [make_batch(config.config, one, self._device, seed=seed) for one in rows]
+        batches = made * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS) if len(made) == 1 else made
         name = request.training.optimizer.name
         return TransformersTrainingRun(model, batches, name, self._build, self._device, parallel)
 
     def _parts(self) -> PartsBuilder:
         if self._builder is None:
-            self._builder = self._resolved.builder(self._device, padding=self._request.padding)
+            self._builder = self._resolved.builder(self._device)
         return self._builder
 
     def _optimizer(

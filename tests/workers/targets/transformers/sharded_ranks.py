@@ -20,6 +20,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import FileStore
 
 from bexp.explorer.cost_model.composition import decomposer_of
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Candidate, Recompute
@@ -108,14 +109,15 @@ class Rank:
         request = self.request.sharded(level)
         settings = settings_of(candidate_at(level), request)
         config = target._resolved.tiny
-        together = target._train(config, settings, 2, request, together=True)
+        texts = [TextBatch.whole(2, config.seq_length)]
+        together = target._train(config, settings, texts, request, together=True)
         for number in range(together.num_micro_steps):
             together.micro_step(number)
         model: Any = together._model
         model = getattr(model, "module", model)
         batches: list[Any] = [None] * NUM_RANKS
         dist.all_gather_object(batches, together._batches[0])
-        alone: Any = target._train(config, settings, 2, request, together=False)._model
+        alone: Any = target._train(config, settings, texts, request, together=False)._model
         alone.load_state_dict({name: whole(value) for name, value in model.state_dict().items()})
         for batch in batches:
             with target._build.autocast(CPU):

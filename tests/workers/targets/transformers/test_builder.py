@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import nn
 
+from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 
@@ -54,15 +55,16 @@ def test_a_layer_and_the_shell_run_forward_and_backward(
     resolved: ResolvedModel, precision: str, dtype: torch.dtype
 ) -> None:
     settings = BuildSettings(precision="pure" if precision == "pure" else "autocast")
-    builder = resolved.builder(CPU, settings, padding="left")
-    part = builder.layer(resolved.kinds[0], 3)
+    builder = resolved.builder(CPU, settings)
+    texts = TextBatch(((24,), (12,), (20,)), 24)
+    part = builder.layer(resolved.kinds[0], texts)
     part.backward(part.forward())
     assert part.hidden.shape == (3, 24, 64)
     assert part.hidden.grad is not None
     assert all(p.dtype == dtype and p.grad is not None and p.grad.isfinite().all() for p in part.module.parameters())
     part.clear_gradients()
     assert part.hidden.grad is None
-    shell = builder.shell(3)
+    shell = builder.shell(texts)
     loss = shell.forward()
     loss.backward()
     assert loss.isfinite()

@@ -1,0 +1,19 @@
+"""Fields of TRL's `SFTConfig`, as JSON for `SFTConfig(**fields)` or TrlParser. Names as of TRL 1.9."""
+
+from __future__ import annotations
+
+from bexp.explorer.exports import transformers
+from bexp.explorer.exports.document import ExportDocument
+from bexp.explorer.exports.trainer_settings import TrainerSettings
+
+
+def render(settings: TrainerSettings) -> ExportDocument:
+    """Return the JSON: TrainingArguments, with the length of a sequence and what becomes of texts.
+
+    Best-fit packing keeps documents apart by flattening a micro-batch into one row.
+    """
+    packs = settings.batching == "packed"
+    values = {"packing": packs, "padding_free": packs, **({"packing_strategy": "bfd"} if packs else {})}
+    if settings.states_length:
+        values["max_length"] = settings.seq_length
+    return transformers.render(settings, values)

@@ -1,0 +1,44 @@
+"""Lengths of texts as people write them down: one a line, or a histogram in JSON."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from typing import Any
+
+from bexp.explorer.spec.lengths import LOGNORMAL, compact_histogram, read_count, read_histogram
+
+
+def is_distribution(text: str) -> bool:
+    """Return whether a text is a distribution by its parameters, and no path."""
+    return LOGNORMAL.fullmatch(text.strip()) is not None
+
+
+def parse_lengths(text: str) -> dict[str, Any]:
+    """Return the `lengths` of a request from a file's text.
+
+    It has one length in tokens a line, or is JSON: a list of lengths, or a mapping of lengths to numbers of texts.
+
+    Raises:
+        ValueError: it has no length, or something else than lengths that are whole numbers from 1 on.
+    """
+    if text.lstrip()[:1] in {"{", "["}:
+        counts = _parse_json(text)
+    else:
+        lines = ((number, line.strip()) for number, line in enumerate(text.splitlines(), 1))
+        counts = Counter(read_count(line, f"{line!r:.40} in line {number}") for number, line in lines if line)
+    if not counts:
+        raise ValueError("it has no lengths: write one length in tokens a line")
+    return {"histogram": [list(pair) for pair in compact_histogram(counts)]}
+
+
+def _parse_json(text: str) -> Counter[int]:
+    try:
+        found = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"it is neither one length a line nor JSON: {error}") from None
+    if isinstance(found, dict) and isinstance(found.get("histogram"), (dict, list)):
+        found = found["histogram"]
+    if isinstance(found, list) and not any(isinstance(one, list) for one in found):
+        return Counter(read_count(one, f"length {place}") for place, one in enumerate(found, 1))
+    return Counter(dict(read_histogram(found)))

@@ -1,0 +1,142 @@
+"""Epochs of texts, cut into micro-batches, and what a few of these say of all."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
+
+from bexp.explorer.cost_model.epochs import cut_epochs, grouped_epoch, pack
+from bexp.explorer.cost_model.part_costs import part_work, predict_part_bytes
+from bexp.explorer.cost_model.request_texts import text_batches, tokens_per_sequence, widest
+from bexp.explorer.cost_model.text_batches import NUM_DRAWN, TextBatch
+from bexp.explorer.spec.request import ExplorationRequest
+from tests.explorer.cost_model.described import parts
+from tests.explorer.cost_model.test_part_costs import layer
+
+LENGTHS = {3: 500, 5: 300, 11: 150, 16: 40, 30: 10}
+
+
+def asked(batching: str | None = None, seq_length: int = 32, **fields: Any) -> ExplorationRequest:
+    return ExplorationRequest.model_validate(
+        {
+            "hf_config": {"model_type": "llama"},
+            "hf_seq_length": seq_length,
+            "lengths": LENGTHS,
+            "batching": batching,
+            **fields,
+        }
+    )
+
+
+def batches(batching: str, size: int, **fields: Any) -> Any:
+    found = text_batches(asked(batching, **fields), size)
+    assert found is not None
+    return found
+
+
+def test_best_fit_keeps_texts_whole_and_rows_full() -> None:
+    lengths = np.random.default_rng(0).integers(1, 40, 1000).tolist()
+    rows = pack(lengths, 100)
+    assert max(map(sum, rows)) <= 100
+    assert Counter(n for row in rows for n in row) == Counter(lengths)
+    assert sum(lengths) / (100 * len(rows)) > 0.99
+    assert pack([60, 50, 40, 30, 20], 100) == [[60, 40], [50, 30, 20]]
+    assert pack([100, 100], 100) == [[100], [100]]
+
+
+@pytest.mark.parametrize("size", [2, 8, 32])
+def test_texts_are_grouped_as_the_librarys_sampler_does(size: int) -> None:
+    lengths = np.random.default_rng(1).lognormal(5, 1, 2000).astype(np.int64) + 1
+    ours = lengths[cut_epochs(grouped_epoch(lengths, size), size, 60 * (len(lengths) // size))].max(axis=1)
+    order: list[int] = []
+    for seed in range(60):
+        epoch = get_length_grouped_indices(lengths.tolist(), size, None, torch.Generator().manual_seed(seed))
+        order += epoch[: len(epoch) // size * size]
+    theirs = lengths[np.array(order).reshape(-1, size)].max(axis=1)
+    assert ours.mean() == pytest.approx(theirs.mean(), rel=0.03), "as far as drawn epochs tell"
+    assert ours.max() == theirs.max()
+    plain = lengths[cut_epochs(lambda s: np.random.default_rng(s).permutation(2000), size)].max(axis=1)
+    assert ours.mean() < 0.95 * plain.mean()
+
+
+@pytest.mark.parametrize("size", [1, 2, 16])
+def test_widths_of_padded_micro_batches_have_their_probabilities(size: int) -> None:
+    found = batches("padded", size)
+    texts = np.repeat(list(LENGTHS), list(LENGTHS.values()))
+    drawn = np.random.default_rng(0).choice(texts, (200_000, size)).max(axis=1)
+    assert found.expected_positions == pytest.approx(size * drawn.mean(), rel=0.01)
+    assert found.expected_pairs == pytest.approx(size * np.square(drawn).mean(), rel=0.01)
+    assert found.share_N.sum() == pytest.approx(1)
+
+
+@pytest.mark.parametrize("batching", ["padded", "grouped", "packed"])
+def test_the_longest_is_measured_last_and_the_others_are_usual(batching: str) -> None:
+    found = batches(batching, 2)
+    *drawn, longest = found.measured
+    assert len(drawn) == NUM_DRAWN
+    assert all(batch.size == 2 for batch in found.measured)
+    assert (longest.positions, longest.pairs) == max(zip(found.positions_N, found.pairs_N, strict=True))
+    assert np.mean([batch.positions for batch in drawn]) == pytest.approx(found.expected_positions, rel=0.35)
+    for batch in found.measured:
+        assert all(sum(row) <= batch.width for row in batch.rows)
+        assert batch.is_packed is (batching == "packed")
+        assert batch.is_packed or batch.width == max(row[0] for row in batch.rows), "padded to its own longest"
+
+
+@pytest.mark.parametrize("batching", ["padded", "grouped", "packed"])
+@pytest.mark.parametrize("size", [1, 4, 16])
+def test_the_mean_over_an_epoch_follows_from_tokens_and_pairs(batching: str, size: int) -> None:
+    found = batches(batching, size)
+    a, b, c = 1e-3, 2e-5, 3e-7
+    seconds = [a + b * batch.positions + c * batch.pairs for batch in found.measured]
+    mean, error = found.expect(seconds)
+    expected = a + b * found.expected_positions + c * found.expected_pairs
+    assert mean == pytest.approx(expected, rel=0.01)
+    assert error <= 0.02 * mean
+
+
+def test_texts_of_one_length_are_one_micro_batch() -> None:
+    found = batches("padded", 4, lengths={32: 7})
+    assert not found.varies
+    assert found.measured == (TextBatch(((32,),) * 4, 32),)
+    assert found.expect([2.5]) == (2.5, 0.0)
+    assert found.peaks([100]) == (100.0, 100.0)
+
+
+def test_the_high_peak_is_one_of_so_many_micro_batches() -> None:
+    found = batches("padded", 1, lengths={10: 99_950, 20: 50})
+    assert found.peaks([100, 100, 100, 200]) == (pytest.approx(100.05), 100.0)
+    found = batches("padded", 1, lengths={10: 99_800, 20: 200})
+    assert found.peaks([100, 100, 100, 200])[1] == 200.0
+    found = batches("padded", 1, lengths={10: 50, 15: 49, 20: 1})
+    at = {10: 100, 15: 160, 20: 200}
+    assert found.peaks([at[batch.positions] for batch in found.measured])[1] == 200.0
+
+
+def test_tokens_of_a_sequence_are_those_of_texts() -> None:
+    model = parts()
+    assert tokens_per_sequence(model, asked(lengths=None)) == 32
+    mean = sum(n * count for n, count in LENGTHS.items()) / 1000
+    assert tokens_per_sequence(model, asked()) == pytest.approx(mean)
+    assert tokens_per_sequence(model, asked("grouped")) == pytest.approx(mean)
+    assert 31 < tokens_per_sequence(model, asked("packed")) <= 32
+    cut = tokens_per_sequence(model, asked(seq_length=11))
+    assert cut == pytest.approx(sum(min(n, 11) * count for n, count in LENGTHS.items()) / 1000)
+
+
+def test_memory_is_predicted_for_the_longest_and_work_for_the_mean() -> None:
+    model, component = parts(), layer(micro_batch_size=4)
+    assert (widest(model, asked()), widest(model, asked("packed")), widest(model, asked(lengths=None))) == (30, 32, 32)
+    whole, padded = (predict_part_bytes(component, model, one) for one in (asked(lengths=None), asked()))
+    assert padded.saved == pytest.approx(30 / 32 * whole.saved)
+    found = batches("padded", 4)
+    kind = model.kind("dense")
+    dense = component.model_copy(update={"part": "dense"})
+    flops = found.expected_positions * kind.flops_per_token + found.expected_pairs / 32**2 * kind.flops_per_sequence
+    assert part_work(dense, model, asked()).flops == pytest.approx(flops)
+    assert part_work(dense, model, asked(lengths=None)) == part_work(dense, model)
