@@ -14,7 +14,7 @@ import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from bexp.tune.lengths import WORST_TIMES, Lengths
-from bexp.tune.link import SCRATCH, Link, choice, connect
+from bexp.tune.link import SCRATCH, CannotSetError, Link, choice, connect, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
 from bexp.tune.trainer_accumulation import TrainerCheck
@@ -34,10 +34,6 @@ _FIXED = ("bf16", "fp16", "tf32", "torch_compile", "fsdp", "fsdp_config", "deeps
 _NEVER = ("save_strategy", "eval_strategy", "logging_strategy")
 
 
-class CannotSetError(ValueError):
-    """The trial asks for a setting that the Trainer does not have."""
-
-
 def patch(module: ModuleType) -> None:
     """Have every Trainer that is made from now on measure in place of training."""
     trainer = module.Trainer
@@ -49,8 +45,9 @@ def patch(module: ModuleType) -> None:
         if not found:
             found = [module.TrainingArguments(output_dir=os.environ[SCRATCH])]
             named["args"] = found[0]
-        for arguments in found:
-            _prepare(arguments)
+        with refusing():
+            for arguments in found:
+                _prepare(arguments)
         init(self, *given, **named)
 
     @wraps(train)

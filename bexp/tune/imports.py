@@ -32,6 +32,8 @@ def arm() -> None:
         patches = {
             "transformers.trainer": partial(_patch, "applied_trainer"),
             "accelerate.accelerator": partial(_patch, "applied_loop"),
+            "lightning.pytorch.trainer.trainer": partial(_patch, "applied_lightning"),
+            "pytorch_lightning.trainer.trainer": partial(_patch, "applied_lightning"),
             "torch.optim.optimizer": partial(_patch, "promise"),
         }
     sys.meta_path.insert(0, _Watcher(patches))

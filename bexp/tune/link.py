@@ -6,8 +6,10 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import threading
+from collections.abc import Iterator
 from typing import Any
 
 SOCKET = "BEXP_TUNE_SOCKET"
@@ -57,6 +59,25 @@ def connect() -> Link | None:
     """
     path = os.environ.get(SOCKET)
     return None if path is None or os.environ.get("RANK", "0") != "0" else Link(path)
+
+
+class CannotSetError(ValueError):
+    """The trial asks for what this training cannot be given from within."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Tell the trial what cannot be set, and end: no command is to catch it, and no traceback is to hide it."""
+    try:
+        yield
+    except CannotSetError as error:
+        link = connect()
+        if link is None:
+            signal.pause()  # the first process speaks, and the trial ends them all
+        else:
+            link.send({"event": "refused", "reason": str(error)})
+            link.receive()
+        os._exit(1)
 
 
 def choice() -> dict[str, Any]:

@@ -265,6 +265,8 @@ class CommandProcess:
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
         self._hello = self._receive(until)
+        if self._hello["event"] == "refused":
+            raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])
         if size is None and self._hello["kind"] == OWN_LOOP:
             raise TrialFailedError(Outcome.UNSUPPORTED, NO_SIZE)
         if self._restarts:

@@ -127,9 +127,27 @@ def test_fields_of_training_arguments_are_tried(commands: Commands) -> None:
     process = commands(*arguments, gradient_checkpointing=[False, True])
     assert open_(process, gradient_checkpointing=True) == {"dimensions": {"gradient_checkpointing": [False, True]}}
     assert measure(process, 2).micro_step_seconds > 0
-    wrong = commands(*arguments, gradient_chekpointing=[True])
-    with pytest.raises(TrialFailedError, match="no 'gradient_chekpointing'"):
-        open_(wrong)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (("with_trainer.py", "--output_dir", "out"), "TrainingArguments have no 'wrong'"),
+        (("with_accelerate.py", "--output", "out"), "accelerate's loop has no 'wrong' that could be set"),
+        (
+            ("with_a_loop.py", "--batch", "{micro_batch_size}", "--output", "out"),
+            "a loop of its own has no 'wrong' that could be set",
+        ),
+    ],
+)
+def test_what_nothing_can_set_is_refused_in_a_sentence(commands: Commands, script: tuple[str, ...], said: str) -> None:
+    process = commands(str(SCRIPTS / script[0]), *script[1:], wrong=[True, False], batch_size=4)
+    with pytest.raises(TrialFailedError) as caught:
+        open_(process)
+        process.ask("describe", SECONDS)
+    assert str(caught.value) == f"{said}: put {{wrong}} where the command takes it"
+    assert caught.value.outcome is Outcome.UNSUPPORTED
+    assert not process.alive
 
 
 def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: Commands) -> None:
