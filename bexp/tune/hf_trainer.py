@@ -14,7 +14,7 @@ import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from bexp.tune.lengths import WORST_TIMES, Lengths
-from bexp.tune.link import SCRATCH, CannotSetError, Link, choice, connect, refusing
+from bexp.tune.link import SCRATCH, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
 from bexp.tune.trainer_accumulation import TrainerCheck
@@ -112,7 +112,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
         if link is not None:
             link.send(reply)
         elif reply["outcome"] != "ok":
-            print(f"rank {os.environ.get('RANK')}: {reply['reason']}", flush=True)  # noqa: T201 - the trial reads it
+            note_failure(reply)
             os._exit(1)  # the launcher ends the others, which wait for this one
         if reply["outcome"] != "ok":
             return

@@ -201,8 +201,13 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return {"outcome": "ok", **measure()}
     except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
-        outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
-        return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
+        return failed(error)
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """The outcome that stands for an error."""
+    outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
+    return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
 
 
 def _one_line(error: BaseException) -> str:

@@ -10,6 +10,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import PreTrainedConfig, PreTrainedModel, Trainer, TrainingArguments
+from transformers import Trainer, TrainingArguments
 
 
 def _run_out_of_memory() -> None:
     raise MemoryError("out of memory")
 
 
-FAULTS = {
+FAULTS: dict[str, Callable[[], object]] = {
     "memory": _run_out_of_memory,
     "crash": lambda: sys.exit("the data is corrupt"),
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -44,13 +45,11 @@ class Numbers(Dataset[dict[str, Tensor]]):
         return {"x": torch.full((64,), place / 512)}
 
 
-class Net(PreTrainedModel):
+class Net(nn.Module):
     """A network whose process may be another one's burden."""
 
-    config_class = PreTrainedConfig
-
     def __init__(self, options: argparse.Namespace) -> None:
-        super().__init__(PreTrainedConfig())  # type: ignore[no-untyped-call]  # transformers has no types for it
+        super().__init__()
         self.net = nn.Sequential(nn.Linear(64, 128), nn.GELU(), nn.Linear(128, 64))
         self.options = options
         self.sizes: list[int] = []

@@ -37,6 +37,7 @@ from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 from bexp.workers.targets.custom.descendants import started_with
+from bexp.workers.targets.custom.group import cause_of, forget_failures
 from bexp.workers.targets.custom.process import last_lines
 
 SUFFIX = ".json:command"
@@ -46,7 +47,7 @@ SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN", "BEXP_LOCAL_TARGET")
 """What belongs to the service, and not to the command."""
 SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
 """What keeps trackers from hearing of trials."""
-TAIL_LINES, LAST_LINES = 40, 6
+TAIL_LINES, LAST_LINES = 100, 6
 LONGEST_FOLDER = 70
 """The path of a Unix socket has at most 107 characters."""
 END_SECONDS = 10.0
@@ -118,6 +119,7 @@ class CommandProcess:
         self._listener.listen()
         self._line: socket.socket | None = None
         self._received = b""
+        self._kills = 0  # by the kernel, before what is waited for
         self._ran_longest = False
         self._has_ended = False
 
@@ -230,7 +232,7 @@ class CommandProcess:
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
-            raise TrialFailedError(outcome, reply["reason"])
+            raise TrialFailedError(*self._explained(outcome, reply["reason"]))
         self._ran_longest = reply.pop("ran_longest")
         if self._restarts:
             self._stop()
@@ -264,6 +266,7 @@ class CommandProcess:
             raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
+        forget_failures(self._folder)
         self._hello = self._receive(until)
         if self._hello["event"] == "refused":
             raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])
@@ -279,12 +282,12 @@ class CommandProcess:
 
     def _receive(self, until: float) -> dict[str, Any]:
         """The next message of the training, which is watched meanwhile."""
-        kills = count_kernel_oom_kills()
+        self._kills = count_kernel_oom_kills()
         while b"\n" not in self._received:
             if time.monotonic() >= until:
                 raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
             if not self._read_line() and self._popen is not None and self._popen.poll() is not None:
-                self._fail(self._popen.returncode, kills)
+                self._fail(self._popen.returncode)
         line, _, self._received = self._received.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
@@ -307,14 +310,28 @@ class CommandProcess:
         time.sleep(POLL_SECONDS)  # the line has ended, and the process is about to
         return False
 
-    def _fail(self, status: int, kills: int) -> None:
-        """Raise what the end of the command means."""
+    def _explained(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
+        """The outcome and the reason of what the first process has said; another one may be the cause."""
+        if self._hello["num_devices"] == 1 or outcome is not Outcome.CRASHED or self._popen is None:
+            return outcome, reason
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(END_SECONDS)  # what has started them says which one has ended
+        return self._cause() or (outcome, reason)
+
+    def _cause(self) -> tuple[Outcome, str] | None:
+        """What the process of a group that was the cause of its end says, or what is said of it."""
         if self._reader is not None:
             self._reader.join(END_SECONDS)
+        return cause_of(self._folder, list(self._tail), kernel_killed=count_kernel_oom_kills() > self._kills)
+
+    def _fail(self, status: int) -> None:
+        """Raise what the end of the command means."""
+        if (cause := self._cause()) is not None:
+            raise TrialFailedError(*cause)
         output = " | ".join(last_lines(self._tail, LAST_LINES))
         if status == 0:
             raise TrialFailedError(Outcome.UNSUPPORTED, f"the command is no training: {NO_STEP}{self._last_lines()}")
-        ended = classify_exit("the command", status, output, count_kernel_oom_kills() > kills)
+        ended = classify_exit("the command", status, output, count_kernel_oom_kills() > self._kills)
         raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
 
     def _stop(self) -> None:
