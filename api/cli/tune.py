@@ -25,10 +25,10 @@ from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.results import terminal_width
 from bexp.api.cli.tune_answer import TuneAnswer, check_writable
 from bexp.api.cli.tuned_command import TunedCommand
-from bexp.api.text import row, wrap
+from bexp.api.cli.worst_batch import describe_training
+from bexp.api.text import wrap
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.formats.document import load_document
-from bexp.explorer.spec.parts import SampleLengths
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
@@ -126,7 +126,7 @@ def tune(
                 code = worker.follow(stored, job, as_json=as_json)
             answer = TuneAnswer.find(stored, job.id, tried, batch_size)
             if answer is not None and not as_json:
-                rows = [*answer.rows(tuned), row("worst micro-batch", _worst(stored, job.id, answer.size))]
+                rows = [*answer.rows(tuned), *describe_training(stored, job.id, answer.best.candidate)]
                 typer.echo("\n".join(wrap(rows, terminal_width())))
     if answer is not None and code is ExitCode.ANSWER:  # all that the exploration needed is gone by now
         if write is not None:
@@ -199,18 +199,3 @@ def _read_try(text: str) -> tuple[str, list[Any]]:
     if not separator or not name.isidentifier() or not values:
         raise CommandError(ExitCode.USAGE, f"--try {text!r} is not of the form NAME=A,B")
     return name, [load_document(f"value: {value}")["value"] for value in values.split(",")]
-
-
-def _worst(stored: Explorations, job_id: str, size: int) -> str:
-    samples = ((stored.get(job_id).report or {}).get("parts") or {}).get("samples")
-    return describe_worst(None if samples is None else SampleLengths(**samples), size)
-
-
-def describe_worst(samples: SampleLengths | None, size: int) -> str:
-    """Whether the longest micro-batch of a size is known, and ran."""
-    if samples is None:
-        return "not known: the lengths or the order of the samples cannot be read"
-    ran = f"{size * samples.rows:,} x {samples.longest:,} tokens ran first"
-    if samples.num_read < samples.number:
-        return f"{ran}: the longest of {samples.num_read:,} samples that were read, of {samples.number:,}"
-    return f"{ran}: no micro-batch of this data is longer"

@@ -18,6 +18,7 @@ from bexp.tune.link import SCRATCH, CannotSetError, Link, choice, connect, note_
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
 from bexp.tune.trainer_accumulation import TrainerCheck
+from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
 _OFF = {
     "report_to": [],
@@ -89,7 +90,11 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     serving.append(trainer)
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
-    check = TrainerCheck(trainer, train, ranks)
+    answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "measure": lambda command: measure(command["micro_batch_size"]),
+        "evaluate": lambda _: _evaluate(trainer, ranks),
+        "check": TrainerCheck(trainer, train, ranks).answer,
+    }
     size, accumulation = trainer.args.bexp_asked
     model = describe_parameters(list(trainer.model.parameters()))
     if link is not None:
@@ -103,12 +108,12 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 "grad_accum_steps": accumulation,
                 "num_devices": ranks.number,
                 "lengths": lengths.describe(),
+                "evaluation": describe_evaluation(trainer),
                 **model,
             }
         )
     while (command := ranks.share(_next(link))) is not None:
-        is_check = command["command"] == "check"
-        reply = measured(partial(check.answer, command) if is_check else partial(measure, command["micro_batch_size"]))
+        reply = measured(partial(answers[command["command"]], command))
         if link is not None:
             link.send(reply)
         elif reply["outcome"] != "ok":
@@ -116,6 +121,11 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
             os._exit(1)  # the launcher ends the others, which wait for this one
         if reply["outcome"] != "ok":
             return
+
+
+def _evaluate(trainer: Any, ranks: Ranks) -> dict[str, Any]:
+    """What an evaluation needs in the fullest process."""
+    return max(ranks.gather(evaluate_longest(trainer)), key=lambda figures: figures["peak_bytes"])
 
 
 def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:

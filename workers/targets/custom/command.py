@@ -120,7 +120,7 @@ class CommandProcess:
         self._line: socket.socket | None = None
         self._received = b""
         self._kills = 0  # by the kernel, before what is waited for
-        self._ran_longest = False
+        self._data: dict[str, Any] = {}  # what the measured size says of the data and of the processes
         self._has_ended = False
 
     @property
@@ -186,6 +186,7 @@ class CommandProcess:
     def _describe(self, until: float) -> dict[str, Any]:
         own = self._measure_first(self._coming or int(self._hello.get("micro_batch_size") or 1), until)
         found, lengths = self._hello, self._hello.get("lengths") or {}
+        samples = lengths.get("samples")
         length = max(1, round(lengths.get("mean") or 1))
         size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
         base = None if self._command.has_size or not size else own
@@ -202,8 +203,24 @@ class CommandProcess:
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
             "micro_batch_size": base,
-            "samples": lengths.get("samples") if self._ran_longest else None,
+            "samples": samples | {"tail": self._data["tail"]} if samples and self._data["ran_longest"] else None,
+            "processes": self._data["processes"],
+            "evaluation": self._evaluate(until),
         }
+
+    def _evaluate(self, until: float) -> dict[str, Any] | None:
+        """What the Trainer needs to evaluate, if it can be asked. Its failure is none of the training."""
+        batch = self._hello.get("evaluation")
+        if batch is None or self._popen is None:
+            return None
+        self._send({"command": "evaluate"})
+        reply = self._receive(until)
+        outcome = Outcome(reply["outcome"])
+        if outcome is not Outcome.OK:
+            self._start(None, until)
+        if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
+            return None
+        return {**batch, "peak_bytes": reply.get("peak_bytes")}
 
     def _measure_first(self, size: int, until: float) -> int:
         """Measure the command's own size, or half of it and so on, until one has memory; returns the size.
@@ -233,7 +250,7 @@ class CommandProcess:
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
             raise TrialFailedError(*self._explained(outcome, reply["reason"]))
-        self._ran_longest = reply.pop("ran_longest")
+        self._data = reply.pop("data")
         if self._restarts:
             self._stop()
         return reply

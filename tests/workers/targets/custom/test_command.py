@@ -301,3 +301,20 @@ def test_a_child_that_has_left_the_session_of_a_dead_parent_is_ended(commands: C
         open_(process)
     child = int((commands.folder / "child").read_text())
     assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_is_described_and_its_lack_of_memory_is_no_fault_of_the_training(
+    commands: Commands, fails: bool
+) -> None:
+    given = ("--evaluation_fails_from_tokens", "1024") if fails else ()
+    process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"), *given)
+    open_(process)
+    described = process.ask("describe", SECONDS)
+    evaluation = described["evaluation"]
+    assert (evaluation["batch_size"], evaluation["length"]) == (8, 128)
+    assert (evaluation["peak_bytes"] is None) == fails, "8 x 128 tokens"
+    assert described["samples"]["tail"][-1] == 128
+    assert described["processes"] is None
+    assert measure(process, 2).repeats > 0
+    assert measure(process, 4).repeats > 0

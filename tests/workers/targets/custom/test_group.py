@@ -50,6 +50,24 @@ def test_one_process_without_memory_ends_all_and_is_told(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
+def test_the_slowest_and_the_fullest_process_count_and_are_told(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    training = Training(tmp_path, loop, "--slower", "0.05", "--fuller", "200")
+    try:
+        spread = training.ask("describe", SECONDS)["processes"]
+        figures = training.ask("measure", SECONDS, micro_batch_size=2)
+    finally:
+        training.end()
+    assert (spread["number"], spread["slowest"], spread["fullest"]) == (2, 1, 1)
+    assert spread["slower"] > 1.5, "the other one takes a few ms, and waits in each second micro-step"
+    assert spread["fuller"] > 1.3
+    assert figures["micro_step_seconds"] > 0.05
+    assert figures["peak_bytes"] > 500 * 2**20
+
+
 @pytest.mark.parametrize(
     ("fault", "said"),
     [("kill", "rank 1 was killed by SIGKILL"), ("crash", "rank 1 exited with status 1: the data is corrupt")],
