@@ -32,6 +32,7 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
+from bexp.tune.placeholders import APPLY, APPLY_VALUES
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
@@ -64,6 +65,13 @@ Write = Annotated[
         help="Write the YAML of an Axolotl or LLaMA-Factory command with the answer to FILE, which must not exist yet.",
     ),
 ]
+Apply = Annotated[
+    bool,
+    typer.Option(
+        "--apply",
+        help="Try also what bexp.apply does to the Trainer's model: expert kernels, chunked loss, compiled layers.",
+    ),
+]
 Run = Annotated[
     bool,
     typer.Option(
@@ -85,6 +93,7 @@ def tune(
     batch_size: BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     write: Write = None,
+    apply: Apply = False,
     run: Run = False,
     resume: Resume = None,
     device: WorkerDevice = None,
@@ -107,6 +116,8 @@ def tune(
     Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
     """
     tried, tuned = dict(map(_read_try, tries or ())), TunedCommand(command)
+    if apply:
+        tried[APPLY] = APPLY_VALUES
     if write is not None:
         check_writable(tuned, write)
     with _described(command, tried, batch_size) as reference:

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial, wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -17,6 +18,7 @@ from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
+from bexp.tune.placeholders import APPLY
 from bexp.tune.trainer_accumulation import TrainerCheck
 from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
@@ -50,6 +52,9 @@ def patch(module: ModuleType) -> None:
             for arguments in found:
                 _prepare(arguments)
         init(self, *given, **named)
+        if APPLY in choice():
+            apply_to = import_module("bexp.tune.applied_settings").apply_choice
+            apply_to(self.model, choice(), self.args.per_device_train_batch_size)
 
     @wraps(train)
     def measure(self: Any, *_: Any, **__: Any) -> None:
@@ -69,6 +74,8 @@ def _prepare(arguments: Any) -> None:
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
     for name, value in choice().items():
+        if name == APPLY:  # of the model, which is made later
+            continue
         if name in _FIXED:
             raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
         if not hasattr(arguments, name):
@@ -109,6 +116,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 "num_devices": ranks.number,
                 "lengths": lengths.describe(),
                 "evaluation": describe_evaluation(trainer),
+                APPLY: _usable(trainer),
                 **model,
             }
         )
@@ -121,6 +129,14 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
             os._exit(1)  # the launcher ends the others, which wait for this one
         if reply["outcome"] != "ok":
             return
+
+
+def _usable(trainer: Any) -> list[str] | None:
+    """What `bexp.apply` can do to a model that is as the command has it, if the trial asks for that."""
+    if choice().get(APPLY) != "none":
+        return None
+    found: list[str] = import_module("bexp.tune.applied_settings").usable(trainer.model)
+    return found
 
 
 def _evaluate(trainer: Any, ranks: Ranks) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from bexp.tune.link import SIZE, CannotSetError, choice, connect, refusing
+from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
     from bexp.tune.link import Link
@@ -105,5 +106,5 @@ class _Loop:
 
 def _refuse_choice(kind: str) -> None:
     """Raise CannotSetError if there is a setting to try: outside transformers' Trainer nothing could take it."""
-    for name in choice():
+    for name in choice().keys() - {APPLY}:  # the trial says whom that is for
         raise CannotSetError(f"{kind} has no '{name}' that could be set: put {{{name}}} where the command takes it")

@@ -31,7 +31,7 @@ from bexp.child_process import PACKAGES_FOLDER
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.environment import on_device, with_hook
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
-from bexp.tune.placeholders import fill, stands_in
+from bexp.tune.placeholders import APPLY, fill, stands_in
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
@@ -58,6 +58,8 @@ NO_SIZE = (
     "its loop is none of transformers' Trainer, Lightning's and accelerate's, so its size cannot be set: put "
     "{micro_batch_size} where the command takes it"
 )
+
+NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not stand in the command"
 
 
 @dataclass(frozen=True)
@@ -181,7 +183,19 @@ class CommandProcess:
         self._choice, self._device = dict(choice or first), device
         if not self._command.has_size:
             self._start(None, until)
-        return {"dimensions": dict(self._command.tries)}
+        found = dict(self._command.tries)
+        if APPLY in found and choice is None:
+            found[APPLY] = self._applicable()
+        return {"dimensions": found}
+
+    def _applicable(self) -> list[str]:
+        """What `bexp.apply` can do to the model of this command."""
+        values: list[str] | None = self._hello.get(APPLY)
+        if values is None:
+            raise TrialFailedError(Outcome.UNSUPPORTED, NO_APPLY)
+        if values == ["none"]:
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"bexp.apply can do nothing for {self._hello['class_name']}")
+        return values
 
     def _describe(self, until: float) -> dict[str, Any]:
         own = self._measure_first(self._coming or int(self._hello.get("micro_batch_size") or 1), until)

@@ -14,8 +14,9 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.tune.measuring import FEWEST_VARIED
+from bexp.tune.placeholders import APPLY_VALUES
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import NO_SIZE, CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import NO_APPLY, NO_SIZE, CommandProcess, TrainingCommand
 from tests.tune_commands import with_a_loader, with_trainer
 
 SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"
@@ -318,3 +319,35 @@ def test_an_evaluation_is_described_and_its_lack_of_memory_is_no_fault_of_the_tr
     assert described["processes"] is None
     assert measure(process, 2).repeats > 0
     assert measure(process, 4).repeats > 0
+
+
+def test_what_apply_does_to_the_model_is_tried_and_measured(commands: Commands) -> None:
+    given = (str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"))
+    process = commands(*given, bexp_apply=APPLY_VALUES)
+    assert open_(process) == {"dimensions": {"bexp_apply": ["none", "loss"]}}, "it has no experts, and this is a CPU"
+    applied = commands(*given, "--fail_if_applied", bexp_apply=APPLY_VALUES)
+    open_(applied, bexp_apply="loss")
+    with pytest.raises(TrialFailedError, match="the loss is"):
+        measure(applied, 2)
+    plain = commands(*given, "--fail_if_applied", bexp_apply=APPLY_VALUES)
+    open_(plain, bexp_apply="none")
+    assert measure(plain, 2).repeats > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("with_accelerate.py", "--output", "out"), NO_APPLY),
+        (("with_trainer.py", "--per_device_train_batch_size", "{micro_batch_size}", "--output_dir", "out"), NO_APPLY),
+        (
+            ("-m", "torch.distributed.run", "--standalone", "with_ranks.py", "trainer", "--output", "out"),
+            "bexp.apply can do nothing for Net",
+        ),
+    ],
+)
+def test_apply_is_refused_where_it_can_do_nothing(commands: Commands, arguments: tuple[str, ...], said: str) -> None:
+    found = (str(SCRIPTS / each) if each.endswith(".py") else each for each in arguments)
+    process = commands(*found, bexp_apply=APPLY_VALUES)
+    with pytest.raises(TrialFailedError) as caught:
+        open_(process)
+    assert (caught.value.outcome, str(caught.value)) == (Outcome.UNSUPPORTED, said)
