@@ -15,7 +15,7 @@ import torch
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
 
 from bexp.tune.lengths import WORST_TIMES, Lengths
-from bexp.tune.link import SCRATCH, CannotSetError, Link, choice, connect, note_failure, refusing
+from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import Epoch, epoch_of, order_of, positions_of
 from bexp.tune.placeholders import APPLY
@@ -73,6 +73,12 @@ def _prepare(arguments: Any) -> None:
     if hasattr(arguments, "bexp_asked"):
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
+    has_deepspeed = getattr(arguments, "hf_deepspeed_config", None) is not None
+    if has_deepspeed and SIZE not in os.environ:
+        raise CannotSetError(
+            "DeepSpeed takes its sizes when TrainingArguments are made: put {micro_batch_size} and {grad_accum_steps} "
+            "where the command takes them"
+        )
     for name, value in choice().items():
         if name == APPLY:  # of the model, which is made later
             continue
@@ -88,7 +94,8 @@ def _prepare(arguments: Any) -> None:
         if hasattr(arguments, name):
             setattr(arguments, name, type(getattr(arguments, name))("no"))
     arguments.output_dir = os.environ[SCRATCH]
-    arguments.gradient_accumulation_steps = ACCUMULATION
+    if not has_deepspeed:
+        arguments.gradient_accumulation_steps = ACCUMULATION
     arguments.bexp_asked = asked
 
 
@@ -172,7 +179,7 @@ def _measure(
     arguments = trainer.args
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
-    trainer.accelerator.gradient_accumulation_steps = ACCUMULATION
+    trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
     numbers = itertools.count()
 
