@@ -14,7 +14,8 @@ from typing import Any
 import psutil
 
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import CommandProcess
+from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.acceptance.conftest import Machine
 from tests.tune_commands import with_lightning
 from tests.tune_commands.with_a_loader import Texts

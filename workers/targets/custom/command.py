@@ -7,7 +7,6 @@ each size.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import selectors
@@ -21,32 +20,21 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bexp.child_process import PACKAGES_FOLDER
 from bexp.explorer.records.measurement import Outcome
-from bexp.tune.environment import on_device, with_hook
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
-from bexp.tune.placeholders import APPLY, fill, stands_in
+from bexp.tune.placeholders import APPLY
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
-from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
-from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 from bexp.workers.targets.custom.descendants import started_with
 from bexp.workers.targets.custom.group import cause_of, forget_failures
 from bexp.workers.targets.custom.process import last_lines
+from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of
 
-SUFFIX = ".json:command"
-"""What the reference of a command ends with: the file that describes it."""
-SIZE_FIELD = "{micro_batch_size}"
-SECRETS = ("BEXP_DATABASE_URL", "BEXP_API_TOKEN", "BEXP_LOCAL_TARGET")
-"""What belongs to the service, and not to the command."""
-SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
-"""What keeps trackers from hearing of trials."""
 TAIL_LINES, LAST_LINES = 100, 6
 LONGEST_FOLDER = 70
 """The path of a Unix socket has at most 107 characters."""
@@ -60,44 +48,6 @@ NO_SIZE = (
 )
 
 NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not stand in the command"
-
-
-@dataclass(frozen=True)
-class TrainingCommand:
-    """A command, the folder where it is run, and the values of each setting that is tried beside the size.
-
-    What trials need lies in `own_folder`, which goes when the person's own command ends; default: a temporary one.
-    """
-
-    arguments: tuple[str, ...]
-    folder: str
-    tries: Mapping[str, list[Any]]
-    batch_size: int | None = None
-    own_folder: str | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> TrainingCommand:
-        """Read the file that `bexp tune` has written."""
-        found = json.loads(path.read_text())
-        own = str(path.parent)
-        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"), own)
-
-    @property
-    def has_size(self) -> bool:
-        """Whether the size stands in the command."""
-        return stands_in("micro_batch_size", self.arguments)
-
-    def filled(self, choice: Mapping[str, Any], size: int | None) -> tuple[list[str], dict[str, Any]]:
-        """The arguments of a trial, and the settings that do not stand in them."""
-        values = dict(choice)
-        if size is not None:
-            values |= {"micro_batch_size": size, "grad_accum_steps": self.steps(size)}
-        left = {name: value for name, value in choice.items() if not stands_in(name, self.arguments)}
-        return fill(self.arguments, values), left
-
-    def steps(self, size: int) -> int:
-        """The accumulation steps of a size, by the batch that the person has stated."""
-        return max(1, (self.batch_size or size) // size)
 
 
 class CommandProcess:
@@ -286,7 +236,7 @@ class CommandProcess:
             self._popen = subprocess.Popen(
                 arguments,
                 cwd=self._command.folder,
-                env=_environment(self._device) | own,
+                env=environment_of(self._device) | own,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -396,13 +346,3 @@ class CommandProcess:
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
                 self._tail.append(line.decode(errors="replace").rstrip()[:400])
-
-
-def _environment(device: str) -> dict[str, str]:
-    """The environment of the person who tunes, without what the service has added to it, and with the hook."""
-    ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
-    added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
-    kept = {name: value for name, value in os.environ.items() if name not in {*added, *SECRETS, "PYTHONSAFEPATH"}}
-    path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
-    kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
-    return on_device(with_hook(kept), device)

@@ -16,7 +16,8 @@ from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.tune.measuring import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import NO_APPLY, NO_SIZE, CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import NO_APPLY, NO_SIZE, CommandProcess
+from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.tune_commands import with_a_loader, with_trainer
 
 SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"

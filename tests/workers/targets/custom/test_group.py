@@ -10,8 +10,9 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import CommandProcess
 from bexp.workers.targets.custom.group import cause_of
+from bexp.workers.targets.custom.training_command import TrainingCommand
 
 SCRIPT = Path(__file__).parents[4] / "tests" / "tune_commands" / "with_ranks.py"
 SIZES = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}")
