@@ -29,7 +29,8 @@ def patch(module: ModuleType) -> None:
         if not chosen:
             chosen.append(self)
             bound = signature(fit).bind(self, model, *given, **named)
-            if set_stated_size(package, getattr(model, "_orig_mod", model), bound.arguments.get("datamodule")):
+            data = [bound.arguments.get(name) for name in ("datamodule", "train_dataloaders")]  # Lightning takes either
+            if set_stated_size(package, getattr(model, "_orig_mod", model), *data):
                 promise.takers.append(_accumulates)
             self.accumulate_grad_batches = int(os.environ.get(STEPS) or self.accumulate_grad_batches)
             pause = package.callbacks.LambdaCallback(on_train_batch_end=_begin_again, on_validation_end=_begin_again)
