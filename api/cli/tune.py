@@ -25,13 +25,14 @@ from bexp.api.cli.local_run import LocalRun
 from bexp.api.cli.results import terminal_width
 from bexp.api.cli.tune_answer import TuneAnswer, check_writable
 from bexp.api.cli.tuned_command import TunedCommand
-from bexp.api.text import row, wrap
+from bexp.api.cli.worst_batch import describe_training
+from bexp.api.text import wrap
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.formats.document import load_document
-from bexp.explorer.spec.parts import SampleLengths
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
+from bexp.tune.placeholders import APPLY, APPLY_VALUES
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
@@ -64,6 +65,13 @@ Write = Annotated[
         help="Write the YAML of an Axolotl or LLaMA-Factory command with the answer to FILE, which must not exist yet.",
     ),
 ]
+Apply = Annotated[
+    bool,
+    typer.Option(
+        "--apply",
+        help="Try also what bexp.apply does to the Trainer's model: expert kernels, chunked loss, compiled layers.",
+    ),
+]
 Run = Annotated[
     bool,
     typer.Option(
@@ -85,6 +93,7 @@ def tune(
     batch_size: BatchSize = None,
     micro_batch_size: options.MicroBatchSize = None,
     write: Write = None,
+    apply: Apply = False,
     run: Run = False,
     resume: Resume = None,
     device: WorkerDevice = None,
@@ -108,6 +117,8 @@ def tune(
     Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
     """
     tried, tuned = dict(map(_read_try, tries or ())), TunedCommand(command)
+    if apply:
+        tried[APPLY] = APPLY_VALUES
     if write is not None:
         check_writable(tuned, write)
     with _described(command, tried, batch_size) as reference:
@@ -127,7 +138,7 @@ def tune(
                 code = worker.follow(stored, job, as_json=as_json, verbose=verbose)
             answer = TuneAnswer.find(stored, job.id, tried, batch_size)
             if answer is not None and not as_json:
-                rows = [*answer.rows(tuned), row("worst micro-batch", _worst(stored, job.id, answer.size))]
+                rows = [*answer.rows(tuned), *describe_training(stored, job.id, answer.best.candidate)]
                 typer.echo("\n".join(wrap(rows, terminal_width())))
     if answer is not None and code is ExitCode.ANSWER:  # all that the exploration needed is gone by now
         if write is not None:
@@ -200,18 +211,3 @@ def _read_try(text: str) -> tuple[str, list[Any]]:
     if not separator or not name.isidentifier() or not values:
         raise CommandError(ExitCode.USAGE, f"--try {text!r} is not of the form NAME=A,B")
     return name, [load_document(f"value: {value}")["value"] for value in values.split(",")]
-
-
-def _worst(stored: Explorations, job_id: str, size: int) -> str:
-    samples = ((stored.get(job_id).report or {}).get("parts") or {}).get("samples")
-    return describe_worst(None if samples is None else SampleLengths(**samples), size)
-
-
-def describe_worst(samples: SampleLengths | None, size: int) -> str:
-    """Whether the longest micro-batch of a size is known, and ran."""
-    if samples is None:
-        return "not known: the lengths or the order of the samples cannot be read"
-    ran = f"{size * samples.rows:,} x {samples.longest:,} tokens ran first"
-    if samples.num_read < samples.number:
-        return f"{ran}: the longest of {samples.num_read:,} samples that were read, of {samples.number:,}"
-    return f"{ran}: no micro-batch of this data is longer"

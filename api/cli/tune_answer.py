@@ -22,7 +22,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.candidate import Candidate
 from bexp.tune import link
 from bexp.tune.environment import on_device, with_hook
-from bexp.tune.placeholders import describe_choice, fill, stands_in, text_of
+from bexp.tune.placeholders import APPLY, apply_lines, describe_choice, fill, stands_in, text_of
 
 PLACEHOLDER, STEPS_PLACEHOLDER = "micro_batch_size", "grad_accum_steps"
 LOOP = "loop"
@@ -100,7 +100,12 @@ class TuneAnswer:
     @property
     def values(self) -> dict[str, Any]:
         """The sizes and settings by the names of TrainingArguments' fields."""
-        return {SIZE: self.size, **({} if self.steps is None else {STEPS: self.steps}), **self.choice}
+        return {SIZE: self.size, **({} if self.steps is None else {STEPS: self.steps}), **self.arguments}
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The settings beside the size that a command can be told."""
+        return {name: value for name, value in self.choice.items() if name != APPLY}
 
     def rows(self, command: TunedCommand) -> Iterator[str]:
         """Yield what to change in a command, and what it is worth."""
@@ -110,8 +115,11 @@ class TuneAnswer:
         left = self._left(command)
         lines = [", ".join(filled)] if filled else []
         lines += command.changes(left, self.own, takes_flags=self.class_name != LOOP)
-        for number, line in enumerate(lines or ["nothing to change"]):
+        applied = apply_lines(self.choice.get(APPLY, "none"), self.size)
+        for number, line in enumerate(lines or ([] if applied else ["nothing to change"])):
             yield row("" if number else "for the command", line)
+        for number, line in enumerate(applied):
+            yield row("" if number else "before train()", line)
         if self.base.candidate != self.best.candidate:
             is_own = self.base.candidate.micro_batch_size == self.own[SIZE]
             yield row("before" if is_own else "base", str(self.base))

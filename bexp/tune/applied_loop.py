@@ -10,6 +10,7 @@ from typing import Any
 from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune import applied_trainer, promise
+from bexp.tune.data_loader import resize
 from bexp.tune.link import SIZE, STEPS
 
 
@@ -46,8 +47,7 @@ class _Loop:
         if not is_loader or self._accelerator or applied_trainer.made or isinstance(given.dataset, IterableDataset):
             return
         self._accelerator = accelerator
-        # In place, so that its order, its workers and its length are those of one that was made with this size.
-        given.batch_sampler.batch_size = vars(given)["batch_size"] = int(os.environ[SIZE])
+        resize(given, int(os.environ[SIZE]))
         if accelerator.gradient_accumulation_steps > 1:  # else the loop may accumulate without accelerate
             accelerator.gradient_accumulation_steps = self._steps
         promise.takers.append(self.check)

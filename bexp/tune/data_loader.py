@@ -55,6 +55,11 @@ def patch(module: ModuleType) -> None:
     module.DataLoader.__iter__ = iterate_worst_first
 
 
+def resize(loader: DataLoader[Any], size: int) -> None:
+    """Give a loader another size in place: its order, its workers and its length are as if it was made with this."""
+    loader.batch_sampler.batch_size = vars(loader)["batch_size"] = size  # type: ignore[union-attr]  # torch's own
+
+
 def with_sampler(loader: DataLoader[Any], size: int, sampler: Any) -> DataLoader[Any]:
     """Return a loader of the same data with another size and order."""
     from torch.utils.data import DataLoader  # noqa: PLC0415 - it is complete by now

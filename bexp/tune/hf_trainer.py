@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable
 from functools import partial, wraps
+from importlib import import_module
 from types import ModuleType
 from typing import Any
 
@@ -15,10 +16,12 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 
 from bexp.explorer.cost_model.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
-from bexp.tune.link import SCRATCH, Link, choice, connect
+from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
+from bexp.tune.placeholders import APPLY
 from bexp.tune.trainer_accumulation import TrainerCheck
+from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
 _OFF = {
     "report_to": [],
@@ -35,10 +38,6 @@ _FIXED = ("bf16", "fp16", "tf32", "torch_compile", "fsdp", "fsdp_config", "deeps
 _NEVER = ("save_strategy", "eval_strategy", "logging_strategy")
 
 
-class CannotSetError(ValueError):
-    """The trial asks for a setting that the Trainer does not have."""
-
-
 def patch(module: ModuleType) -> None:
     """Have every Trainer that is made from now on measure in place of training."""
     trainer = module.Trainer
@@ -50,9 +49,13 @@ def patch(module: ModuleType) -> None:
         if not found:
             found = [module.TrainingArguments(output_dir=os.environ[SCRATCH])]
             named["args"] = found[0]
-        for arguments in found:
-            _prepare(arguments)
+        with refusing():
+            for arguments in found:
+                _prepare(arguments)
         init(self, *given, **named)
+        if APPLY in choice():
+            apply_to = import_module("bexp.tune.applied_settings").apply_choice
+            apply_to(self.model, choice(), self.args.per_device_train_batch_size)
 
     @wraps(train)
     def measure(self: Any, *_: Any, **__: Any) -> None:
@@ -71,7 +74,15 @@ def _prepare(arguments: Any) -> None:
     if hasattr(arguments, "bexp_asked"):
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
+    has_deepspeed = getattr(arguments, "hf_deepspeed_config", None) is not None
+    if has_deepspeed and SIZE not in os.environ:
+        raise CannotSetError(
+            "DeepSpeed takes its sizes when TrainingArguments are made: put {micro_batch_size} and {grad_accum_steps} "
+            "where the command takes them"
+        )
     for name, value in choice().items():
+        if name == APPLY:  # of the model, which is made later
+            continue
         if name in _FIXED:
             raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
         if not hasattr(arguments, name):
@@ -84,7 +95,8 @@ def _prepare(arguments: Any) -> None:
         if hasattr(arguments, name):
             setattr(arguments, name, type(getattr(arguments, name))("no"))
     arguments.output_dir = os.environ[SCRATCH]
-    arguments.gradient_accumulation_steps = ACCUMULATION
+    if not has_deepspeed:
+        arguments.gradient_accumulation_steps = ACCUMULATION
     arguments.bexp_asked = asked
 
 
@@ -93,7 +105,11 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     serving.append(trainer)
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
-    check = TrainerCheck(trainer, train, ranks)
+    answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
+        "measure": lambda command: measure(command["micro_batch_size"]),
+        "evaluate": lambda _: _evaluate(trainer, ranks),
+        "check": TrainerCheck(trainer, train, ranks).answer,
+    }
     size, accumulation = trainer.args.bexp_asked
     model = describe_parameters(list(trainer.model.parameters()))
     if link is not None:
@@ -107,19 +123,33 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
                 "grad_accum_steps": accumulation,
                 "num_devices": ranks.number,
                 "lengths": lengths.describe(),
+                "evaluation": describe_evaluation(trainer),
+                APPLY: _usable(trainer),
                 **model,
             }
         )
     while (command := ranks.share(_next(link))) is not None:
-        is_check = command["command"] == "check"
-        reply = measured(partial(check.answer, command) if is_check else partial(measure, command["micro_batch_size"]))
+        reply = measured(partial(answers[command["command"]], command))
         if link is not None:
             link.send(reply)
         elif reply["outcome"] != "ok":
-            print(f"rank {os.environ.get('RANK')}: {reply['reason']}", flush=True)  # noqa: T201 - the trial reads it
+            note_failure(reply)
             os._exit(1)  # the launcher ends the others, which wait for this one
         if reply["outcome"] != "ok":
             return
+
+
+def _usable(trainer: Any) -> list[str] | None:
+    """What `bexp.apply` can do to a model that is as the command has it, if the trial asks for that."""
+    if choice().get(APPLY) != "none":
+        return None
+    found: list[str] = import_module("bexp.tune.applied_settings").usable(trainer.model)
+    return found
+
+
+def _evaluate(trainer: Any, ranks: Ranks) -> dict[str, Any]:
+    """What an evaluation needs in the fullest process."""
+    return max(ranks.gather(evaluate_longest(trainer)), key=lambda figures: figures["peak_bytes"])
 
 
 def _epoch(order: Any, lengths: Lengths, batch_size: int) -> Epoch | None:
@@ -150,7 +180,7 @@ def _measure(
     arguments = trainer.args
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
-    trainer.accelerator.gradient_accumulation_steps = ACCUMULATION
+    trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
     numbers = itertools.count()
 

@@ -10,8 +10,9 @@ from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import ModuleType
+from typing import Any
 
-from bexp.tune.link import PROMISE
+from bexp.tune.link import PROMISE, note_failure
 
 Patch = Callable[[ModuleType], None]
 
@@ -32,14 +33,27 @@ def arm() -> None:
         patches = {
             "transformers.trainer": partial(_patch, "applied_trainer"),
             "accelerate.accelerator": partial(_patch, "applied_loop"),
+            "lightning.pytorch.trainer.trainer": partial(_patch, "applied_lightning"),
+            "pytorch_lightning.trainer.trainer": partial(_patch, "applied_lightning"),
             "torch.optim.optimizer": partial(_patch, "promise"),
         }
+    else:
+        sys.excepthook = partial(_note_and_print, sys.excepthook)
     sys.meta_path.insert(0, _Watcher(patches))
 
 
 def _patch(name: str, module: ModuleType) -> None:
     """Patch a module with one of ours, which needs what the command has just imported."""
     import_module(f"bexp.tune.{name}").patch(module)
+
+
+def _note_and_print(print_traceback: Callable[..., object], kind: Any, error: BaseException, trace: Any) -> None:
+    """Note what ends this process, if it is one of a group that trains, and let Python print it."""
+    if "torch" in sys.modules:
+        from bexp.tune.measuring import failed  # noqa: PLC0415 - needs torch
+
+        note_failure(failed(error))
+    print_traceback(kind, error, trace)
 
 
 class _Watcher(MetaPathFinder):

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.data_loader import follow, with_sampler
 from bexp.tune.lengths import Lengths, WorstFirst
-from bexp.tune.link import SCRATCH, SIZE
+from bexp.tune.link import SCRATCH, SIZE, CannotSetError, refusing
 from bexp.tune.measuring import ACCUMULATION, describe_parameters
 from bexp.tune.micro_batches import epoch_of, order_of
 from bexp.tune.own_loop import asked
@@ -31,16 +31,6 @@ _LEFT_OUT = {
 }
 """Callbacks that write, that end a training or run another one. Each of Lightning's two packages has its own."""
 _SCHEDULED = "GradientAccumulationScheduler"
-
-
-class CannotSetError(ValueError):
-    """The size of this training cannot be set from within."""
-
-    def __init__(self, why: str) -> None:
-        super().__init__(
-            f"the micro-batch of this training cannot be set, because {why}: put {{micro_batch_size}} where "
-            "the command takes it"
-        )
 
 
 def patch(module: ModuleType) -> None:
@@ -74,17 +64,26 @@ def _prepare(trainer: Any, model: Any, data: list[Any], package: Any) -> None:
     trainer.profiler = package.profilers.PassThroughProfiler()
     trainer.limit_train_batches, trainer.limit_val_batches, trainer.num_sanity_val_steps = 1.0, 0, 0
     trainer.reload_dataloaders_every_n_epochs = 0
-    owners = [
-        each for each in (model, *data) if isinstance(each, package.LightningModule | package.LightningDataModule)
-    ]
-    fields = [field for owner in owners for field in (owner, owner.hparams) if _size_of(field) is not None]
+    stated = set_stated_size(package, model, *data)
+    process = trainer.strategy.process_dataloader  # called when Lightning has done with a loader what it does
+
+    def process_resized(loader: Any) -> Any:
+        with refusing():
+            return process(_resized(trainer, loader, stated))
+
+    trainer.strategy.process_dataloader = process_resized
+
+
+def set_stated_size(package: Any, *owners: Any) -> int | None:
+    """Set the `batch_size` of modules, if they have one, to the trial's; return what it was."""
+    modules = [each for each in owners if isinstance(each, package.LightningModule | package.LightningDataModule)]
+    fields = [field for owner in modules for field in (owner, owner.hparams) if _size_of(field) is not None]
     stated = _size_of(fields[0]) if fields else None
     if SIZE in os.environ:
         for field in fields:
             with suppress(AttributeError):  # a property
                 field.batch_size = int(os.environ[SIZE])
-    process = trainer.strategy.process_dataloader  # called when Lightning has done with a loader what it does
-    trainer.strategy.process_dataloader = lambda loader: process(_resized(trainer, loader, stated))
+    return stated
 
 
 def _size_of(field: Any) -> int | None:
@@ -101,6 +100,8 @@ def _kept(callbacks: Any) -> list[Any]:
 def _never_end(trainer: Any, _: Any) -> None:
     """Leave the end to the trial. Until here the limits are the command's: a schedule of learning rates reads them."""
     trainer.fit_loop.max_epochs = trainer.fit_loop.epoch_loop.max_steps = 1 << 30
+    for schedule in trainer.lr_scheduler_configs:  # one that has all its steps behind it would raise
+        schedule.frequency = 1 << 30
 
 
 def _resized(trainer: Any, loader: Any, stated: int | None) -> Any:
@@ -111,7 +112,10 @@ def _resized(trainer: Any, loader: Any, stated: int | None) -> Any:
     if why is not None:
         if SIZE in os.environ:
             return loader
-        raise CannotSetError(why)
+        raise CannotSetError(
+            f"the micro-batch of this training cannot be set, because {why}: put {{micro_batch_size}} where "
+            "the command takes it"
+        )
     lengths = Lengths.of(getattr(loader, "dataset", None))
     asked.update(
         describe_parameters(list(trainer.lightning_module.parameters())),

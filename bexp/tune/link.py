@@ -6,8 +6,11 @@ import contextlib
 import json
 import os
 import queue
+import signal
 import socket
 import threading
+from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 SOCKET = "BEXP_TUNE_SOCKET"
@@ -57,6 +60,41 @@ def connect() -> Link | None:
     """
     path = os.environ.get(SOCKET)
     return None if path is None or os.environ.get("RANK", "0") != "0" else Link(path)
+
+
+def note_failure(reply: Mapping[str, Any]) -> None:
+    """Leave what has broken this process of a group for the trial.
+
+    The first process, which speaks for all, may know only that another one is gone.
+    """
+    address, rank = os.environ.get(SOCKET), os.environ.get("RANK")
+    if address is not None and rank is not None:
+        with contextlib.suppress(OSError):  # the trial is over
+            Path(f"{address}.failed-{rank}").write_text(json.dumps({"rank": int(rank), **reply}))
+
+
+def failures_in(folder: Path) -> list[Path]:
+    """The files that `note_failure` has written next to the socket in a folder."""
+    return list(folder.glob("*.failed-*"))
+
+
+class CannotSetError(ValueError):
+    """The trial asks for what this training cannot be given from within."""
+
+
+@contextlib.contextmanager
+def refusing() -> Iterator[None]:
+    """Tell the trial what cannot be set, and end: no command is to catch it, and no traceback is to hide it."""
+    try:
+        yield
+    except CannotSetError as error:
+        link = connect()
+        if link is None:
+            signal.pause()  # the first process speaks, and the trial ends them all
+        else:
+            link.send({"event": "refused", "reason": str(error)})
+            link.receive()
+        os._exit(1)
 
 
 def choice() -> dict[str, Any]:

@@ -57,13 +57,12 @@ class Ranks:
         dist.broadcast_object_list(box, src=0)
         return box[0]
 
-    def slowest(self, figures: dict[str, float]) -> dict[str, float]:
-        """The largest of each figure over all processes."""
-        if self.number == 1:
-            return figures
-        found: list[Any] = [None] * self.number
-        dist.all_gather_object(found, figures)
-        return {name: max(each[name] for each in found) for name in figures}
+    def gather(self, figures: dict[str, float]) -> list[dict[str, float]]:
+        """The figures of all processes."""
+        found: list[Any] = [figures] * self.number
+        if self.number > 1:
+            dist.all_gather_object(found, figures)
+        return found
 
 
 @dataclass(frozen=True)
@@ -95,12 +94,7 @@ class Clock:
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
         self.ran_longest = False
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-            torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats(self._device)
-        else:
-            _forget_peak()
+        reset_peak(self._device)
 
     def begin_micro_step(self) -> None:
         """A micro-step begins, unless it has begun with the end of the last: waiting for data is part of it."""
@@ -142,18 +136,24 @@ class Clock:
         number = len(timed)
         expected = None if self.micro_batches is None else self.micro_batches.expect(self._micro_steps)
         mean, error = expected or (statistics.fmean(timed), statistics.stdev(timed) / math.sqrt(number))
-        peak, reserved = self._peaks()
-        found = self._ranks.slowest(
-            {
-                "micro_step_seconds": mean,
-                "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
-                "standard_error_seconds": error,
-                "peak_bytes": peak,
-                "reserved_bytes": reserved,
-            }
-        )
-        whole = {name: int(found[name]) for name in ("peak_bytes", "reserved_bytes")}
-        return found | whole | {"repeats": number, "ran_longest": self.ran_longest}
+        peak, reserved = peak_bytes(self._device)
+        own: dict[str, float] = {
+            "micro_step_seconds": mean,
+            "optimizer_seconds": statistics.median(self._optimizer_steps or [0.0]),
+            "standard_error_seconds": error,
+            "peak_bytes": peak,
+            "reserved_bytes": reserved,
+        }
+        each = self._ranks.gather(own | {"alone": statistics.quantiles(timed)[0]})
+        return {
+            **{name: max(figures[name] for figures in each) for name in own},
+            "repeats": number,
+            "data": {
+                "ran_longest": self.ran_longest,
+                "tail": self.micro_batches.tail if expected is not None and self.micro_batches is not None else None,
+                "processes": _spread(each),
+            },
+        }
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]
@@ -175,11 +175,37 @@ class Clock:
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def _peaks(self) -> tuple[int, int]:
-        if self._device.type == "cuda":
-            return torch.cuda.max_memory_allocated(self._device), torch.cuda.max_memory_reserved(self._device)
-        peak = _resident_peak()
-        return peak, peak
+
+def reset_peak(device: torch.device) -> None:
+    """Have the peak of a device counted anew."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        _forget_peak()
+
+
+def peak_bytes(device: torch.device) -> tuple[int, int]:
+    """The most bytes that were allocated on a device, and reserved; on a CPU both are those of the process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+    peak = _resident_peak()
+    return peak, peak
+
+
+def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:
+    """The slowest of several processes, by micro-steps in which it waits for no other, and the fullest."""
+    if len(each) == 1:
+        return None
+    seconds, peaks = [[figures[name] for figures in each] for name in ("alone", "peak_bytes")]
+    return {
+        "number": len(each),
+        "slowest": seconds.index(max(seconds)),
+        "slower": max(seconds) / min(seconds),
+        "fullest": peaks.index(max(peaks)),
+        "fuller": max(peaks) / max(1.0, min(peaks)),
+    }
 
 
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
@@ -201,8 +227,13 @@ def measured(measure: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     try:
         return {"outcome": "ok", **measure()}
     except Exception as error:  # noqa: BLE001 - the command is the caller's, and any failure of it is an outcome
-        outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
-        return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
+        return failed(error)
+
+
+def failed(error: BaseException) -> dict[str, Any]:
+    """The outcome that stands for an error."""
+    outcome = "out_of_memory" if is_out_of_memory(error) else "crashed"
+    return {"outcome": outcome, "reason": f"{type(error).__name__}: {_one_line(error)}"}
 
 
 def _one_line(error: BaseException) -> str:

@@ -52,6 +52,7 @@ def order_of(
     """
     if epoch is not None:
         made = MicroBatches(lengths, epoch, size, processes=processes, rank=rank, longest_at=longest_at)
+        made.is_random = isinstance(sampler, RandomSampler)
         if made.varies:
             return made.sampler, made
     return WorstFirst(lengths, size * processes, sampler, longest_at=longest_at), None
@@ -92,6 +93,8 @@ class MicroBatches:
         longest_at: Collection[int] = range(WORST_TIMES),
     ) -> None:
         self.lengths = lengths
+        self.is_random = False
+        self._padding: int | None = None
         self._size = size
         self._own = slice(rank * size, (rank + 1) * size)
         self._tokens = np.array(lengths.tokens, np.float64)
@@ -105,6 +108,18 @@ class MicroBatches:
         self._longest_at = frozenset(longest_at)
         self._longest = np.array(lengths.longest(whole))
         self.sampler = WorstFirst(lengths, whole, _Drawn(self), longest_at=self._longest_at)
+
+    @property
+    def tail(self) -> list[int] | None:
+        """The tokens that 1 in 1, 2, 4, ... samples have at least; None if rows are not padded in a random order.
+
+        The last are those of the longest.
+        """
+        if not self.is_random or self._padding in (None, PACKED):
+            return None
+        number = len(self._widths)
+        places = [number - max(1, number >> power) for power in range(number.bit_length())]
+        return [int(width) for width in np.sort(self._widths)[places]]
 
     def is_longest(self, number: int) -> bool:
         """Whether the micro-batch with this number is the longest of all."""
@@ -136,7 +151,8 @@ class MicroBatches:
         if is_drawn.sum() < FEWEST_DRAWN:
             return None
         places = np.stack([places for _, places, _ in used])
-        padding = self._padding(places, np.array([step.positions for step, *_ in used], np.float64))
+        seen = np.array([step.positions for step, *_ in used], np.float64)
+        padding = self._padding = self._find_padding(places, seen)
         if padding is None:
             return None
         population = self._work(self._simulated.reshape(-1, self._size), padding)
@@ -149,7 +165,7 @@ class MicroBatches:
             return self._longest[self._own]
         return self.drawn(number - sum(at < number for at in self._longest_at))[self._own]
 
-    def _padding(self, places: Places, seen: Figures) -> int | None:
+    def _find_padding(self, places: Places, seen: Figures) -> int | None:
         """How micro-batches are made, by the positions that were seen; None if in no way that is known."""
         off = {
             padding: float(np.abs(seen / self._work(places, padding)[:, 0] - 1).mean())

@@ -10,7 +10,8 @@ import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bexp.tune.link import SIZE, connect
+from bexp.tune.link import SIZE, CannotSetError, choice, connect, refusing
+from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
     from bexp.tune.link import Link
@@ -65,12 +66,15 @@ class _Loop:
 
         if serving:
             return
+        kind = asked.get("kind", "a loop of its own")
+        with refusing():
+            _refuse_choice(kind)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
         self._link, ranks = connect(), Ranks()
         size = os.environ.get(SIZE)
         if self._link is not None:
             described = describe_parameters(parameters)
-            own: dict[str, Any] = {"class_name": "loop", "kind": "a loop of its own", "num_devices": ranks.number}
+            own: dict[str, Any] = {"class_name": "loop", "kind": kind, "num_devices": ranks.number}
             if followed.lengths is not None:
                 own["lengths"] = followed.lengths.describe()
             self._link.send({"event": "ready", **own, **described, **asked})
@@ -98,3 +102,9 @@ class _Loop:
             self._link.send(reply)
             self._link.receive()  # the process ends when the trial has read it
         os._exit(0)  # what the command does at its end is not for a trial
+
+
+def _refuse_choice(kind: str) -> None:
+    """Raise CannotSetError if there is a setting to try: outside transformers' Trainer nothing could take it."""
+    for name in choice().keys() - {APPLY}:  # the trial says whom that is for
+        raise CannotSetError(f"{kind} has no '{name}' that could be set: put {{{name}}} where the command takes it")

@@ -1,10 +1,38 @@
-"""Values of settings as text, and where they stand in braces in a command."""
+"""Values of settings as text, and where they stand in braces in a command.
+
+`APPLY` is the setting of what `bexp.apply` does to the model. Its values are names of APPLIED with a plus in between.
+"""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from itertools import chain, combinations
 from typing import Any
+
+from bexp.transformers.settings import Settings
+
+APPLY = "bexp_apply"
+APPLIED: dict[str, dict[str, Any]] = {
+    "experts": {"experts": "bexp_fused"},
+    "loss": {"loss": "chunked"},
+    "compile": {"compile": True},
+}
+APPLY_VALUES = ["none", *("+".join(each) for n in range(1, len(APPLIED) + 1) for each in combinations(APPLIED, n))]
+
+
+def settings_of(value: str) -> Settings:
+    """Return what a value of APPLY sets; `none` sets nothing."""
+    named = [] if value == "none" else value.split("+")
+    return Settings(**dict(chain.from_iterable(APPLIED[name].items() for name in named)))
+
+
+def apply_lines(value: str, size: int) -> list[str]:
+    """Return the lines of Python that do in a script what a value of APPLY has done in a trial."""
+    named = [] if value == "none" else value.split("+")
+    given = ", ".join(f"{field}={setting!r}" for name in named for field, setting in APPLIED[name].items())
+    setup = f"bexp.RecommendedSetup(bexp.Settings({given}), micro_batch_size={size})"
+    return ["import bexp", f"bexp.apply(trainer.model, {setup})"] if named else []
 
 
 def text_of(value: Any) -> str:

@@ -34,14 +34,13 @@ class CannotApplyError(RuntimeError):
 
 
 def patch(module: ModuleType) -> None:
-    """Follow the optimizer of this process, if it is the first of its training."""
-    if os.environ.get("RANK", "0") == "0":
-        module.register_optimizer_step_post_hook(_steps.end_step)
+    """Follow the optimizer of this process."""
+    module.register_optimizer_step_post_hook(_steps.end_step)
 
 
 def begin_again() -> None:
     """What the training has done since the last step, such as saving, is no part of the next one."""
-    _steps.begin()
+    _steps.begin_again()
 
 
 class _Steps:
@@ -60,7 +59,9 @@ class _Steps:
             return
         if self._first is None:
             self._first = optimizer
-            self._count_micro_steps()
+            self._is_over = not _is_first_process()
+            if not self._is_over:
+                self._count_micro_steps()
         elif optimizer is self._first:
             self._steps.append((_now() - self._began, self._num_micro_steps))
             promise = json.loads(os.environ[PROMISE])
@@ -77,6 +78,11 @@ class _Steps:
         """A step begins."""
         if not self._is_over:
             self._began = _now()
+
+    def begin_again(self) -> None:
+        """A step begins, unless it has begun: then nothing but its own micro-steps has been done."""
+        if self._num_micro_steps == 0:
+            self.begin()
 
     def _count_micro_steps(self) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
@@ -116,6 +122,12 @@ def say_kept(steps: Sequence[tuple[float, int]], size: int, tokens_per_second: f
         f"{tokens_per_second:,.0f} that were promised\n"
     )
     sys.stderr.flush()
+
+
+def _is_first_process() -> bool:
+    import torch.distributed as dist  # noqa: PLC0415 - torch is complete by now
+
+    return not dist.is_initialized() or dist.get_rank() == 0
 
 
 def _now() -> float:

@@ -52,12 +52,35 @@ class SampleLengths(Frozen):
     """The samples that a training command draws from, of which the longest ran first at each size.
 
     `num_read` of them were read. A sample takes `rows` of a micro-batch, and `longest` are the tokens of the longest.
+    `tail` are the tokens that 1 in 1, 2, 4, ... samples have at least, if rows are padded and their order is random.
     """
 
     number: Count
     num_read: Annotated[int, Field(ge=1)]
     longest: Count
     rows: Annotated[int, Field(ge=1)] = 1
+    tail: tuple[Count, ...] | None = Field(None, exclude_if=is_null)
+
+
+class EvaluationBatch(Frozen):
+    """The longest texts of an evaluation, `length` tokens each if that is known, in a forward pass.
+
+    `peak_bytes` is null if there was no memory for it.
+    """
+
+    batch_size: Annotated[int, Field(ge=1)]
+    length: Count
+    peak_bytes: Count | None
+
+
+class ProcessSpread(Frozen):
+    """The slowest and the fullest process of a training, in times the fastest and the emptiest."""
+
+    number: Annotated[int, Field(ge=2)]
+    slowest: Count
+    slower: Annotated[float, Field(ge=1)]
+    fullest: Count
+    fuller: Annotated[float, Field(ge=1)]
 
 
 class ModelParts(Frozen):
@@ -99,6 +122,13 @@ class ModelParts(Frozen):
     )
     samples: SampleLengths | None = Field(
         None, description="A training command's data, if its longest micro-batch is known and ran.", exclude_if=is_null
+    )
+
+    evaluation: EvaluationBatch | None = Field(
+        None, description="What a training command needs to evaluate.", exclude_if=is_null
+    )
+    processes: ProcessSpread | None = Field(
+        None, description="Of a training command, at its own size.", exclude_if=is_null
     )
 
     @model_validator(mode="after")

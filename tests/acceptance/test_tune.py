@@ -7,6 +7,7 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from tests.acceptance.conftest import Machine
@@ -113,3 +114,22 @@ def test_a_command_that_trains_nothing_is_told_so(machine: Machine) -> None:
     assert "hello" not in said.splitlines(), "there is no answer to run it with"
     assert "the command is no training" in said
     assert "hello" in said
+
+
+@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
+def test_two_processes_are_tuned_and_each_runs_with_the_answer(machine: Machine, loop: str) -> None:
+    out = machine.folder / "out"
+    launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
+    command = (*launched, SCRIPTS / "with_ranks.py", loop, "--steps", "600", "--slower", "0.002", "--output", out)
+    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "3", "--max-seconds", "60")
+    process = machine.start("tune", *asked, "--run", "--", *command)
+    assert process.wait(300) == 0, machine.err(process)
+    found = re.search(r"^ +after +micro_batch_size=(\d): ", machine.out(process), re.M)
+    assert found is not None, machine.out(process)
+    assert re.search(r"^ +processes +2: rank 1 is the slowest", machine.out(process), re.M), machine.out(process)
+    size = int(found[1])
+    for rank in range(2):
+        sizes = (out / f"sizes-{rank}").read_text().split()
+        assert sizes == [str(size)] * (600 * 8 // size), "the batch of each device is 2 x 4"
+    kept = re.findall(r"^bexp: \d+ optimizer steps ran", machine.err(process), re.M)
+    assert len(kept) == 1, "the first process speaks for both"

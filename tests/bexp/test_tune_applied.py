@@ -8,11 +8,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from transformers import GPT2Config, GPT2LMHeadModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
+from bexp.transformers.settings import Settings
 from bexp.tune.environment import on_device, with_hook
 from bexp.tune.link import CHOICE, PROMISE, SIZE, STEPS
+from bexp.tune.placeholders import APPLY_VALUES, apply_lines, settings_of
 from bexp.tune.promise import say_kept
 
 LOOP = """
@@ -58,8 +63,21 @@ print(make(4, 2), make(16, 2), make(4, 2))
 """
 
 
-def run(folder: Path, script: str, size: int, steps: int | None) -> subprocess.CompletedProcess[str]:
-    own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor"})}
+LOSSES = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+def is_applied(size):
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=256))
+    Trainer(model, TrainingArguments("out", per_device_train_batch_size=size))
+    return model.loss_function is not ForCausalLMLoss
+
+print(is_applied(4), is_applied(16))
+"""
+
+
+def run(folder: Path, script: str, size: int, steps: int | None, **named: str) -> subprocess.CompletedProcess[str]:
+    own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor", **named})}
     own |= {PROMISE: json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": False})}
     own |= {} if steps is None else {STEPS: str(steps)}
     environment = on_device(with_hook(os.environ), "cpu") | own
@@ -99,6 +117,31 @@ def test_trainers_with_the_sizes_of_the_first_get_the_answer(tmp_path: Path, ste
     done = run(tmp_path, TRAINERS, 8, steps)
     answer = (8, steps or 2, "adafactor")
     assert done.stdout.strip() == f"{answer} (16, 2, 'OptimizerNames.ADAMW_TORCH_FUSED') {answer}", done.stderr
+
+
+@pytest.mark.parametrize(("value", "is_applied"), [("loss", "True"), ("none", "False")])
+def test_the_trainer_that_gets_the_answer_has_its_model_set_up(tmp_path: Path, value: str, is_applied: str) -> None:
+    done = run(tmp_path, LOSSES, 8, 1, bexp_apply=value)
+    assert done.stdout.strip() == f"{is_applied} False", done.stderr
+
+
+def test_the_lines_of_python_do_in_a_script_what_the_trial_did() -> None:
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=256))
+    lines = apply_lines("loss", 4)
+    assert lines[1] == (
+        "bexp.apply(trainer.model, bexp.RecommendedSetup(bexp.Settings(loss='chunked'), micro_batch_size=4))"
+    )
+    exec("\n".join(lines), {"trainer": SimpleNamespace(model=model)})
+    assert model.loss_function is not ForCausalLMLoss
+    assert apply_lines("none", 4) == []
+    assert len(lines) == 2
+
+
+def test_each_value_has_its_settings() -> None:
+    found = [settings_of(value) for value in APPLY_VALUES]
+    assert len(set(found)) == 8
+    assert found[0] == Settings()
+    assert found[-1] == Settings(experts="bexp_fused", loss="chunked", compile=True)
 
 
 def test_steps_that_saved_do_not_count(capsys: pytest.CaptureFixture[str]) -> None:

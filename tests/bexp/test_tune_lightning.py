@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, SequentialSampler, TensorDataset
 
-from bexp.tune import lightning_loop
-from bexp.tune.lightning_loop import CannotSetError, _kept, _resized
-from bexp.tune.link import SIZE
+from bexp.tune import applied_lightning, lightning_loop, promise
+from bexp.tune.lightning_loop import _kept, _resized
+from bexp.tune.link import SIZE, CannotSetError
 from bexp.tune.measuring import ACCUMULATION
 from tests.tune_commands.with_a_loader import Texts, pad
 
@@ -114,3 +114,22 @@ def test_callbacks_that_write_are_left_out_and_others_stay() -> None:
     monitor = kinds["LearningRateMonitor"]()
     assert _kept([own(), kinds["ProgressBar"](), monitor]) == [monitor]
     assert _kept(own()) == []
+
+
+@pytest.mark.parametrize("data", [NUMBERS, Stream()])
+def test_a_loader_that_runs_with_the_answer_gets_its_size_in_place(
+    data: Dataset[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(SIZE, "5")
+    monkeypatch.setattr(promise, "takers", [])
+    own = loader(data)
+    assert applied_lightning._resized(own) is own
+    assert [len(batch[0]) if isinstance(batch, list) else len(batch) for batch in own] == [5, 5]
+    assert len(promise.takers) == 1
+
+
+def test_what_has_no_size_has_not_taken_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SIZE, "5")
+    monkeypatch.setattr(promise, "takers", [])
+    applied_lightning._resized(DataLoader(Stream(), batch_size=None))
+    assert promise.takers == []

@@ -29,7 +29,8 @@ import psutil
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
-from bexp.workers.targets.custom.command import CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import CommandProcess
+from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.chaos.result import read_commit
 from tests.tune_commands.with_faults import FAULTS, STARTS
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,7 +14,8 @@ from typing import Any
 import psutil
 
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import CommandProcess
+from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.acceptance.conftest import Machine
 from tests.tune_commands import with_lightning
 from tests.tune_commands.with_a_loader import Texts
@@ -22,7 +24,7 @@ COMMAND = (sys.executable, "-W", "ignore", with_lightning.__file__, "--output", 
 NAMED = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}")
 BATCH, SIZES = 16, (1, 2, 4, 8, 16)
 SECONDS = 150.0
-WRITTEN = {"checkpoints", "logs", "validated", "last.ckpt", "finished.json"}
+WRITTEN = {"checkpoints", "logs", "validated", "last.ckpt", "finished.json", "sizes.json"}
 
 
 def plain_seconds(folder: Path, size: int) -> float:
@@ -55,6 +57,22 @@ def measured(folder: Path, *given: str) -> dict[str, Any]:
         assert not [line for line in lines if with_lightning.__file__ in line]
 
 
+def run_with_answer(machine: Machine, *given: str) -> None:
+    """Run the command with the answer: it trains and writes as it always does, and its steps keep the promise."""
+    asked = ("--device", "cpu", "--micro-batch-size", "8,16", "--max-trials", "3", "--run")
+    process = machine.start("tune", *asked, "--", *COMMAND, *given, "--max_steps", "14")
+    assert process.wait(SECONDS) == 0, machine.err(process)
+    sys.stdout.write(machine.err(process))
+    found = re.findall(r"^bexp: \d+ optimizer .* tokens/s, (\S+) \+- ", machine.err(process), re.M)
+    assert len(found) == 1
+    assert 0.7 < float(found[0]) < 1.3, "validation and checkpoints are not counted"
+    out = machine.folder / "out"
+    assert json.loads((out / "sizes.json").read_text()) == [with_lightning.BEST] * 2 * 14, "the batch is 4 x 4"
+    assert {path.name for path in out.iterdir()} == WRITTEN
+    assert len(list((out / "checkpoints").iterdir())) == 14
+    shutil.rmtree(out)
+
+
 def refusal(folder: Path, *given: str) -> str:
     """What is said of a command whose size cannot be set."""
     try:
@@ -79,6 +97,9 @@ def main() -> None:
     sys.stdout.write(machine.run("tune", *asked, "--", *COMMAND))
     assert int(machine.run("best", "latest")) == with_lightning.BEST
     assert not (folder / "out").exists()
+
+    for data in ("fit", "batch_sampler"):
+        run_with_answer(machine, "--data", data)
 
     for package in ("lightning.pytorch", "pytorch_lightning"):
         for data in ("fit", "module", "datamodule", "batch_sampler"):

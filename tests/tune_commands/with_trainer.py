@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import Dataset
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 LONGEST = 512
 
@@ -49,13 +50,22 @@ class Slow(Trainer):
     """Takes a fixed time for each token of a micro-batch, padding included, and has no memory for large ones."""
 
     seconds_per_token = 0.0
-    fail_from = 1 << 30
+    fail_from = fail_from_tokens = 1 << 30
+    evaluation_fails_from_tokens = 1 << 30
+    fail_if_applied = False
 
     def training_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
-        if len(inputs["input_ids"]) >= self.fail_from:
+        if self.fail_if_applied and model.loss_function is not ForCausalLMLoss:
+            raise RuntimeError(f"the loss is {model.loss_function}")
+        if len(inputs["input_ids"]) >= self.fail_from or inputs["input_ids"].numel() >= self.fail_from_tokens:
             raise MemoryError("out of memory")
         time.sleep(self.seconds_per_token * inputs["input_ids"].numel())
         return super().training_step(model, inputs, *given, **named)
+
+    def prediction_step(self, model: Any, inputs: Any, *given: Any, **named: Any) -> Any:
+        if inputs["input_ids"].numel() >= self.evaluation_fails_from_tokens:
+            raise MemoryError("out of memory")
+        return super().prediction_step(model, inputs, *given, **named)
 
 
 def main() -> None:
@@ -68,6 +78,9 @@ def main() -> None:
     parser.add_argument("--long_tail", action="store_true")
     parser.add_argument("--seconds_per_token", type=float, default=0.0)
     parser.add_argument("--fail_from", type=int, default=1 << 30)
+    parser.add_argument("--fail_from_tokens", type=int, default=1 << 30)
+    parser.add_argument("--evaluation_fails_from_tokens", type=int, default=1 << 30)
+    parser.add_argument("--fail_if_applied", action="store_true")
     options = parser.parse_args()
     model = GPT2LMHeadModel(GPT2Config(n_embd=64, n_layer=2, n_head=2, vocab_size=256, n_positions=LONGEST))
     arguments = TrainingArguments(
@@ -85,6 +98,9 @@ def main() -> None:
     texts = Texts(200, long_tail=options.long_tail)
     trainer = Slow(model=model, args=arguments, train_dataset=texts, eval_dataset=texts, data_collator=Padded())
     trainer.seconds_per_token, trainer.fail_from = options.seconds_per_token, options.fail_from
+    trainer.fail_from_tokens = options.fail_from_tokens
+    trainer.evaluation_fails_from_tokens = options.evaluation_fails_from_tokens
+    trainer.fail_if_applied = options.fail_if_applied
     trainer.train()
     trainer.save_model()
     (options.output_dir / "finished").touch()

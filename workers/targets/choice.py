@@ -16,8 +16,9 @@ from bexp.targets.registry import installed_targets, registered_targets
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.settings import read_settings
-from bexp.workers.targets.custom.command import SUFFIX, CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import CommandProcess
 from bexp.workers.targets.custom.target import CustomTarget, TargetSource
+from bexp.workers.targets.custom.training_command import SUFFIX, TrainingCommand
 from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
 _NEEDED_BY = {

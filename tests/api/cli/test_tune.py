@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import re
-
 import pytest
 
 from bexp.api.cli.errors import CommandError
-from bexp.api.cli.tune import _read_try, describe_worst, hide_secrets, name_command
-from bexp.explorer.spec.parts import SampleLengths
+from bexp.api.cli.tune import _read_try, hide_secrets, name_command
 
 
 @pytest.mark.parametrize(
@@ -49,18 +46,3 @@ def test_values_to_try_are_read_as_yaml() -> None:
     for wrong in ("optim", "=1", "optim=", "a b=1"):
         with pytest.raises(CommandError, match="NAME=A,B"):
             _read_try(wrong)
-
-
-@pytest.mark.parametrize(
-    ("samples", "said"),
-    [
-        (SampleLengths(number=900, num_read=900, longest=2048), "4 x 2,048 tokens ran first: no micro-batch of"),
-        (
-            SampleLengths(number=9000, num_read=900, longest=64, rows=2),
-            "8 x 64 tokens ran first: .* 900 .*, of 9,000",
-        ),
-        (None, "not known"),
-    ],
-)
-def test_the_worst_micro_batch_is_told_as_far_as_it_is_known(samples: SampleLengths | None, said: str) -> None:
-    assert re.match(said, describe_worst(samples, 4))

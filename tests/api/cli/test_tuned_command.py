@@ -8,8 +8,11 @@ from typing import Any
 
 import pytest
 
+from bexp.api.cli.tune_answer import Speed, TuneAnswer
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
+from bexp.explorer.spec.candidate import Candidate
+from bexp.tune.placeholders import APPLY
 
 VALUES = {SIZE: 8, STEPS: 4}
 
@@ -97,3 +100,16 @@ def test_other_commands_have_no_yaml_to_change() -> None:
     for command in ("python train.py config.yaml", "python train.py --name axolotl config.yaml", "axolotl train"):
         with pytest.raises(UnchangeableError, match="reads no YAML"):
             TunedCommand(command.split()).changed_yaml(VALUES)
+
+
+def test_what_apply_did_is_told_as_lines_of_python_and_not_as_a_flag() -> None:
+    command = TunedCommand(["python", "train.py", "--optim", "sgd"])
+    own = {SIZE: 8, STEPS: 2, "optim": "sgd"}
+    choice = {"optim": "sgd", APPLY: "loss"}
+    speed = Speed(Candidate(micro_batch_size=8, attention_backend="own", num_query_groups=1), 100.0, None, 1)
+    answer = TuneAnswer(speed, speed, 2, 16, own, choice, "GPT2LMHeadModel")
+    assert [line.strip().removeprefix("before train()").strip() for line in answer.rows(command)] == [
+        "import bexp",
+        "bexp.apply(trainer.model, bexp.RecommendedSetup(bexp.Settings(loss='chunked'), micro_batch_size=8))",
+    ]
+    assert answer.values == {SIZE: 8, STEPS: 2, "optim": "sgd"}, "a YAML has no key for it"

@@ -14,7 +14,8 @@ from typing import Any
 
 from bexp.explorer.records.measurement import Outcome
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
-from bexp.workers.targets.custom.command import NO_SIZE, SIZE_FIELD, TRAINER, CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import NO_SIZE, TRAINER, CommandProcess
+from bexp.workers.targets.custom.training_command import SIZE_FIELD, TrainingCommand
 
 MOST_SECONDS = 1800.0
 AGREES, DIFFERS, USAGE, FAILED = 0, 1, 2, 3

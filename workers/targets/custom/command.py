@@ -7,7 +7,6 @@ each size.
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import selectors
@@ -21,30 +20,22 @@ import time
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from bexp.child_process import PACKAGES_FOLDER
 from bexp.explorer.records.measurement import Outcome
-from bexp.tune.environment import on_device, with_hook
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
-from bexp.tune.placeholders import fill, stands_in
+from bexp.tune.placeholders import APPLY
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
-from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
-from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 from bexp.workers.targets.custom.descendants import started_with
+from bexp.workers.targets.custom.group import cause_of, forget_failures
 from bexp.workers.targets.custom.process import last_lines
+from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of
 
-SUFFIX = ".json:command"
-"""What the reference of a command ends with: the file that describes it."""
-SIZE_FIELD = "{micro_batch_size}"
-SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
-"""What keeps trackers from hearing of trials."""
-TAIL_LINES, LAST_LINES = 40, 6
+TAIL_LINES, LAST_LINES = 100, 6
 LONGEST_FOLDER = 70
 """The path of a Unix socket has at most 107 characters."""
 END_SECONDS = 10.0
@@ -56,43 +47,7 @@ NO_SIZE = (
     "{micro_batch_size} where the command takes it"
 )
 
-
-@dataclass(frozen=True)
-class TrainingCommand:
-    """A command, the folder where it is run, and the values of each setting that is tried beside the size.
-
-    What trials need lies in `own_folder`, which goes when the person's own command ends; default: a temporary one.
-    """
-
-    arguments: tuple[str, ...]
-    folder: str
-    tries: Mapping[str, list[Any]]
-    batch_size: int | None = None
-    own_folder: str | None = None
-
-    @classmethod
-    def read(cls, path: Path) -> TrainingCommand:
-        """Read the file that `bexp tune` has written."""
-        found = json.loads(path.read_text())
-        own = str(path.parent)
-        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"), own)
-
-    @property
-    def has_size(self) -> bool:
-        """Whether the size stands in the command."""
-        return stands_in("micro_batch_size", self.arguments)
-
-    def filled(self, choice: Mapping[str, Any], size: int | None) -> tuple[list[str], dict[str, Any]]:
-        """The arguments of a trial, and the settings that do not stand in them."""
-        values = dict(choice)
-        if size is not None:
-            values |= {"micro_batch_size": size, "grad_accum_steps": self.steps(size)}
-        left = {name: value for name, value in choice.items() if not stands_in(name, self.arguments)}
-        return fill(self.arguments, values), left
-
-    def steps(self, size: int) -> int:
-        """The accumulation steps of a size, by the batch that the person has stated."""
-        return max(1, (self.batch_size or size) // size)
+NO_APPLY = "--apply is for transformers' Trainer, and needs a size that does not stand in the command"
 
 
 class CommandProcess:
@@ -116,7 +71,8 @@ class CommandProcess:
         self._listener.listen()
         self._line: socket.socket | None = None
         self._received = b""
-        self._ran_longest = False
+        self._kills = 0  # by the kernel, before what is waited for
+        self._data: dict[str, Any] = {}  # what the measured size says of the data and of the processes
         self._has_ended = False
 
     @property
@@ -177,11 +133,24 @@ class CommandProcess:
         self._choice, self._device = dict(choice or first), device
         if not self._command.has_size:
             self._start(None, until)
-        return {"dimensions": dict(self._command.tries)}
+        found = dict(self._command.tries)
+        if APPLY in found and choice is None:
+            found[APPLY] = self._applicable()
+        return {"dimensions": found}
+
+    def _applicable(self) -> list[str]:
+        """What `bexp.apply` can do to the model of this command."""
+        values: list[str] | None = self._hello.get(APPLY)
+        if values is None:
+            raise TrialFailedError(Outcome.UNSUPPORTED, NO_APPLY)
+        if values == ["none"]:
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"bexp.apply can do nothing for {self._hello['class_name']}")
+        return values
 
     def _describe(self, until: float) -> dict[str, Any]:
         own = self._measure_first(self._coming or int(self._hello.get("micro_batch_size") or 1), until)
         found, lengths = self._hello, self._hello.get("lengths") or {}
+        samples = lengths.get("samples")
         length = max(1, round(lengths.get("mean") or 1))
         size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
         base = None if self._command.has_size or not size else own
@@ -198,8 +167,24 @@ class CommandProcess:
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
             "micro_batch_size": base,
-            "samples": lengths.get("samples") if self._ran_longest else None,
+            "samples": samples | {"tail": self._data["tail"]} if samples and self._data["ran_longest"] else None,
+            "processes": self._data["processes"],
+            "evaluation": self._evaluate(until),
         }
+
+    def _evaluate(self, until: float) -> dict[str, Any] | None:
+        """What the Trainer needs to evaluate, if it can be asked. Its failure is none of the training."""
+        batch = self._hello.get("evaluation")
+        if batch is None or self._popen is None:
+            return None
+        self._send({"command": "evaluate"})
+        reply = self._receive(until)
+        outcome = Outcome(reply["outcome"])
+        if outcome is not Outcome.OK:
+            self._start(None, until)
+        if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
+            return None
+        return {**batch, "peak_bytes": reply.get("peak_bytes")}
 
     def _measure_first(self, size: int, until: float) -> int:
         """Measure the command's own size, or half of it and so on, until one has memory; returns the size.
@@ -228,8 +213,8 @@ class CommandProcess:
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
-            raise TrialFailedError(outcome, reply["reason"])
-        self._ran_longest = reply.pop("ran_longest")
+            raise TrialFailedError(*self._explained(outcome, reply["reason"]))
+        self._data = reply.pop("data")
         if self._restarts:
             self._stop()
         return reply
@@ -251,7 +236,7 @@ class CommandProcess:
             self._popen = subprocess.Popen(
                 arguments,
                 cwd=self._command.folder,
-                env=_environment(self._device) | own,
+                env=environment_of(self._device) | own,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
@@ -262,7 +247,10 @@ class CommandProcess:
             raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
+        forget_failures(self._folder)
         self._hello = self._receive(until)
+        if self._hello["event"] == "refused":
+            raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])
         if size is None and self._hello["kind"] == OWN_LOOP:
             raise TrialFailedError(Outcome.UNSUPPORTED, NO_SIZE)
         if self._restarts:
@@ -275,12 +263,12 @@ class CommandProcess:
 
     def _receive(self, until: float) -> dict[str, Any]:
         """The next message of the training, which is watched meanwhile."""
-        kills = count_kernel_oom_kills()
+        self._kills = count_kernel_oom_kills()
         while b"\n" not in self._received:
             if time.monotonic() >= until:
                 raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
             if not self._read_line() and self._popen is not None and self._popen.poll() is not None:
-                self._fail(self._popen.returncode, kills)
+                self._fail(self._popen.returncode)
         line, _, self._received = self._received.partition(b"\n")
         message: dict[str, Any] = json.loads(line)
         return message
@@ -303,14 +291,28 @@ class CommandProcess:
         time.sleep(POLL_SECONDS)  # the line has ended, and the process is about to
         return False
 
-    def _fail(self, status: int, kills: int) -> None:
-        """Raise what the end of the command means."""
+    def _explained(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
+        """The outcome and the reason of what the first process has said; another one may be the cause."""
+        if self._hello["num_devices"] == 1 or outcome is not Outcome.CRASHED or self._popen is None:
+            return outcome, reason
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(END_SECONDS)  # what has started them says which one has ended
+        return self._cause() or (outcome, reason)
+
+    def _cause(self) -> tuple[Outcome, str] | None:
+        """What the process of a group that was the cause of its end says, or what is said of it."""
         if self._reader is not None:
             self._reader.join(END_SECONDS)
+        return cause_of(self._folder, list(self._tail), kernel_killed=count_kernel_oom_kills() > self._kills)
+
+    def _fail(self, status: int) -> None:
+        """Raise what the end of the command means."""
+        if (cause := self._cause()) is not None:
+            raise TrialFailedError(*cause)
         output = " | ".join(last_lines(self._tail, LAST_LINES))
         if status == 0:
             raise TrialFailedError(Outcome.UNSUPPORTED, f"the command is no training: {NO_STEP}{self._last_lines()}")
-        ended = classify_exit("the command", status, output, count_kernel_oom_kills() > kills)
+        ended = classify_exit("the command", status, output, count_kernel_oom_kills() > self._kills)
         raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
 
     def _stop(self) -> None:
@@ -344,14 +346,3 @@ class CommandProcess:
         with suppress(ValueError):  # it was closed
             for line in iter(lambda: popen.stdout.readline(1 << 16) if popen.stdout else b"", b""):
                 self._tail.append(line.decode(errors="replace").rstrip()[:400])
-
-
-def _environment(device: str) -> dict[str, str]:
-    """The environment of the person who tunes, without what the service has added to it, and with the hook."""
-    ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
-    added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
-    added |= {"BEXP_LOCAL_TARGET", "PYTHONSAFEPATH"}
-    kept = {name: value for name, value in os.environ.items() if name not in added}
-    path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
-    kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
-    return on_device(with_hook(kept), device)

@@ -252,6 +252,8 @@ class CustomTarget:
             batch_size=introduction.get("batch_size"),
             micro_batch_size=introduction.get("micro_batch_size"),
             samples=introduction.get("samples"),
+            evaluation=introduction.get("evaluation"),
+            processes=introduction.get("processes"),
         )
 
     def _flops_per_token(self, introduction: Mapping[str, Any]) -> float:

@@ -14,8 +14,10 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.tune.measuring import FEWEST_VARIED
+from bexp.tune.placeholders import APPLY_VALUES
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import NO_SIZE, CommandProcess, TrainingCommand
+from bexp.workers.targets.custom.command import NO_APPLY, NO_SIZE, CommandProcess
+from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.tune_commands import with_a_loader, with_trainer
 
 SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"
@@ -127,9 +129,27 @@ def test_fields_of_training_arguments_are_tried(commands: Commands) -> None:
     process = commands(*arguments, gradient_checkpointing=[False, True])
     assert open_(process, gradient_checkpointing=True) == {"dimensions": {"gradient_checkpointing": [False, True]}}
     assert measure(process, 2).micro_step_seconds > 0
-    wrong = commands(*arguments, gradient_chekpointing=[True])
-    with pytest.raises(TrialFailedError, match="no 'gradient_chekpointing'"):
-        open_(wrong)
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (("with_trainer.py", "--output_dir", "out"), "TrainingArguments have no 'wrong'"),
+        (("with_accelerate.py", "--output", "out"), "accelerate's loop has no 'wrong' that could be set"),
+        (
+            ("with_a_loop.py", "--batch", "{micro_batch_size}", "--output", "out"),
+            "a loop of its own has no 'wrong' that could be set",
+        ),
+    ],
+)
+def test_what_nothing_can_set_is_refused_in_a_sentence(commands: Commands, script: tuple[str, ...], said: str) -> None:
+    process = commands(str(SCRIPTS / script[0]), *script[1:], wrong=[True, False], batch_size=4)
+    with pytest.raises(TrialFailedError) as caught:
+        open_(process)
+        process.ask("describe", SECONDS)
+    assert str(caught.value) == f"{said}: put {{wrong}} where the command takes it"
+    assert caught.value.outcome is Outcome.UNSUPPORTED
+    assert not process.alive
 
 
 def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: Commands) -> None:
@@ -274,3 +294,52 @@ def test_a_child_that_has_left_the_session_of_a_dead_parent_is_ended(commands: C
         open_(process)
     child = int((commands.folder / "child").read_text())
     assert not psutil.pid_exists(child)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_an_evaluation_is_described_and_its_lack_of_memory_is_no_fault_of_the_training(
+    commands: Commands, fails: bool
+) -> None:
+    given = ("--evaluation_fails_from_tokens", "1024") if fails else ()
+    process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"), *given)
+    open_(process)
+    described = process.ask("describe", SECONDS)
+    evaluation = described["evaluation"]
+    assert (evaluation["batch_size"], evaluation["length"]) == (8, 128)
+    assert (evaluation["peak_bytes"] is None) == fails, "8 x 128 tokens"
+    assert described["samples"]["tail"][-1] == 128
+    assert described["processes"] is None
+    assert measure(process, 2).repeats > 0
+    assert measure(process, 4).repeats > 0
+
+
+def test_what_apply_does_to_the_model_is_tried_and_measured(commands: Commands) -> None:
+    given = (str(SCRIPTS / "with_trainer.py"), "--output_dir", str(commands.folder / "out"))
+    process = commands(*given, bexp_apply=APPLY_VALUES)
+    assert open_(process) == {"dimensions": {"bexp_apply": ["none", "loss"]}}, "it has no experts, and this is a CPU"
+    applied = commands(*given, "--fail_if_applied", bexp_apply=APPLY_VALUES)
+    open_(applied, bexp_apply="loss")
+    with pytest.raises(TrialFailedError, match="the loss is"):
+        measure(applied, 2)
+    plain = commands(*given, "--fail_if_applied", bexp_apply=APPLY_VALUES)
+    open_(plain, bexp_apply="none")
+    assert measure(plain, 2).repeats > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (("with_accelerate.py", "--output", "out"), NO_APPLY),
+        (("with_trainer.py", "--per_device_train_batch_size", "{micro_batch_size}", "--output_dir", "out"), NO_APPLY),
+        (
+            ("-m", "torch.distributed.run", "--standalone", "with_ranks.py", "trainer", "--output", "out"),
+            "bexp.apply can do nothing for Net",
+        ),
+    ],
+)
+def test_apply_is_refused_where_it_can_do_nothing(commands: Commands, arguments: tuple[str, ...], said: str) -> None:
+    found = (str(SCRIPTS / each) if each.endswith(".py") else each for each in arguments)
+    process = commands(*found, bexp_apply=APPLY_VALUES)
+    with pytest.raises(TrialFailedError) as caught:
+        open_(process)
+    assert (caught.value.outcome, str(caught.value)) == (Outcome.UNSUPPORTED, said)

@@ -1,0 +1,35 @@
+"""What a trial sets in TrainingArguments, and what it refuses."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from transformers import TrainingArguments
+
+from bexp.tune.hf_trainer import _prepare
+from bexp.tune.link import SCRATCH, SIZE, CannotSetError
+from bexp.tune.measuring import ACCUMULATION
+
+
+@pytest.fixture
+def arguments(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> TrainingArguments:
+    monkeypatch.setenv(SCRATCH, str(tmp_path))
+    return TrainingArguments(str(tmp_path), per_device_train_batch_size=4, gradient_accumulation_steps=8)
+
+
+def test_deepspeed_has_its_sizes_in_the_command_and_keeps_them(
+    arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    vars(arguments)["hf_deepspeed_config"] = object()  # as its configuration leaves it
+    with pytest.raises(CannotSetError, match=r"put {micro_batch_size} and {grad_accum_steps} where"):
+        _prepare(arguments)
+    monkeypatch.setenv(SIZE, "4")
+    _prepare(arguments)
+    assert arguments.gradient_accumulation_steps == 8, "its configuration says so"
+
+
+def test_two_accumulation_steps_are_enough_for_timing(arguments: TrainingArguments) -> None:
+    _prepare(arguments)
+    assert arguments.gradient_accumulation_steps == ACCUMULATION
+    assert vars(arguments)["bexp_asked"] == (4, 8)

@@ -1,0 +1,94 @@
+"""Trainings of two processes: their batch stays, the slowest and the fullest count, and one that breaks ends both."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+from bexp.explorer.records.measurement import Outcome
+from bexp.workers.instruments.failures import TrialFailedError
+from bexp.workers.targets.custom.command import CommandProcess
+from bexp.workers.targets.custom.group import cause_of
+from bexp.workers.targets.custom.training_command import TrainingCommand
+
+SCRIPT = Path(__file__).parents[4] / "tests" / "tune_commands" / "with_ranks.py"
+SIZES = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}")
+SECONDS = 120.0
+
+
+class Training(CommandProcess):
+    """A command of two processes."""
+
+    def __init__(self, folder: Path, loop: str, *given: str) -> None:
+        launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(SCRIPT))
+        sizes = SIZES if loop == "plain" else ()
+        batch_size = 8 if sizes else None
+        arguments = (*launched, loop, *sizes, *given, "--output", str(folder / "out"))
+        super().__init__(TrainingCommand(arguments, str(folder), {}, batch_size))
+        self.ask("open", SECONDS, device="cpu", choice=None)
+
+
+@pytest.mark.parametrize("loop", ["trainer", "accelerate", "plain"])
+def test_one_process_without_memory_ends_all_and_is_told(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    training = Training(tmp_path, loop, "--fault", "memory", "--fail-from", "4")
+    try:
+        assert training.ask("describe", SECONDS)["batch_size"] == 8, "of each device"
+        assert training._hello["num_devices"] == 2
+        training.ask("measure", SECONDS, micro_batch_size=2)
+        with pytest.raises(TrialFailedError) as caught:
+            training.ask("measure", SECONDS, micro_batch_size=4)
+    finally:
+        training.end()
+    assert (caught.value.outcome, str(caught.value)) == (Outcome.OUT_OF_MEMORY, "rank 1: MemoryError: out of memory")
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in " ".join(line)]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
+def test_the_slowest_and_the_fullest_process_count_and_are_told(
+    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    training = Training(tmp_path, loop, "--slower", "0.05", "--fuller", "200")
+    try:
+        spread = training.ask("describe", SECONDS)["processes"]
+        figures = training.ask("measure", SECONDS, micro_batch_size=2)
+    finally:
+        training.end()
+    assert (spread["number"], spread["slowest"], spread["fullest"]) == (2, 1, 1)
+    assert spread["slower"] > 1.5, "the other one takes a few ms, and waits in each second micro-step"
+    assert spread["fuller"] > 1.3
+    assert figures["micro_step_seconds"] > 0.05
+    assert figures["peak_bytes"] > 500 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [("kill", "rank 1 was killed by SIGKILL"), ("crash", "rank 1 exited with status 1: the data is corrupt")],
+)
+def test_a_process_that_cannot_say_why_it_ended_is_named(
+    fault: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    training = Training(tmp_path, "trainer", "--fault", fault, "--fail-from", "2")
+    try:
+        with pytest.raises(TrialFailedError) as caught:
+            training.ask("describe", SECONDS)
+    finally:
+        training.end()
+    assert (caught.value.outcome, str(caught.value)) == (Outcome.CRASHED, said)
+
+
+def test_the_kernel_that_ends_a_process_lacks_memory(tmp_path: Path) -> None:
+    output = ["W1126 ending", "Root Cause (first observed failure):", "  rank : 1 (local_rank: 1)", "  exitcode : -9"]
+    assert cause_of(tmp_path, output, kernel_killed=False) == (Outcome.CRASHED, "rank 1 was killed by SIGKILL")
+    outcome, reason = cause_of(tmp_path, output, kernel_killed=True) or ("", "")
+    assert outcome is Outcome.OUT_OF_MEMORY
+    assert "the kernel's out-of-memory killer ended it" in reason

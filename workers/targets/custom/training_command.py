@@ -1,0 +1,72 @@
+"""A training command as a person has given it, and the environment in which a trial runs it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from bexp.child_process import PACKAGES_FOLDER
+from bexp.tune.environment import on_device, with_hook
+from bexp.tune.placeholders import fill, stands_in
+from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
+from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
+
+SUFFIX = ".json:command"
+"""What the reference of a command ends with: the file that describes it."""
+SIZE_FIELD = "{micro_batch_size}"
+SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_INTEGRATION": "TRUE"}
+"""What keeps trackers from hearing of trials."""
+
+
+@dataclass(frozen=True)
+class TrainingCommand:
+    """A command, the folder where it is run, and the values of each setting that is tried beside the size.
+
+    What trials need lies in `own_folder`, which goes when the person's own command ends; default: a temporary one.
+    """
+
+    arguments: tuple[str, ...]
+    folder: str
+    tries: Mapping[str, list[Any]]
+    batch_size: int | None = None
+    own_folder: str | None = None
+
+    @classmethod
+    def read(cls, path: Path) -> TrainingCommand:
+        """Read the file that `bexp tune` has written."""
+        found = json.loads(path.read_text())
+        own = str(path.parent)
+        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"), own)
+
+    @property
+    def has_size(self) -> bool:
+        """Whether the size stands in the command."""
+        return stands_in("micro_batch_size", self.arguments)
+
+    def filled(self, choice: Mapping[str, Any], size: int | None) -> tuple[list[str], dict[str, Any]]:
+        """The arguments of a trial, and the settings that do not stand in them."""
+        values = dict(choice)
+        if size is not None:
+            values |= {"micro_batch_size": size, "grad_accum_steps": self.steps(size)}
+        left = {name: value for name, value in choice.items() if not stands_in(name, self.arguments)}
+        return fill(self.arguments, values), left
+
+    def steps(self, size: int) -> int:
+        """The accumulation steps of a size, by the batch that the person has stated."""
+        return max(1, (self.batch_size or size) // size)
+
+
+def environment_of(device: str) -> dict[str, str]:
+    """The environment of the person who tunes, without what the service has added to it, and with the hook."""
+    ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
+    added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
+    added |= {"BEXP_LOCAL_TARGET", "PYTHONSAFEPATH"}
+    kept = {name: value for name, value in os.environ.items() if name not in added}
+    path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
+    kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
+    return on_device(with_hook(kept), device)
