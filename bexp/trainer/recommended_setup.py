@@ -48,8 +48,9 @@ class RecommendedSetup:
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
     `master_weights` says that the optimizer kept a float32 copy of the weights. `lora` are the adapters that were
-    trained in place of the weights. `optimizer` (`adamw`, `sgd`) is None if the document does not say how the model was
-    trained; then nothing is known of the adapters either. `padding` is `none`, `left` or `right`.
+    trained in place of the weights, and `bits` those of quantised weights. `optimizer` (`adamw`, `sgd`) is None if the
+    document does not say how the model was trained; then nothing is known of the adapters either. `padding` is `none`,
+    `left` or `right`.
     `library_code` says that the library's own classes were measured.
     """
 
@@ -62,6 +63,7 @@ class RecommendedSetup:
     autocast: str | None = None
     master_weights: bool = False
     lora: Mapping[str, Any] | None = None
+    bits: int | None = None
     optimizer: str | None = None
     padding: str | None = None
     confidence: int | None = None

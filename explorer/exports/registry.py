@@ -60,7 +60,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
 
     Few trainers can be told the mesh of a plan, or the capacity of experts, and some cannot be told LoRA.
     """
-    adapts = request is not None and request.training.lora is not None
+    lora = None if request is None else request.training.lora
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
     drops = recommendation.candidate.capacity_factor is not None
     return [
@@ -68,7 +68,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
         for name, known in FORMATS.items()
         if (not has_mesh or TRAINERS[known.trainer].schedules)
         and (not drops or TRAINERS[known.trainer].capacity)
-        and (not adapts or TRAINERS[known.trainer].lora)
+        and TRAINERS[known.trainer].lacks_adapters(lora) is None
     ]
 
 

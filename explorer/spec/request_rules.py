@@ -22,6 +22,7 @@ from bexp.explorer.spec.expert_modes import check_expert_modes
 from bexp.explorer.spec.legal_meshes import check_meshes
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.options import is_flash
+from bexp.explorer.spec.quantization_rules import check_quantization
 from bexp.explorer.spec.space_rules import (
     check_combinations,
     check_largest_tile,
@@ -195,6 +196,7 @@ def check_query_groups(request: ExplorationRequest) -> None:
 MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
+    check_quantization,
     check_mesh,
     check_training_of_target,
     check_experts,
@@ -212,6 +214,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
 RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
+    check_quantization,
     check_training_of_target,
     check_parallelism,
     check_kernels,

@@ -29,11 +29,12 @@ from bexp.workers.targets.transformers.adapters import add_adapters
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.describe import describe_parts
+from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
+from bexp.workers.targets.transformers.quantized import require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.tiny import num_layers_for
 from bexp.workers.targets.transformers.training_run import (
@@ -41,6 +42,7 @@ from bexp.workers.targets.transformers.training_run import (
     TransformersTrainingRun,
     embeddings_of,
 )
+from bexp.workers.targets.transformers.weight_bytes import count_quantized
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
@@ -99,15 +101,18 @@ class TransformersTarget:
         self._request = request
         self._instruments = instruments
         self._device = instruments.device
-        lora = request.training.lora
+        lora, quantization = request.training.lora, request.quantized
         self._build = BuildSettings(
             precision=request.training.precision,
             training=request.mode == "train",
             seed=request.seed,
-            prepare=None if lora is None else partial(add_adapters, spec=lora),
+            prepare=None if lora is None else partial(add_adapters, spec=lora, is_quantized=quantization is not None),
             mixed=lora is not None,
+            quantization=quantization,
         )
         try:
+            if quantization is not None:
+                require_library(quantization)
             self._resolved: ResolvedModel = _resolved(json.dumps(request.hf_config), request.seq_length, self._build)
         except UnsupportedModelError as error:
             raise UnsupportedTrialError(str(error)) from error
@@ -121,6 +126,8 @@ class TransformersTarget:
             UnsupportedTrialError: the class cannot be measured by its parts.
         """
         self._check_class()
+        quantization = self._build.quantization
+        weights = None if quantization is None else count_quantized(self._parts(), quantization)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
         kernels, losses = probe.kernel_supports(), probe.loss_supports()
@@ -137,6 +144,8 @@ class TransformersTarget:
                 **{policy.value: self._resolved.group_problem for policy in named if policy.group_size is not None},
             },
         )
+        if weights is not None:
+            parts = with_quantized_weights(parts, weights)
         if self._request.training.optimizer.of_library is not None and self._request.mode == "train":
             parts = parts.model_copy(update={"optimizer_state_bytes": self._optimizer_state_bytes(parts)})
         self.rest()
@@ -271,6 +280,8 @@ class TransformersTarget:
         try:
             if is_data_parallel and sharding is not Sharding.NONE:
                 model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
+            elif self._build.quantization is not None:  # the plain weights of all layers may not fit at once
+                model = build_by_layers(config, self._build, self._device, lambda _: None)
             else:
                 model = build_model(config, self._build, self._device)
             set_up(model, settings)
