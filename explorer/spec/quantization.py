@@ -95,7 +95,7 @@ def describe_weights(weights: Iterable[WeightBytes]) -> str:
     kinds = list(weights)
     total, quantized = sum(one.num_bytes for one in kinds), sum(one.quantized_bytes for one in kinds)
     parts = [f"{one.kind} {_size(one.quantized_bytes)} of {_size(one.num_bytes)}" for one in kinds]
-    line = f"{_size(quantized)} of {_size(total)} of the weights are quantised: {', '.join(parts)}"
+    line = f"{_size(quantized)} of {_size(total)} are quantised: {', '.join(parts)}"
     if any(one.kind == "experts" and not one.quantized_bytes for one in kinds):
         line += "; transformers quantises linear layers alone, and these experts are none"
     return line

@@ -25,6 +25,7 @@ from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.passes import LayerPasses
+from bexp.workers.targets.transformers.quantized import keeps_inputs
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.shell import ShellPart
 
@@ -282,6 +283,13 @@ class SettingsProbe:
         except (*_REFUSALS, DifferenceError) as error:
             return _error_text(error)
         return None
+
+    def layer_recompute_refusal(self) -> str | None:
+        """Why layers cannot be recomputed as a whole, or free next to nothing if they are; None if neither."""
+        for kind in dict.fromkeys(self._resolved.kinds if self._builder.settings.quantization is not None else ()):
+            if keeps_inputs(self._builder.layer(kind, 1)):
+                return "its quantised layers keep their inputs, whatever is recomputed"
+        return self.refusal(Settings(recompute="full"))
 
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""

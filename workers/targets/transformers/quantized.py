@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from bexp.explorer.spec.optimizers import BITSANDBYTES
 from bexp.explorer.spec.quantization import Quantization
 from bexp.out_of_memory import is_out_of_memory
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.optimizers import EXTRAS
+
+if TYPE_CHECKING:
+    from bexp.workers.targets.transformers.layers import BuiltLayer
 
 
 def require_library(quantization: Quantization) -> None:
@@ -129,6 +134,31 @@ def own_scales(module: nn.Module) -> list[Tensor]:
     holders = (weight, getattr(module, "state", None))
     values += [getattr(holder, name, None) for holder in holders for name in ("CB", "SCB")]
     return [value for value in values if isinstance(value, Tensor)]
+
+
+def keeps_inputs(part: BuiltLayer) -> bool:
+    """Whether quantised layers in `part` keep what they are given where recomputation cannot free it.
+
+    Recomputation replaces the tensors that an operation saves through autograd. Those of bitsandbytes with eight bits
+    are attributes of the operation.
+    """
+    given: list[StorageWeakRef] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+        computed = (tensor for tensor in args if isinstance(tensor, Tensor) and tensor.grad_fn is not None)
+        given.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in computed)
+
+    layers = [module for module in part.module.modules() if own_scales(module)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: torch.empty(0), lambda tensor: tensor):
+            outputs = part.forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gc.collect()
+    returned = {StorageWeakRef(tensor.untyped_storage()) for tensor in outputs}
+    return any(not storage.expired() for storage in given if storage not in returned)
 
 
 def scales_of(module: nn.Module) -> list[Tensor]:

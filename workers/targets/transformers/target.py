@@ -131,17 +131,21 @@ class TransformersTarget:
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
         kernels, losses = probe.kernel_supports(), probe.loss_supports()
-        named = set(self._request.recompute or ())
+        named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
             tiles=probe.refusal(Settings(bta_tile=1)),
-            checkpointing=probe.refusal(Settings(recompute="full")),
+            checkpointing=checkpointing,
             named={
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
                 },
-                **{policy.value: self._resolved.group_problem for policy in named if policy.group_size is not None},
+                **{
+                    policy.value: checkpointing or self._resolved.group_problem
+                    for policy in named
+                    if policy.group_size is not None
+                },
             },
         )
         if weights is not None:

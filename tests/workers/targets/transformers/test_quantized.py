@@ -19,7 +19,7 @@ from bexp.explorer.spec.quantization import ARGUMENTS, describe_weights
 from bexp.measure.memory import measure_memory
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers import quantized
-from bexp.workers.targets.transformers.quantized import held_tensors, scales_of, storage_bytes
+from bexp.workers.targets.transformers.quantized import held_tensors, keeps_inputs, scales_of, storage_bytes
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, open_target, request_for
 
@@ -144,6 +144,22 @@ def test_gradients_reach_the_adapters_of_parts_and_of_the_whole_model(name: str)
         changed = {n for n, p in whole.named_parameters() if n in before and not torch.equal(p, before[n])}
         assert changed == {n for n in before if "lora_" in n} == set(before)
         assert layer.self_attn.k_proj.weight.dtype in (torch.uint8, torch.int8)
+
+
+def test_layers_that_keep_their_inputs_are_not_recomputed_as_a_whole() -> None:
+    kept = {}
+    for name in NAMES:
+        fields: dict[str, Any] = {"quantization": name, "training": {"lora": LORA}, "recompute": ["none", "groups_2"]}
+        target = open_target(**fields)
+        parts = parts_of(target)
+        part = target._parts().layer(parts.layers[0], 2)
+        kept[name] = keeps_inputs(part)
+        refused = {policy for policy, why in parts.unavailable.items() if "keep their inputs" in why}
+        assert refused == ({"checkpointing", "groups_2"} if kept[name] else set())
+        assert ("full" in parts.policies) is not kept[name]
+    assert not kept["bnb_4bit"]
+    parts = parts_of(open_target(quantization="bnb_8bit", mode="eval"))
+    assert not any("keep their inputs" in why for why in parts.unavailable.values())
 
 
 def test_a_checkpoint_says_how_its_weights_are_quantised() -> None:
