@@ -68,7 +68,7 @@ class Quantizer:
             if plain.get(name) is module:
                 continue
             if not isinstance(getattr(plain.get(name), "weight", None), Tensor):
-                kind = type(plain.get(name.rpartition(".")[0], module)).__name__
+                kind = type(plain.get(name, module)).__name__
                 raise UnsupportedModelError(f"quantization '{self._name}': transformers replaces {kind} as a whole")
             self._waiting[id(module)] = (name, module, plain[name])
 

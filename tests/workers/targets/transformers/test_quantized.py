@@ -169,6 +169,19 @@ def test_a_checkpoint_says_how_its_weights_are_quantised() -> None:
     assert found["attention"][0] - found["attention"][1] == 3 * 64 * 64 * 4, "the projection that is skipped"
 
 
+def test_experts_that_are_rebuilt_for_a_quantised_checkpoint_are_a_named_outcome() -> None:
+    own = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    config = {
+        **{name: QWEN_MOE[name] for name in QWEN_MOE if name not in ("model_type", "num_experts")},
+        "model_type": "llama4_text",
+        "intermediate_size_mlp": 64,
+        "num_local_experts": 4,
+        "quantization_config": own,
+    }
+    with pytest.raises(UnsupportedTrialError, match="transformers replaces Llama4TextExperts as a whole"):
+        parts_of(open_target(config, training={"lora": {"r": 4, "target_modules": ["q_proj"]}}))
+
+
 def test_what_rests_on_the_device_counts_the_scales() -> None:
     target = open_target(quantization="bnb_4bit", training={"lora": LORA})
     parts_of(target)
