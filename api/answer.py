@@ -22,6 +22,7 @@ from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP
+from bexp.explorer.spec.training import LoRASpec
 
 
 def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:
@@ -190,10 +191,16 @@ def _context(request: ExplorationRequest | None) -> str:
     ]
     name = request.training.optimizer.name
     optimizer = "" if name == "adamw" else f", optimizer {name}"
-    lora = "" if request.training.lora is None else f", LoRA of rank {request.training.lora.r}"
+    lora = "" if request.training.lora is None else f", {_adapters(request.training.lora)}"
+    quantized = "" if request.quantized is None else f", weights in {request.quantized.bits} bits"
     trainer = "" if request.trainer is None else f", for {request.runner.title}"
-    what = f"{target}{request.mode}{execution}{length}{texts}{precision}{optimizer}{lora}{trainer}"
+    what = f"{target}{request.mode}{execution}{length}{texts}{precision}{optimizer}{lora}{quantized}{trainer}"
     return f" for {request.explored.name} ({what})"
+
+
+def _adapters(lora: LoRASpec) -> str:
+    kind = f"{'rank-stabilised ' if lora.use_rslora else ''}{'DoRA' if lora.use_dora else 'LoRA'}"
+    return f"{kind} of rank {lora.r}"
 
 
 def _provisional(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

@@ -148,6 +148,15 @@ OptimizerOption = Annotated[
         show_default="of CONFIG, else adamw_torch_fused",
     ),
 ]
+QuantizationOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="bnb_4bit|bnb_8bit|none",
+        help="Weights of a config.json in four or eight bits, as transformers loads them with bitsandbytes; training "
+        "needs training.lora.",
+        show_default="as the config.json says",
+    ),
+]
 TrainerOption = Annotated[
     TrainerName | None,
     typer.Option(
@@ -224,6 +233,7 @@ def collect_fields(
     execution: ExecutionOption = None,
     quick: Quick = False,
     optim: OptimizerOption = None,
+    quantization: QuantizationOption = None,
     trainer: TrainerOption = None,
     max_seconds: MaxSeconds = None,
     max_trials: MaxTrials = None,
@@ -248,6 +258,7 @@ def collect_fields(
         "execution": execution,
         "quick": quick or None,
         "optim": optim,
+        "quantization": quantization,
         "trainer": trainer,
         "max_seconds": max_seconds,
         "max_trials": max_trials,

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from bexp.explorer.spec.quantization import quantization_of
+
 
 def is_library_code(request: Mapping[str, Any]) -> bool:
     """Return whether the transformers library's own classes were measured; a person's target may take a config, too."""
     return request.get("hf_config") is not None and request.get("target") in (None, "transformers")
+
+
+def quantized_bits(request: Mapping[str, Any]) -> int | None:
+    """Return the bits of the quantised weights that were measured, 4 or 8; None for plain ones."""
+    quantized = quantization_of(request.get("quantization"), request.get("hf_config"))
+    return None if quantized is None else quantized.bits
 
 
 def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bool) -> dict[str, Any]:
@@ -37,6 +45,7 @@ def read_training(request: Mapping[str, Any], dtype: str | None, *, own_code: bo
         "autocast": autocast,
         "master_weights": master,
         "lora": training.get("lora"),
+        "bits": quantized_bits(request) if library else None,
         "optimizer": optimizer.get("name", "adamw"),
         "batching": _batching(request) if library else None,
     }

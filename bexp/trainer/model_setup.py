@@ -14,7 +14,7 @@ from torch import nn
 from bexp.allocator import set_allocator
 from bexp.measure.host_limits import processor_name
 from bexp.trainer.recommended_setup import RecommendationError, RecommendedSetup, Source, execution_settings
-from bexp.trainer.trained_weights import rank_difference, refuse_another_training, weight_difference
+from bexp.trainer.trained_weights import differences_of_training, refuse_another_training
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.undo import Changes
 
@@ -174,10 +174,7 @@ def _differences(setup: RecommendedSetup, seq_length: int | None, model: nn.Modu
         differences.append(f"it was measured on {setup.device_name}, but this is {device_name()}")
     if setup.seq_length and seq_length and seq_length != setup.seq_length:
         differences.append(f"it was measured with sequences of {setup.seq_length} tokens, not {seq_length}")
-    if getattr(model, "is_quantized", False) and not setup.own_code:
-        differences.append("it was measured with plain weights, and those of this model are quantised")
-    else:
-        differences += filter(None, (weight_difference(model, setup), rank_difference(model, setup)))
+    differences += differences_of_training(model, setup)
     here = versions()
     differences += [
         f"it was measured with {name} {version}, and this is {here[name]}"

@@ -48,9 +48,10 @@ class RecommendedSetup:
     says that the step of a target of the person's own was measured, which has settings of its own. `dtype` is the
     format of the weights, and `autocast` that of the computation under autocast; None: without autocast.
     `master_weights` says that the optimizer kept a float32 copy of the weights. `lora` are the adapters that were
-    trained in place of the weights. `optimizer` (`adamw`, `sgd`) is None if the document does not say how the model was
-    trained; then nothing is known of the adapters either. `batching` is `full`, or that of a request whose texts have
-    unequal lengths; a sequence then has `tokens_per_sequence` in the mean, without padding.
+    trained in place of the weights, and `bits` those of quantised weights. `optimizer` (`adamw`, `sgd`) is None if the
+    document does not say how the model was trained; then nothing is known of the adapters either. `batching` is `full`,
+    or that of a request whose texts have unequal lengths; a sequence then has `tokens_per_sequence` in the mean,
+    without padding.
     `library_code` says that the library's own classes were measured.
     """
 
@@ -63,6 +64,7 @@ class RecommendedSetup:
     autocast: str | None = None
     master_weights: bool = False
     lora: Mapping[str, Any] | None = None
+    bits: int | None = None
     optimizer: str | None = None
     batching: str | None = None
     tokens_per_sequence: float | None = None

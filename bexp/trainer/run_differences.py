@@ -10,7 +10,7 @@ from torch import nn
 from bexp.trainer.argument_differences import argument_differences, recomputes_layers
 from bexp.trainer.model_setup import Report, inner_model
 from bexp.trainer.recommended_setup import RecommendedSetup
-from bexp.trainer.trained_weights import adapter_difference, rank_difference, weight_difference
+from bexp.trainer.trained_weights import differences_of_training
 from bexp.transformers.recompute import is_checkpointing
 
 
@@ -28,8 +28,7 @@ def run_differences(setup: RecommendedSetup, args: Any, model: nn.Module | None,
         yield from _checkpointing_difference(setup, "full" if is_checkpointing(model) else "none")
     if model is not None:
         inner = inner_model(model)
-        found = (compare(inner, setup) for compare in (adapter_difference, rank_difference, weight_difference))
-        yield from filter(None, found)
+        yield from differences_of_training(inner, setup)
 
 
 def _checkpointing_difference(setup: RecommendedSetup, run_policy: str) -> Iterator[str]:

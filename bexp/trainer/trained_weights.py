@@ -19,6 +19,8 @@ def refuse_another_training(model: nn.Module, setup: RecommendedSetup) -> None:
             else "call peft.get_peft_model(model, ...) before bexp.apply, or explore without training.lora"
         )
         raise RecommendationError(f"{adapters}: {way}")
+    if (quantized := quantization_difference(model, setup)) is not None and setup.bits is not None:
+        raise RecommendationError(f"{quantized}: load it with that quantization_config, or explore with it as it is")
     difference = weight_difference(model, setup)
     if difference is not None and _itemsize(weights_dtype(model)) > _itemsize(setup.load_dtype):
         wider = "training.precision=autocast" if setup.library_code else "training.optimizer.master_dtype=float32"
@@ -26,6 +28,12 @@ def refuse_another_training(model: nn.Module, setup: RecommendedSetup) -> None:
             f"{difference}, which need more memory: load the model with dtype=torch.{setup.load_dtype}, or explore "
             f"with {wider}"
         )
+
+
+def differences_of_training(model: nn.Module, setup: RecommendedSetup) -> list[str]:
+    """Return in what the weights of a model, and what of them is trained, differ from what was measured."""
+    compared = (adapter_difference, quantization_difference, rank_difference, weight_difference)
+    return [difference for compare in compared if (difference := compare(model, setup)) is not None]
 
 
 def adapter_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
@@ -42,6 +50,17 @@ def adapter_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
         f"it was measured with LoRA adapters of rank {rank} on frozen weights, and this model has none and trains "
         f"{share}"
     )
+
+
+def quantization_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:
+    """Return that a model's weights are quantised otherwise than was measured; None if they are not."""
+    loaded = (bits for bits in (4, 8) if getattr(model, f"is_loaded_in_{bits}bit", False))
+    found = next(loaded, 0) if getattr(model, "is_quantized", False) else None
+    if setup.own_code or found == setup.bits:
+        return None
+    measured = f"weights in {setup.bits} bits" if setup.bits else "plain weights"
+    own = "are plain" if found is None else f"have {found} bits" if found and setup.bits else "are quantised"
+    return f"it was measured with {measured}, and those of this model {own}"
 
 
 def rank_difference(model: nn.Module, setup: RecommendedSetup) -> str | None:

@@ -31,7 +31,7 @@ def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: b
     """
     from transformers.loss.loss_utils import ForCausalLMLoss  # noqa: PLC0415 - optional
 
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    head = _trained(model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None)
     name = type(model).__name__
     if head is None or not isinstance(head, nn.Linear) or type(head).forward is not nn.Linear.forward:
         raise SettingsError(f"the loss of {name} cannot be chunked: its head is no plain linear layer")
@@ -40,6 +40,12 @@ def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: b
     entropy = _liger_entropy() if liger else functools.partial(causal_cross_entropy, chunk=chunk)
     changes.set(head, "forward", functools.partial(_lazy_forward, head, head.forward))
     changes.set(model, "_loss_function", _chunked_loss(model.loss_function, entropy))
+
+
+def _trained(head: Any) -> Any:
+    """The copy of a head that peft trains in its place (`modules_to_save`); the head itself if there is none."""
+    copies, active = getattr(head, "modules_to_save", None), getattr(head, "active_adapters", None)
+    return copies[active[0]] if isinstance(copies, nn.ModuleDict) and active and active[0] in copies else head
 
 
 def _lazy_forward(head: nn.Linear, plain: Callable[[Tensor], Tensor], hidden: Tensor) -> Tensor:

@@ -5,11 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
+from bexp.explorer.exports.script import expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import model_fields, optimizer_fields
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.quantization import Quantization
 from bexp.explorer.spec.training import LoRASpec, Sharding
 
 
@@ -23,7 +25,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         **optimizer_fields(settings, "optimizer"),
         **({"sequence_len": settings.seq_length} if settings.states_length else {}),
         **_text_fields(settings),
-        **_adapters(settings.lora),
+        **_adapters(settings.lora, settings.quantization),
         "torch_compile": False,
         "gradient_checkpointing": settings.recompute is Recompute.FULL,
         **model_fields(settings),
@@ -41,11 +43,16 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if reduces_each_batch(settings):
         values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
     notes = ["add base_model, datasets and what decides the learning", *gathering_notes(settings)]
-    return yaml_export(settings, values, [*notes, *_precision_notes(settings)])
+    return yaml_export(settings, values, [*notes, *_precision_notes(settings), *expert_notes(settings)])
 
 
 def _precision_notes(settings: TrainerSettings) -> list[str]:
-    """Return what Axolotl does to full weights in half precision that was not measured."""
+    """Return what Axolotl does to the number formats of weights that was not measured."""
+    if settings.quantization is not None:
+        return [
+            f"memory: Axolotl keeps norms, embeddings and output layer in {settings.dtype}; they were measured in "
+            "float32, as peft prepares them, so it needs less"
+        ]
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []
     if settings.precision != "upcast":
@@ -72,14 +79,22 @@ def _text_fields(settings: TrainerSettings) -> dict[str, Any]:
     return {**fields, "pad_to_sequence_len": False, "group_by_length": settings.batching == "grouped"}
 
 
-def _adapters(lora: LoRASpec | None) -> dict[str, Any]:
+def _adapters(lora: LoRASpec | None, quantization: Quantization | None) -> dict[str, Any]:
     if lora is None:
         return {}
     fields: dict[str, Any] = {
-        "adapter": "lora",
+        "adapter": "qlora" if quantization is not None and quantization.bits == 4 else "lora",
         "lora_r": lora.r,
         "lora_alpha": lora.r if lora.alpha is None else lora.alpha,
     }
+    if quantization is not None:
+        fields[f"load_in_{quantization.bits}bit"] = True
     if isinstance(lora.target_modules, str):
-        return {**fields, "lora_target_linear": True}
-    return {**fields, "lora_target_modules": list(lora.target_modules)}
+        fields["lora_target_linear"] = True
+    elif lora.target_modules is not None:
+        fields["lora_target_modules"] = list(lora.target_modules)
+    if lora.target_parameters is not None:
+        fields["lora_target_parameters"] = list(lora.target_parameters)
+    if lora.modules_to_save is not None:
+        fields["lora_modules_to_save"] = list(lora.modules_to_save)
+    return fields | {f"peft_{name}": True for name in ("use_dora", "use_rslora") if getattr(lora, name)}

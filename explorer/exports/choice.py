@@ -64,8 +64,8 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
             f"{trainer.title} cannot be told the capacity factor of the experts ({factor:g}), which is part of the "
             "model; megatron can."
         )
-    if request.training.lora is not None and not trainer.lora:
-        raise ExportError(f"{trainer.title} cannot be told LoRA, which the memory depends on.")
+    if (lacking := trainer.lacks_adapters(request.training.lora)) is not None:
+        raise ExportError(f"{trainer.title} cannot be told {lacking}, which the memory depends on.")
     batching = request.batching_of_texts
     if batching is not None and batching not in trainer.batchings:
         raise ExportError(f"{trainer.title} cannot be told {batching} texts, which speed and memory depend on.")

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, python_export
-from bexp.explorer.exports.script import lora_config
+from bexp.explorer.exports.script import PREPARE, lora_config, quantization_config
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
@@ -35,7 +35,7 @@ def training_arguments(**others):
     return TrainingArguments(**bexp.training_arguments(RECOMMENDATION, **others))
 '''
 
-_COMPARED = {"target", "batch_size", "num_devices", "allocator", "execution", "padding"}
+_COMPARED = {"target", "quantization", "batch_size", "num_devices", "allocator", "execution", "padding"}
 _TRAINED = {"loss", "precision", "lora"}
 """Fields of the request, and of its training, that `bexp.apply` and the callback read; an optimizer has defaults."""
 
@@ -45,6 +45,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     notes = []
     if settings.sharding is not Sharding.NONE:
         notes.append(f"sharding: measured with '{settings.sharding}', which the launcher sets, not this module")
+    if settings.quantization is not None:
+        notes.append(f"weights: load them with {quantization_config(settings.quantization)}; {PREPARE}")
     if settings.lora is not None:
         notes.append(f"adapters: call peft.get_peft_model(model, {lora_config(settings.lora)}) before set_up")
     size = settings.batch_size
@@ -62,6 +64,8 @@ def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
     request = settings.request.model_dump(mode="json", include=_COMPARED)
     training = settings.request.training
     request["training"] = training.model_dump(mode="json", include=_TRAINED)
+    if settings.quantization is not None:
+        request["quantization"] = settings.quantization.name  # a config.json is cut down to its numbers
     if settings.request.target_name == TRANSFORMERS:
         request["training"]["precision"] = settings.precision
     request["training"]["optimizer"] = training.optimizer.model_dump(mode="json", exclude_defaults=True)

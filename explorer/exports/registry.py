@@ -63,7 +63,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
     Few trainers can be told the mesh of a plan, or the capacity of experts, and some can be told neither LoRA nor what
     becomes of texts of unequal length.
     """
-    adapts = request is not None and request.training.lora is not None
+    lora = None if request is None else request.training.lora
     batching = None if request is None else request.batching_of_texts
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
     drops = recommendation.candidate.capacity_factor is not None
@@ -72,7 +72,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
         for name, known in FORMATS.items()
         if (not has_mesh or TRAINERS[known.trainer].schedules)
         and (not drops or TRAINERS[known.trainer].capacity)
-        and (not adapts or TRAINERS[known.trainer].lora)
+        and TRAINERS[known.trainer].lacks_adapters(lora) is None
         and (batching is None or batching in TRAINERS[known.trainer].batchings)
     ]
 

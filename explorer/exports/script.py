@@ -6,7 +6,8 @@ from bexp.explorer.exports.sharding_communication import reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.optimizers import LIBRARY
-from bexp.explorer.spec.training import LoRASpec, Sharding
+from bexp.explorer.spec.quantization import Quantization
+from bexp.explorer.spec.training import LoRASpec, Sharding, lora_arguments
 
 OPTIMIZERS = {
     "adamw": "torch.optim.AdamW(..., fused=True)",
@@ -14,6 +15,8 @@ OPTIMIZERS = {
     **{name: known.maker for name, known in LIBRARY.items()},
 }
 """The optimizers that are measured, as a script makes them."""
+PREPARE = "model = peft.prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)"
+"""What casts the weights beside quantised ones to float32; recomputation is set by itself."""
 
 
 def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[str]:
@@ -34,8 +37,16 @@ def script_notes(settings: TrainerSettings, holder: str | None = None) -> list[s
 def model_notes(settings: TrainerSettings) -> list[str]:
     """Return how the script makes the model: its kernels, and its adapters."""
     chosen = {"attn_implementation": settings.attention, "experts_implementation": settings.experts}
-    arguments = ", ".join(f'{name}="{value}"' for name, value in chosen.items() if value is not None)
+    told = [f'{name}="{value}"' for name, value in chosen.items() if value is not None]
+    quantized = settings.quantization
+    if quantized is not None and not quantized.is_own:
+        told.append(f"quantization_config={quantization_config(quantized)}")
+    arguments = ", ".join(told)
     lines = [f"in the script: AutoModelForCausalLM.from_pretrained(..., {arguments})"] if arguments else []
+    if quantized is not None:
+        if quantized.is_own:
+            lines.append("in the script: the checkpoint's own quantization_config, as measured")
+        lines.append(f"in the script: {PREPARE}")
     if settings.lora is not None:
         lines.append(f"in the script: peft.get_peft_model(model, {lora_config(settings.lora)})")
     return lines
@@ -51,11 +62,28 @@ def length_notes(settings: TrainerSettings) -> list[str]:
     return [f"in the script: sequences of {settings.seq_length} tokens, as measured"] if settings.states_length else []
 
 
+def expert_notes(settings: TrainerSettings) -> list[str]:
+    """Return what a trainer that lists linear layers by itself leaves out of `all-linear`."""
+    if settings.lora is None or settings.lora.target_modules != "all-linear" or not settings.has_experts:
+        return []
+    return [
+        "adapters: peft's all-linear was measured, which adapts experts in one tensor as well; this trainer's own list "
+        "may have linear layers alone, which need less memory"
+    ]
+
+
+def quantization_config(quantized: Quantization) -> str:
+    """Return the transformers library's configuration of quantised weights, as Python."""
+    return f"BitsAndBytesConfig({', '.join(f'{name}={value!r}' for name, value in quantized.arguments.items())})"
+
+
 def lora_config(lora: LoRASpec) -> str:
     """Return the peft library's configuration of adapters, as Python."""
-    names = lora.target_modules if isinstance(lora.target_modules, str) else list(lora.target_modules)
-    alpha = lora.r if lora.alpha is None else lora.alpha
-    return f"peft.LoraConfig(r={lora.r}, lora_alpha={alpha:g}, target_modules={names!r})"
+    arguments = ", ".join(
+        f"{name}={value:g}" if name == "lora_alpha" else f"{name}={value!r}"
+        for name, value in lora_arguments(lora).items()
+    )
+    return f"peft.LoraConfig({arguments})"
 
 
 def _accumulation(settings: TrainerSettings) -> str:

@@ -28,6 +28,7 @@ from bexp.explorer.search.trainer_terms import (
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.quantization import Quantization, describe_weights
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import describe_target
 from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
@@ -58,6 +59,7 @@ class TrainerSettings:
     precision: str
     optimizer: str
     lora: LoRASpec | None
+    quantization: Quantization | None
     batch_size: int | None
     num_devices: int
     micro_batch_size: int
@@ -138,6 +140,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         precision=precision_of(trainer, request, report, candidate),
         optimizer=request.training.optimizer.name,
         lora=request.training.lora,
+        quantization=request.quantized,
         batch_size=request.batch_size if choice.plan is None else request.effective_batch_size,
         num_devices=request.num_devices,
         micro_batch_size=candidate.micro_batch_size,
@@ -219,6 +222,8 @@ def _weights_line(
     dtype, precision = compute_dtype(request, report), precision_of(trainer, request, report, candidate)
     measured = measured_precision(request, report)
     made = DType.FLOAT32 if precision == "autocast" else dtype
+    if request.quantized is not None:
+        return _quantized_line(request.quantized, report, made)
     if request.training.lora is not None:
         return f"weights: measured in {made} with adapters in float32, so make the model with dtype={made}"
     beside = {
@@ -231,6 +236,16 @@ def _weights_line(
     return (
         f"{line}; {trainer.title} keeps them{beside or ' so'}, and precision '{measured}' was measured: its memory is "
         "counted by formulas"
+    )
+
+
+def _quantized_line(quantized: Quantization, report: DeviceReport | None, made: DType) -> str:
+    """Return how quantised weights were loaded, and how many of them there are."""
+    bytes_by_kind = report.parts.weights if report is not None and report.parts is not None else ()
+    counted = f"; {describe_weights(bytes_by_kind)}" if bytes_by_kind else ""
+    return (
+        f"weights: measured in {quantized.bits} bits by bitsandbytes, loaded with dtype={made}, with the others and "
+        f"the adapters in float32 as peft prepares them{counted}"
     )
 
 

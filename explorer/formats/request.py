@@ -156,7 +156,7 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
         is_transformers = target in (None, TRANSFORMERS)
         refused = target in (None, BEXP, TRANSFORMERS) and refuse_other_model(_section_of(translation), stated)
         if is_transformers and not refused:
-            translation.notes += unlike_the_config(config)
+            translation.notes += unlike_the_config(config, _choose(changes, translation.document, "quantization"))
         if _choose(changes, translation.document, "hf_seq_length") is None:
             assume_seq_length(config, translation)
         elif is_transformers:

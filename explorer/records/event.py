@@ -27,6 +27,7 @@ class EventCode(IntEnum):
     REAL_RUNS = 108
     REUSED = 109
     ANSWERED = 110
+    WEIGHTS = 111
     TRIAL = 201
     RECOMMENDATION = 202
     WHOLE_MODEL = 203

@@ -17,6 +17,7 @@ from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.quantization import WeightBytes
 
 CONFIDENT = 90
 """Below this confidence a third digit of a ratio says nothing."""
@@ -223,6 +224,9 @@ class Recommendation(Frozen):
     )
 
     texts: TextFigures | None = Field(None, description="Null if every sequence is full.", exclude_if=is_null)
+    weights: tuple[WeightBytes, ...] = Field(
+        (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
+    )
     plan: MeshPlan | None = Field(None, description="The mesh of a plan, which is a request with a fabric.")
 
     @property

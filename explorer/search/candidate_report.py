@@ -26,6 +26,7 @@ from bexp.explorer.search.whole_model_check import check_whole_model, expected_t
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.quantization import describe_weights
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.spec.training import Sharding
@@ -130,6 +131,7 @@ def build_recommendation(
         dropped_share=_dropped_share(table.model, candidate, request),
         run_noise=noise.run_noise,
         confidences=noise.confidences,
+        weights=report.parts.weights if report.parts is not None else (),
     )
 
 
@@ -238,7 +240,9 @@ def _notes(
 ) -> tuple[str, ...]:
     notes = [] if candidate.is_whole else [f"execution: {request.execution_of(candidate)}"]
     if request.hf_config is not None and request.target_name == TRANSFORMERS:
-        notes += unlike_the_config(request.hf_config)
+        notes += unlike_the_config(request.hf_config, request.quantization)
+    if report.parts is not None and report.parts.weights:
+        notes.append(f"weights: {describe_weights(report.parts.weights)}")
     notes += _named_and_left_out(request, report)
     if request.trainer is not None and request.target_name not in request.runner.targets:
         measured = "bexp's reference layers" if report.parts is None else f"those of {report.parts.measured}"

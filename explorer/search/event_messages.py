@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from bexp.explorer.cost_model.components import ComponentKind
@@ -17,7 +18,9 @@ from bexp.explorer.search.noise_limit import NoiseFigures
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.quantization import WeightBytes, describe_weights
 
 
 def variant_event(model: ExploredModel) -> EventDraft:
@@ -58,6 +61,24 @@ def space_event(
             "memory_limit_bytes": limit_bytes,
         },
     )
+
+
+def weights_event(weights: Sequence[WeightBytes]) -> EventDraft:
+    """Return the event that says how many bytes of a model's weights are quantised."""
+    return EventDraft(
+        code=EventCode.WEIGHTS,
+        message=f"Weights: {describe_weights(weights)}",
+        data={"weights": [one.model_dump(mode="json") for one in weights]},
+    )
+
+
+def adapted_experts_event(backends: Sequence[BackendSupport]) -> EventDraft | None:
+    """Return the warning that expert kernels are left out because of adapters on the experts; None if none are."""
+    left = [each for each in backends if not each.usable and (each.reason or "").startswith(WITH_ADAPTERS)]
+    if not left:
+        return None
+    reasons = "; ".join(f"'{each.name}' {each.reason}" for each in left)
+    return EventDraft(code=EventCode.WARNING, message=f"Expert kernels are left out: {reasons}")
 
 
 def size_text(count: int) -> str:

@@ -12,7 +12,13 @@ from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.trial import Measure, Trial
 from bexp.explorer.search.candidate_space import CandidateSpace
-from bexp.explorer.search.event_messages import end_event, space_event, variant_event
+from bexp.explorer.search.event_messages import (
+    adapted_experts_event,
+    end_event,
+    space_event,
+    variant_event,
+    weights_event,
+)
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.loop import SearchLoop
@@ -22,6 +28,7 @@ from bexp.explorer.search.pruned_space import PruneSpace, prune_space
 from bexp.explorer.search.relaxations import explain_without_fit
 from bexp.explorer.search.trial_executor import executor_of
 from bexp.explorer.search.variant_context import VariantContext
+from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 
 
@@ -110,5 +117,9 @@ def open_candidates(context: VariantContext, prune: PruneSpace, log: ProgressLog
             log.add(variant_event(context.model))
         limit = memory_limit(context.request, context.report.hardware)
         log.add(space_event(space.legal, space.num_predicted_out, limit, num_dominated=space.num_dominated))
+        if isinstance(context.model, ModelParts) and context.model.weights:
+            log.add(weights_event(context.model.weights))
+        if (left_out := adapted_experts_event(context.report.expert_backends)) is not None:
+            log.add(left_out)
         log.describe_space(space.legal.summarize())
     return None if space.table is None else CandidateSpace(context, space, log)

@@ -14,7 +14,7 @@ from bexp.explorer.spec.context_parallel import Sharing
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.options import is_flash
-from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.spelling import did_you_mean
 
@@ -123,10 +123,19 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
             raise EmptySpaceError(
                 f"execution 'graph' with expert back end '{experts[0]}', which waits for the device to count tokens"
             )
-        raise EmptySpaceError(
-            "tiling with policies that keep a part of attention only: a tile recomputes attention already"
-        )
+        tiled = "tiling with policies that keep a part of attention only: a tile recomputes attention already"
+        raise EmptySpaceError(_why_no_policy(request, model) or tiled)
     return LegalSpace(model, expressible(candidates, lambda candidate: candidate, request, report))
+
+
+def _why_no_policy(request: ExplorationRequest, model: ExploredModel) -> str | None:
+    """Return why the code of a model can run none of the policies that a request names; None if that is not so."""
+    if not isinstance(model, ModelParts) or request.recompute is None or _policies(request, model, None):
+        return None
+    whole = model.unavailable.get("checkpointing")
+    reasons = dict.fromkeys(filter(None, (model.unavailable.get(policy) or whole for policy in request.recompute)))
+    policies = ", ".join(f"'{policy}'" for policy in request.recompute)
+    return f"recompute {policies}: {'; '.join(reasons) or f'none of them can be run {model.place}'}"
 
 
 def expressible(

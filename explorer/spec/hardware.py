@@ -13,6 +13,10 @@ from bexp.explorer.spec.model import DType
 Positive = Annotated[float, Field(gt=0)]
 
 
+WITH_ADAPTERS = "with adapters on experts"
+"""How the reason begins why kernels are left out that serve the same experts without adapters."""
+
+
 class BackendSupport(Frozen):
     """Whether a kernel back end can serve a model on a device.
 

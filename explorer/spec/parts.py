@@ -7,6 +7,7 @@ estimates, which only decide what is worth measuring.
 
 from __future__ import annotations
 
+import operator
 from typing import Annotated, ClassVar, Self
 
 from pydantic import Field, model_validator
@@ -14,6 +15,7 @@ from pydantic import Field, model_validator
 from bexp.explorer.spec.base import Frozen, is_null
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType, ModelSpec, Variant
+from bexp.explorer.spec.quantization import WeightBytes
 from bexp.explorer.spec.target import describe_target
 
 MAX_LAYERS = 1024
@@ -107,6 +109,9 @@ class ModelParts(Frozen):
     largest_trainable_bytes: Count = Field(0, description="Of the largest single parameter that is trained.")
     optimizer_state_bytes: Count | None = Field(
         None, description="Of the real state after a step, where it was read.", exclude_if=is_null
+    )
+    weights: tuple[WeightBytes, ...] = Field(
+        (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")

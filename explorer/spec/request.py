@@ -25,6 +25,7 @@ from bexp.explorer.spec.options import (
     MicroBatch,
     MicroBatchChoice,
 )
+from bexp.explorer.spec.quantization import Quantization, QuantizationName, quantization_of
 from bexp.explorer.spec.request_rules import MESH_RULES, RULES
 from bexp.explorer.spec.requested_devices import RequestedDevices
 from bexp.explorer.spec.requested_space import RequestedSpace
@@ -36,7 +37,7 @@ from bexp.explorer.spec.shorthands import (
     expand_query_groups,
     expand_sharding,
 )
-from bexp.explorer.spec.target import LOCAL, TargetName, check_hugging_face_config, check_target_config
+from bexp.explorer.spec.target import LOCAL, TRANSFORMERS, TargetName, check_hugging_face_config, check_target_config
 from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
 from bexp.explorer.spec.trainer_rules import expand_trainer
 from bexp.explorer.spec.training import Sharding, TrainingSpec
@@ -85,6 +86,13 @@ class ExplorationRequest(Frozen):
         None,
         description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or "
         "`packed` into full sequences, with attention within each text. Null: `padded`.",
+        exclude_if=is_null,
+    )
+    quantization: QuantizationName | None = Field(
+        None,
+        description="Weights of `hf_config` in four or eight bits, as transformers loads them with bitsandbytes; "
+        "`bnb_4bit` is QLoRA's NF4 with quantised scales. `none`: plain weights, whatever the config.json says. Null: "
+        "as its `quantization_config` says.",
         exclude_if=is_null,
     )
     target_config: dict[str, Any] | None = Field(
@@ -297,6 +305,11 @@ class ExplorationRequest(Frozen):
     def seq_length(self) -> int:
         """Tokens a sequence in training; 1 for a target that has no sequences, so that its rates are in samples."""
         return self.explored.seq_length or 1
+
+    @property
+    def quantized(self) -> Quantization | None:
+        """How the weights of a transformers model are quantised; None for plain ones."""
+        return quantization_of(self.quantization, self.hf_config) if self.target_name == TRANSFORMERS else None
 
     @property
     def runner(self) -> Trainer:

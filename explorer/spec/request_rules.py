@@ -23,6 +23,7 @@ from bexp.explorer.spec.legal_meshes import check_meshes
 from bexp.explorer.spec.length_rules import check_lengths
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.options import is_flash
+from bexp.explorer.spec.quantization_rules import check_quantization
 from bexp.explorer.spec.space_rules import (
     check_combinations,
     check_largest_tile,
@@ -194,6 +195,7 @@ def check_query_groups(request: ExplorationRequest) -> None:
 MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
+    check_quantization,
     check_mesh,
     check_lengths,
     check_training_of_target,
@@ -212,6 +214,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
 RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_model_of_target,
     check_sequence_of_config,
+    check_quantization,
     check_lengths,
     check_training_of_target,
     check_parallelism,

@@ -10,6 +10,8 @@ from typing import Annotated, Any
 from pydantic import BeforeValidator, Field
 
 from bexp.explorer.spec.base import RuleError
+from bexp.explorer.spec.optimizers import BITSANDBYTES
+from bexp.explorer.spec.quantization import PLAIN, own_method
 
 BEXP = "bexp"
 """The reference layers of this project. A `ModelSpec` describes the model."""
@@ -84,13 +86,15 @@ def check_hugging_face_config(config: dict[str, Any]) -> dict[str, Any]:
     return config
 
 
-def unlike_the_config(config: Mapping[str, Any]) -> list[str]:
-    """Return, in words, what a config.json says of the training and target `transformers` measures otherwise."""
+def unlike_the_config(config: Mapping[str, Any], quantization: object = None) -> list[str]:
+    """Return, in words, what a config.json says of the training and target `transformers` measures otherwise.
+
+    `quantization` is the request's field of this name. Weights that bitsandbytes quantises are measured.
+    """
     differences = []
-    quantized = config.get("quantization_config")
-    if quantized:
-        method = quantized.get("quant_method") if isinstance(quantized, Mapping) else None
-        named = f" ({method:.40})" if isinstance(method, str) else ""
+    method = own_method(config)
+    if method is not None and (method != BITSANDBYTES or quantization == PLAIN):
+        named = f" ({method:.40})" if method != "?" else ""
         differences.append(
             f"quantization_config{named} is left out: plain weights are measured, "
             "so memory and speed are not those of training on quantised ones"

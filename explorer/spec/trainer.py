@@ -12,7 +12,7 @@ from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.target import TRANSFORMERS
-from bexp.explorer.spec.training import Precision, Sharding
+from bexp.explorer.spec.training import LoRASpec, Precision, Sharding
 
 TORCH_CHOICE = "sdpa"
 """torch's scaled_dot_product_attention, which chooses its kernel by itself."""
@@ -63,7 +63,8 @@ class Trainer:
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
     `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any cannot
     be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
-    `lora` says that it can be told adapters, in its file or in its script, `optimizers` that it can be told those of
+    `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
+    those of single parameters, such as experts in one tensor, and `optimizers` that it can be told those of
     other libraries. `targets` are the targets whose measured code it runs; for others an export promises no tokens/s.
     The first of `precisions`, and `allocator`, are what it keeps where a request states nothing. Beside
     `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains adapters or
@@ -86,6 +87,7 @@ class Trainer:
     graphs: bool = False
     liger: bool = False
     lora: bool = True
+    adapted_parameters: bool = True
     optimizers: bool = False
     targets: frozenset[str] = frozenset()
     batchings: frozenset[Batching] = frozenset({"padded", "grouped", "packed"})
@@ -93,6 +95,14 @@ class Trainer:
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     upcast_attention: frozenset[str] = frozenset()
     allocator: Literal["default", "expandable_segments"] = "default"
+
+    def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
+        """Return what of the adapters it cannot be told, in words; None if it can be told all of them."""
+        if lora is not None and not self.lora:
+            return "LoRA"
+        if lora is not None and lora.target_parameters is not None and not self.adapted_parameters:
+            return "LoRA of single parameters"
+        return None
 
     @property
     def keeps_float32(self) -> bool:
@@ -217,6 +227,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         title="LLaMA-Factory",
         optimizers=True,
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
+        adapted_parameters=False,
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.CEREBRAS: Trainer(

@@ -101,8 +101,8 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
             yield field, f"execution '{execution}'"
     if training.optimizer.of_library is not None and not trainer.optimizers:
         yield "training.optimizer.name", f"the optimizer '{training.optimizer.name}'"
-    if training.lora is not None and not trainer.lora:
-        yield "training.lora", "LoRA"
+    if (lacking := trainer.lacks_adapters(training.lora)) is not None:
+        yield "training.lora", lacking
     if (batching := request.batching_of_texts) is not None and batching not in trainer.batchings:
         yield "batching" if request.batching else "lengths", f"{batching} texts"
     library = request.hf_config is not None and request.target_name == TRANSFORMERS

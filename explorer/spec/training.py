@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from enum import StrEnum
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
-from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.base import Frozen, RuleError, is_false, is_null
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.optimizers import LIBRARY, LibraryOptimizer, OptimizerName, read_name
 
@@ -84,17 +84,59 @@ class LossSpec(Frozen):
     chunk_tokens: Annotated[int, Field(ge=128, le=1 << 20)] = 4096
 
 
+Names = Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(min_length=1, max_length=64)]
+
+
 class LoRASpec(Frozen):
     """Low-rank adapters on frozen weights (Hu et al., 2021, arXiv:2106.09685), as the peft library adds them."""
 
     r: Annotated[int, Field(ge=1, le=4096)] = Field(description="Rank of the adapters.")
-    target_modules: (
-        Literal["all-linear"]
-        | Annotated[tuple[Annotated[str, Field(min_length=1, max_length=256)], ...], Field(min_length=1, max_length=64)]
-    ) = Field(description="Names of the modules that get adapters, or `all-linear`.")
+    target_modules: Literal["all-linear"] | Names | None = Field(
+        None, description="Names of the modules that get adapters, or `all-linear`."
+    )
+    target_parameters: Names | None = Field(
+        None,
+        description="Names of parameters that get adapters, such as `experts.gate_up_proj` of experts in one tensor.",
+        exclude_if=is_null,
+    )
     alpha: Annotated[float, Field(gt=0, le=1 << 20)] | None = Field(
         None, description="The adapters' output is scaled by alpha / r; null: alpha = r."
     )
+    use_rslora: bool = Field(
+        False,
+        description="Scaled by alpha / sqrt(r) (Kalajdzievski, 2023, arXiv:2312.03732).",
+        exclude_if=is_false,
+    )
+    use_dora: bool = Field(
+        False, description="Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", exclude_if=is_false
+    )
+    modules_to_save: Names | None = Field(
+        None,
+        description="Modules that are trained whole, each as a copy: `embed_tokens`, `lm_head`.",
+        exclude_if=is_null,
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.target_modules is None and self.target_parameters is None:
+            raise RuleError("is missing: it names what gets adapters, as target_parameters does", "target_modules")
+        if self.use_dora and self.target_parameters is not None:
+            raise RuleError("peft has no DoRA of parameters: name modules alone", "use_dora", "target_parameters")
+        return self
+
+
+def lora_arguments(lora: LoRASpec) -> dict[str, Any]:
+    """Return the arguments of the peft library's LoraConfig that differ from its defaults."""
+    modules = lora.target_modules
+    arguments: dict[str, Any] = {
+        "r": lora.r,
+        "lora_alpha": lora.r if lora.alpha is None else lora.alpha,
+        "target_modules": modules if isinstance(modules, str) else list(modules or ()),
+    }
+    for name in ("target_parameters", "modules_to_save"):
+        if (names := getattr(lora, name)) is not None:
+            arguments[name] = list(names)
+    return arguments | {name: True for name in ("use_rslora", "use_dora") if getattr(lora, name)}
 
 
 class TrainingSpec(Frozen):

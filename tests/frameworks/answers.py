@@ -18,6 +18,20 @@ ANSWERS = {
     "master": exploration(training={"precision": "master"}),
     "lora": exploration(training={"lora": {"r": 8, "alpha": 16, "target_modules": ["q_proj", "v_proj"]}}),
     "lora_all": exploration(training={"lora": {"r": 8, "target_modules": "all-linear"}}),
+    "qlora": exploration(quantization="bnb_4bit", training={"lora": {"r": 8, "target_modules": "all-linear"}}),
+    "lora_8bit": exploration(
+        quantization="bnb_8bit",
+        training={
+            "lora": {
+                "r": 8,
+                "target_modules": ["q_proj"],
+                "modules_to_save": ["lm_head"],
+                "use_dora": True,
+                "use_rslora": True,
+            }
+        },
+    ),
+    "lora_experts": exploration(training={"lora": {"r": 8, "target_parameters": ["experts.down_proj"]}}),
     "sgd": exploration(training={"optimizer": {"name": "sgd"}}),
     "no_batch": exploration(batch_size=None),
     "recomputed": exploration(candidate(recompute=Recompute.FULL)),

@@ -20,9 +20,16 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
         path.name
     )
     if "lora" in path.suffix:
-        assert (found.adapter, found.lora_r) == ("lora", 8)
+        assert (found.adapter, found.lora_r) == ("qlora" if path.suffix == ".qlora" else "lora", 8)
+        assert (found.load_in_4bit, found.load_in_8bit) == (path.suffix == ".qlora", path.suffix == ".lora_8bit")
+        is_eight = path.suffix == ".lora_8bit"
+        assert (found.peft_use_dora, found.peft_use_rslora) == ((True, True) if is_eight else (None, None))
+        assert found.lora_modules_to_save == (["lm_head"] if is_eight else None)
+        experts = ["experts.down_proj"] if path.suffix == ".lora_experts" else None
+        assert found.lora_target_parameters == experts
         assert found.lora_alpha == (16 if path.suffix == ".lora" else 8)
-        assert found.lora_target_linear is (True if path.suffix == ".lora_all" else None)
-        assert found.lora_target_modules == (["q_proj", "v_proj"] if path.suffix == ".lora" else None)
+        assert found.lora_target_linear is (True if path.suffix in {".lora_all", ".qlora"} else None)
+        modules = {".lora": ["q_proj", "v_proj"], ".lora_8bit": ["q_proj"]}.get(path.suffix)
+        assert found.lora_target_modules == modules
     else:
         assert found.adapter is None

@@ -23,7 +23,7 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     if path.suffix in {".zero1", ".zero2", ".zero3"}:
         assert found.zero_config.stage == int(path.suffix[-1])
         assert found.zero_config.overlap_comm is True
-    autocast = path.suffix in {".autocast", ".lora", ".lora_all"}
+    autocast = path.suffix == ".autocast" or "lora" in path.suffix
     assert found.bfloat16_config.enabled is not autocast, path.name
     assert found.torch_autocast_enabled is autocast, path.name
     assert not autocast or found.torch_autocast_dtype is torch.bfloat16

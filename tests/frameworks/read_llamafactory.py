@@ -16,12 +16,18 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     assert training.per_device_train_batch_size == values["per_device_train_batch_size"]
     assert model.disable_gradient_checkpointing is values["disable_gradient_checkpointing"]
     assert data.cutoff_len == values["cutoff_len"]
-    autocast = path.suffix in {".autocast", ".master", ".lora", ".lora_all"}
+    autocast = path.suffix in {".autocast", ".master"} or "lora" in path.suffix
     assert (training.bf16, tuning.pure_bf16) == (autocast, not autocast), path.name
     assert training.optim.value == ("sgd" if path.suffix == ".sgd" else "adamw_torch_fused")
     if "lora" in path.suffix:
         assert (tuning.finetuning_type, tuning.lora_rank) == ("lora", 8)
         assert tuning.lora_alpha == (16 if path.suffix == ".lora" else 8)
-        assert tuning.lora_target == (["q_proj", "v_proj"] if path.suffix == ".lora" else ["all"])
+        assert tuning.lora_target == {".lora": ["q_proj", "v_proj"], ".lora_8bit": ["q_proj"]}.get(path.suffix, ["all"])
+        bits = {".qlora": 4, ".lora_8bit": 8}.get(path.suffix)
+        assert (model.quantization_bit, model.quantization_method, model.quantization_type) == (bits, "bnb", "nf4")
+        assert model.double_quantization
+        is_eight = path.suffix == ".lora_8bit"
+        assert (tuning.use_dora, tuning.use_rslora) == (is_eight, is_eight)
+        assert tuning.additional_target == (["lm_head"] if is_eight else None)
     else:
         assert tuning.finetuning_type == "full"

@@ -1,4 +1,4 @@
-"""Runs the tests of optimizers whose packages the ordinary tests do not have."""
+"""Runs the tests of optimizers, quantised weights and adapters whose packages the ordinary tests do not have."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-TEST = ROOT / "tests" / "workers" / "targets" / "transformers" / "test_optimizers.py"
+FOLDER = ROOT / "tests" / "workers" / "targets" / "transformers"
+TESTS = [str(FOLDER / f"test_{name}.py") for name in ("optimizers", "quantized", "adapters")]
 
 if __name__ == "__main__":
     sys.path.insert(0, str(ROOT))
-    raise SystemExit(pytest.main(["-q", "-W", "ignore", "-p", "no:cacheprovider", "--rootdir", str(ROOT), str(TEST)]))
+    raise SystemExit(pytest.main(["-q", "-W", "ignore", "-p", "no:cacheprovider", "--rootdir", str(ROOT), *TESTS]))

@@ -76,7 +76,7 @@ PACKAGES = {
             *("zstandard", "evaluate", "wandb", "protobuf", "pillow"),
         ),
     ),
-    "optimizers": Package("bitsandbytes==0.50.0", (), ("torchao==0.18.0",)),
+    "optimizers": Package("bitsandbytes==0.50.0", (), ("torchao==0.18.0", "peft==0.21.2")),
     "lightning": Package(
         "lightning==2.6.6", ("lightning",), ("pytorch-lightning==2.6.6", "lightning-utilities", "torchmetrics")
     ),

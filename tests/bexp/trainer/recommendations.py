@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
@@ -61,7 +62,9 @@ def with_adapters(model: Any, rank: int = 8) -> Any:
     if find_spec("peft"):
         import peft
 
-        return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj"]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", FutureWarning)  # it reads what transformers has renamed
+            return peft.get_peft_model(model, peft.LoraConfig(r=rank, target_modules=["q_proj"]))
     model.requires_grad_(False)
     model.peft_config = {"default": SimpleNamespace(r=rank)}
     for name, part in list(model.named_modules()):

@@ -154,6 +154,20 @@ def test_quantised_weights_are_a_warning() -> None:
     assert any("plain weights" in warning for warning in bexp.apply(model, document()).warnings)
 
 
+def test_weights_of_other_bits_than_were_measured_are_refused() -> None:
+    told = told_of_a_config({"lora": {"r": 8, "target_modules": "all-linear"}})
+    told["job"]["request"]["quantization"] = "bnb_4bit"
+    model = with_adapters(models.tiny("olmoe").to(torch.bfloat16))
+    with pytest.raises(RecommendationError, match="with weights in 4 bits, and those of this model are plain"):
+        bexp.apply(model, told)
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base.is_quantized = base.is_loaded_in_8bit = True
+    with pytest.raises(RecommendationError, match="weights in 4 bits, and those of this model have 8 bits: load"):
+        bexp.apply(model, told)
+    base.is_loaded_in_8bit, base.is_loaded_in_4bit = False, True
+    assert not any("bits" in warning for warning in bexp.apply(model, told).warnings)
+
+
 @pytest.mark.parametrize(
     ("training", "weights", "master", "trainer"),
     [

@@ -105,7 +105,7 @@ def test_the_code_that_a_published_config_names_is_left_out_and_noted(place: Cal
 @pytest.mark.parametrize(
     ("said", "part"),
     [
-        ({"quantization_config": {"quant_method": "bitsandbytes"}}, "quantization_config (bitsandbytes) is left out"),
+        ({"quantization_config": {"quant_method": "gptq"}}, "quantization_config (gptq) is left out"),
         ({"architectures": ["Gemma2ForSequenceClassification"]}, "has another head and loss"),
         ({"torch_dtype": "float32"}, "dtype float32 of config.json is not used"),
         ({"text_config": {"output_router_logits": True}}, "whole models are run with it"),

@@ -176,9 +176,9 @@ def test_execution_sharding_and_default_attention_are_noted() -> None:
 
 def test_what_a_config_says_and_is_not_measured_is_noted() -> None:
     state = known_state()
-    config = {"model_type": "llama", "quantization_config": {"quant_method": "bitsandbytes"}}
+    config = {"model_type": "llama", "quantization_config": {"quant_method": "gptq"}}
     state.request = state.request.model_copy(update={"target": "transformers", "hf_config": config})
-    assert any("quantization_config (bitsandbytes) is left out" in note for note in recommend(state).notes)
+    assert any("quantization_config (gptq) is left out" in note for note in recommend(state).notes)
 
 
 def test_ligers_kernels_that_were_left_out_are_noted_with_the_reason() -> None:

@@ -53,6 +53,17 @@ def test_what_the_code_cannot_run_is_not_in_the_space() -> None:
     assert [c.recompute for c in base_candidates(request(), plain, model)] == [Recompute.NONE, Recompute.FULL]
 
 
+def test_a_policy_that_the_code_cannot_run_is_refused_with_the_reason() -> None:
+    why = {"checkpointing": "its quantised layers keep their inputs", "groups_2": "no groups"}
+    plain = device(policies=("none",), unavailable=why)
+    (model,) = explored_models(request(), plain)
+    with pytest.raises(EmptySpaceError, match=r"recompute 'full', 'groups_2': its quantised layers keep .*; no groups"):
+        enumerate_candidates(request(recompute=["full", "groups_2"]), plain, model)
+    bare = device(policies=("none",), unavailable={})
+    with pytest.raises(EmptySpaceError, match="recompute 'full': none of them can be run with transformers"):
+        enumerate_candidates(request(recompute=["full"]), bare, explored_models(request(), bare)[0])
+
+
 def test_without_parts_the_variants_of_the_request_are_explored() -> None:
     assert explored_models(request(), report()) == request().space.variants()
 

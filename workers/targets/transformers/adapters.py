@@ -2,53 +2,69 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
-from bexp.explorer.spec.training import LoRASpec
+from bexp.explorer.spec.training import LoRASpec, lora_arguments
 from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
 
 
-def add_adapters(model: Any, spec: LoRASpec) -> None:
-    """Wrap the named modules of `model` in place with `peft.get_peft_model`, and freeze everything else.
+def add_adapters(model: Any, spec: LoRASpec, *, is_quantized: bool = False) -> None:
+    """Wrap what `spec` names in `model` in place with `peft.get_peft_model`, and freeze everything else.
 
     Both matrices of an adapter are random, as they are after the first steps; peft's own start is a zero matrix, whose
-    partner gets no gradient. Adapters of half-precision weights are in float32, which is peft's default.
+    partner gets no gradient. Adapters of half-precision weights are in float32, which is peft's default. A model that
+    `is_quantized` is prepared for that as peft does: what is not quantised is cast to float32, and embeddings hand on
+    a gradient.
 
     Raises:
-        UnsupportedModelError: peft is missing or refuses the model, or a name matches no module.
+        UnsupportedModelError: peft is missing or refuses the model, or a name matches nothing.
     """
     try:
         import peft  # noqa: PLC0415 - optional, and slow to import
     except ImportError as error:
         raise UnsupportedModelError(f"LoRA needs the peft library: pip install peft ({one_line(error)})") from error
-    asked = spec.target_modules
-    values: dict[str, Any] = {
-        "r": spec.r,
-        "lora_alpha": spec.r if spec.alpha is None else spec.alpha,
-        "target_modules": asked if isinstance(asked, str) else list(asked),
-        "init_lora_weights": False,
-    }
+    asked = {name: value for name, value in lora_arguments(spec).items() if name in _NAMED}
     with quiet_library():
         try:
-            config = peft.LoraConfig(**values)
+            if is_quantized:
+                prepare: Any = peft.prepare_model_for_kbit_training
+                prepare(model, use_gradient_checkpointing=False)
+                model.enable_input_require_grads()
+            config = peft.LoraConfig(**lora_arguments(spec), init_lora_weights=False)
             wrapped = peft.get_peft_model(model, config)
         except Exception as error:  # peft raises errors of many kinds
-            reason = f"training.lora.target_modules {_listed(asked)}: {one_line(error)}"
-            raise UnsupportedModelError(f"{reason} (peft {peft.__version__})") from error
-    missing = [] if isinstance(asked, str) else _unmatched(asked, wrapped, config)
-    if missing:
-        text = f"training.lora.target_modules: {type(model).__name__} has no module called {_listed(missing)}"
-        raise UnsupportedModelError(f"{text} (peft {peft.__version__})")
+            fields = ", ".join(f"training.lora.{name} {_listed(names)}" for name, names in asked.items() if names)
+            raise UnsupportedModelError(f"{fields}: {one_line(error)} (peft {peft.__version__})") from error
+    for field, missing in _unmatched(spec, wrapped, config).items():
+        if missing:
+            what = "parameter" if field == "target_parameters" else "module"
+            text = f"training.lora.{field}: {type(model).__name__} has no {what} called {_listed(missing)}"
+            raise UnsupportedModelError(f"{text} (peft {peft.__version__})")
 
 
-def _unmatched(asked: tuple[str, ...], wrapped: Any, config: Any) -> list[str]:
-    """The names that got no adapter. peft refuses a list only if all of its names match nothing.
+_NAMED = ("target_modules", "target_parameters", "modules_to_save")
+
+
+def _unmatched(spec: LoRASpec, wrapped: Any, config: Any) -> dict[str, list[str]]:
+    """The names that nothing has, by field. peft refuses a list only if all of its names match nothing.
 
     peft replaces names of experts that the library has merged into one tensor; those are no longer in `config`.
     """
-    targeted = [*wrapped.base_model.targeted_module_names, *wrapped.base_model.targeted_parameter_names]
-    kept = [name for name in asked if name in config.target_modules]
-    return [name for name in kept if not any(path == name or path.endswith(f".{name}") for path in targeted)]
+    parameters = wrapped.base_model.targeted_parameter_names
+    targeted = [*wrapped.base_model.targeted_module_names, *parameters]
+    saved = [path.split(".modules_to_save.")[0] for path, _ in wrapped.named_modules() if ".modules_to_save." in path]
+    names = () if spec.target_modules is None or isinstance(spec.target_modules, str) else spec.target_modules
+    return {
+        "target_modules": _without([name for name in names if name in config.target_modules], targeted),
+        "target_parameters": _without(spec.target_parameters or (), parameters),
+        "modules_to_save": _without(spec.modules_to_save or (), saved),
+    }
+
+
+def _without(names: Iterable[str], paths: Iterable[str]) -> list[str]:
+    known = list(paths)
+    return [name for name in names if not any(path == name or path.endswith(f".{name}") for path in known)]
 
 
 def _listed(names: str | list[str] | tuple[str, ...]) -> str:

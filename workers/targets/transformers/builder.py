@@ -14,6 +14,7 @@ from bexp.workers.targets.transformers.config import ResolvedConfig, Unsupported
 from bexp.workers.targets.transformers.expert_inputs import ExpertInputs
 from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.quantized import held_tensors, storage_bytes
 from bexp.workers.targets.transformers.shell import ShellPart
 from bexp.workers.targets.transformers.skeleton import Skeleton
 
@@ -82,9 +83,7 @@ class PartsBuilder:
             return 0
         for parameter in self._skeleton.model.parameters():
             parameter.grad = None
-        held = [*self._skeleton.model.parameters(), *self._skeleton.model.buffers()]
-        storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in held if not one.is_meta}
-        return sum(storages.values())
+        return storage_bytes(held_tensors(self._skeleton.model))
 
     def release(self) -> None:
         """Frees what the builder holds on the device and on the host."""

@@ -11,6 +11,7 @@ from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.parts import KindFigures, ShellFigures
 from bexp.workers.targets.transformers.resolved import ResolvedModel
+from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up
 
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
@@ -51,6 +52,24 @@ def describe_parts(
         tiles=tiles is None,
         unavailable={name: reason for name, reason in refused.items() if reason is not None},
     )
+
+
+def with_quantized_weights(parts: ModelParts, found: PartWeights) -> ModelParts:
+    """The parts with the bytes that quantised weights really have."""
+    kinds = [kind.model_copy(update={"parameter_bytes": _total(found.layers[kind.name])}) for kind in parts.kinds]
+    weights = add_up([(1, found.shell), *((parts.layers.count(name), layer) for name, layer in found.layers.items())])
+    return parts.model_copy(
+        update={
+            "kinds": tuple(kinds),
+            "shell": parts.shell.model_copy(update={"parameter_bytes": _total(found.shell)}),
+            "parameter_bytes": sum(one.num_bytes for one in weights),
+            "weights": weights,
+        }
+    )
+
+
+def _total(weights: WeightsByKind) -> int:
+    return sum(one.num_bytes for one in weights.values())
 
 
 def _layer_part(resolved: ResolvedModel, figures: KindFigures) -> LayerPart:

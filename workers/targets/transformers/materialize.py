@@ -1,8 +1,9 @@
-"""A whole model that is built layer by layer, so that each can be sharded before there is another."""
+"""A whole model that is built layer by layer, so that each can be sharded or quantised before there is another."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import nn
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, quiet_library
 from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
+from bexp.workers.targets.transformers.quantized import Quantizer
 
 _SPREAD = 0.02  # of what the class itself does not initialise
 
@@ -20,11 +22,15 @@ def build_by_layers(
 ) -> Any:
     """Return the whole model on `device`. `take` is given each decoder layer as soon as its weights are there.
 
+    A model that is quantised is prepared when all of its weights are there, as after loading a checkpoint.
+
     Weights are drawn by the class's own `_init_weights` from `settings.seed`, so every process draws the same. They
     are not those that `build_model` draws from this seed. UnsupportedModelError if the class fails to build, or if two
     layers share a weight.
     """
-    model = build_model(resolved, settings, META)
+    is_quantized = settings.quantization is not None
+    model = build_model(resolved, replace(settings, prepare=None) if is_quantized else settings, META)
+    quantizer = None if settings.quantization is None else Quantizer(model, settings.quantization, device)
     layers = find_layers(model)
     inside = [id(module) for layer in layers for module in layer.modules()]
     weights = [id(weight) for layer in layers for weight in layer.parameters()]
@@ -35,9 +41,15 @@ def build_by_layers(
     with quiet_library(), torch.random.fork_rng(devices=devices), torch.no_grad():
         torch.manual_seed(settings.seed)
         for layer in layers:
-            _fill(model, layer.modules(), device)
+            _fill(model, layer.modules(), device, quantizer)
             take(layer)
-        _fill(model, shell, device, before_drawing=model.tie_weights)
+        _fill(model, shell, device, quantizer, before_drawing=model.tie_weights)
+    if quantizer is not None:
+        quantizer.finish()
+        if settings.prepare is not None:
+            with torch.random.fork_rng(devices=devices):
+                torch.manual_seed(settings.seed)
+                settings.prepare(model)
     return model.train(settings.training)
 
 
@@ -45,10 +57,12 @@ def _fill(
     model: Any,
     modules: Iterable[nn.Module],
     device: torch.device,
+    quantizer: Quantizer | None = None,
     before_drawing: Callable[[], None] = lambda: None,
 ) -> None:
-    """Put the modules' own tensors on `device`, and initialise them."""
-    modules = list(modules)
+    """Put the modules' own tensors on `device`, initialise them, and quantise those that the quantizer has chosen."""
+    chosen = list(modules)
+    modules = chosen if quantizer is None else [quantizer.plain_of(module) for module in chosen]
     for module in modules:
         module.to_empty(device=device, recurse=False)
     before_drawing()
@@ -60,3 +74,5 @@ def _fill(
                 tensor.zero_()
     for module in modules:
         model._init_weights(module)
+    if quantizer is not None:
+        quantizer.convert(chosen)

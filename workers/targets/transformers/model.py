@@ -12,7 +12,9 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from bexp.explorer.spec.quantization import Quantization
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
+from bexp.workers.targets.transformers.quantized import quantize
 
 META = torch.device("meta")
 Precision = Literal["pure", "autocast", "master", "upcast"]
@@ -39,6 +41,7 @@ class BuildSettings:
     prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device; what it
                draws follows from `seed`
     mixed:     whether `pure` parameters run under autocast of `dtype` as well, because some are in float32
+    quantization: how linear layers that are on a device are quantised, before `prepare`; None: not at all
     """
 
     precision: Precision = "pure"
@@ -49,6 +52,7 @@ class BuildSettings:
     seed: int = 0
     prepare: Callable[[Any], None] | None = None
     mixed: bool = False
+    quantization: Quantization | None = None
 
     @property
     def parameter_dtype(self) -> torch.dtype:
@@ -58,7 +62,8 @@ class BuildSettings:
     @property
     def hidden_dtype(self) -> torch.dtype:
         """The dtype of the hidden states between layers, which begin as embeddings."""
-        return torch.float32 if self.precision in ("autocast", "upcast") else self.dtype
+        is_prepared = self.quantization is not None and self.training  # peft casts embeddings to float32
+        return torch.float32 if self.precision in ("autocast", "upcast") or is_prepared else self.dtype
 
     @property
     def keeps_master_weights(self) -> bool:
@@ -151,6 +156,8 @@ def build_model(
                 parameter.data = parameter.data.to(settings.dtype)
         if settings.precision == "upcast":
             _upcast(model)
+        if settings.quantization is not None and device != META:
+            quantize(model, settings.quantization, device)
         if settings.prepare is not None:
             settings.prepare(model)
     return model.train(settings.training)

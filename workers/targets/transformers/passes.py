@@ -13,6 +13,7 @@ from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.model import BuildSettings
+from bexp.workers.targets.transformers.quantized import scales_of
 from bexp.workers.targets.transformers.shell import ShellPart
 
 
@@ -36,6 +37,10 @@ class LayerPasses(ModulePasses):
         self._policy = recompute
         if recompute is not None:
             self._recompute()
+
+    def existing_tensors(self) -> list[Tensor]:
+        """As of ModulePasses, with the scales of quantised weights."""
+        return [*super().existing_tensors(), *scales_of(self._layer)]
 
     def without_recomputation(self) -> AbstractContextManager[None]:
         """Within the context, the layer keeps what it computes."""
@@ -68,7 +73,12 @@ class ShellPasses(ModulePasses):
 
     def __init__(self, part: ShellPart, build: BuildSettings, settings: Settings) -> None:
         self._applied = set_up(part.model, settings)
+        self._model = part.model
         super().__init__(_Shell(part), (), training=build.training)
+
+    def existing_tensors(self) -> list[Tensor]:
+        """As of ModulePasses, with the scales of quantised weights."""
+        return [*super().existing_tensors(), *scales_of(self._model)]
 
     def restore(self) -> None:
         """Leave the shell as the library has it, without gradients."""

@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend
 from bexp.explorer.cost_model.request_texts import text_batches
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
-from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.graphs.recorder import CudaRecorder
 from bexp.out_of_memory import is_out_of_memory
@@ -28,6 +28,7 @@ from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.layers import BuiltLayer
 from bexp.workers.targets.transformers.passes import LayerPasses
+from bexp.workers.targets.transformers.quantized import keeps_inputs
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.shell import ShellPart
 
@@ -214,6 +215,9 @@ class SettingsProbe:
             reason = NAME_IT
         if reason is None:
             reason = self.refusal(Settings(experts=name))
+        if reason is None and name in OUR_EXPERTS and self._adapts_experts():
+            difference = self._difference(Settings(experts=name), with_experts_alone=True)
+            reason = difference and f"{WITH_ADAPTERS}, {difference}"
         stock = name in STOCK_EXPERTS
         return BackendSupport(
             name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=only_when_named
@@ -223,7 +227,7 @@ class SettingsProbe:
         """What the request's choice of kernels can have here; empty without a choice."""
         if self._space.kernel_choices == (None,):
             return ()
-        reason = self._liger_refusal()
+        reason = self._difference(Settings(kernels="liger"))
         return (
             BackendSupport(name=Kernels.LIBRARY, usable=True),
             BackendSupport(name=Kernels.LIGER, usable=reason is None, reason=reason, stock=False, only_when_named=True),
@@ -268,12 +272,18 @@ class SettingsProbe:
                 return _refusal_of(error)
         return None
 
-    def _liger_refusal(self) -> str | None:
-        """Why liger's kernels cannot be had, or what they compute otherwise than the layer; None if neither."""
+    def _adapts_experts(self) -> bool:
+        """Whether a layer's experts have adapters, whose product is added to the weights in every forward."""
+        return self._request.training.lora is not None and any(map(_trains_experts, self._resolved.layers))
+
+    def _difference(self, settings: Settings, *, with_experts_alone: bool = False) -> str | None:
+        """Why a setting cannot be had, or what a layer of some kind computes otherwise with it; None if neither."""
         for kind in dict.fromkeys(self._resolved.kinds):
             part = self._builder.layer(kind, 1)
-            run = partial(results_of, part)
-            reason = self._differs(run, part.module, Settings(kernels="liger"), bool(expert_modules(part.module)))
+            has_experts = bool(expert_modules(part.module))
+            if with_experts_alone and not has_experts:
+                continue
+            reason = self._differs(partial(results_of, part), part.module, settings, has_experts)
             if reason is not None:
                 return reason
         return None
@@ -292,6 +302,13 @@ class SettingsProbe:
         except (*_REFUSALS, DifferenceError) as error:
             return _error_text(error)
         return None
+
+    def layer_recompute_refusal(self) -> str | None:
+        """Why layers cannot be recomputed as a whole, or free next to nothing if they are; None if neither."""
+        for kind in dict.fromkeys(self._resolved.kinds if self._builder.settings.quantization is not None else ()):
+            if keeps_inputs(self._builder.layer(kind, 1)):
+                return "its quantised layers keep their inputs, whatever is recomputed"
+        return self.refusal(Settings(recompute="full"))
 
     def refusal(self, settings: Settings) -> str | None:
         """Why a setting cannot be had here, found by running a layer of each kind with it; None if it can."""
@@ -313,6 +330,14 @@ class SettingsProbe:
             except _REFUSALS as error:
                 return _refusal_of(error)
         return None
+
+
+def _trains_experts(layer: nn.Module) -> bool:
+    """Whether what wraps the experts of a layer, or they themselves, have trained parameters."""
+    experts = {id(module) for module in expert_modules(layer)}
+    names = {path.split(".base_layer")[0] for path, module in layer.named_modules() if id(module) in experts}
+    trained = [path for path, parameter in layer.named_parameters() if parameter.requires_grad]
+    return any(path.startswith(f"{name}.") for path in trained for name in names)
 
 
 def _capture(passes: LayerPasses) -> None:

@@ -31,12 +31,13 @@ from bexp.workers.targets.transformers.adapters import add_adapters
 from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
-from bexp.workers.targets.transformers.describe import describe_parts
+from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
+from bexp.workers.targets.transformers.quantized import require_library
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.tiny import num_layers_for
 from bexp.workers.targets.transformers.training_run import (
@@ -44,6 +45,7 @@ from bexp.workers.targets.transformers.training_run import (
     TransformersTrainingRun,
     embeddings_of,
 )
+from bexp.workers.targets.transformers.weight_bytes import count_quantized
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
 
@@ -102,15 +104,18 @@ class TransformersTarget:
         self._request = request
         self._instruments = instruments
         self._device = instruments.device
-        lora = request.training.lora
+        lora, quantization = request.training.lora, request.quantized
         self._build = BuildSettings(
             precision=request.training.precision,
             training=request.mode == "train",
             seed=request.seed,
-            prepare=None if lora is None else partial(add_adapters, spec=lora),
+            prepare=None if lora is None else partial(add_adapters, spec=lora, is_quantized=quantization is not None),
             mixed=lora is not None,
+            quantization=quantization,
         )
         try:
+            if quantization is not None:
+                require_library(quantization)
             self._resolved: ResolvedModel = _resolved(json.dumps(request.hf_config), request.seq_length, self._build)
         except UnsupportedModelError as error:
             raise UnsupportedTrialError(str(error)) from error
@@ -124,6 +129,8 @@ class TransformersTarget:
             UnsupportedTrialError: the class cannot be measured by its parts.
         """
         self._check_class()
+        quantization = self._build.quantization
+        weights = None if quantization is None else count_quantized(self._parts(), quantization)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
         if self._request.batching == "packed" and not any(one.usable for one in attention):
@@ -131,19 +138,25 @@ class TransformersTarget:
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
         kernels, losses = probe.kernel_supports(), probe.loss_supports()
-        named = set(self._request.recompute or ())
+        named, checkpointing = set(self._request.recompute or ()), probe.layer_recompute_refusal()
         parts = describe_parts(
             self._resolved,
             tiles=probe.refusal(Settings(bta_tile=1)),
-            checkpointing=probe.refusal(Settings(recompute="full")),
+            checkpointing=checkpointing,
             named={
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
                 },
-                **{policy.value: self._resolved.group_problem for policy in named if policy.group_size is not None},
+                **{
+                    policy.value: checkpointing or self._resolved.group_problem
+                    for policy in named
+                    if policy.group_size is not None
+                },
             },
         )
+        if weights is not None:
+            parts = with_quantized_weights(parts, weights)
         if self._request.training.optimizer.of_library is not None and self._request.mode == "train":
             parts = parts.model_copy(update={"optimizer_state_bytes": self._optimizer_state_bytes(parts)})
         self.rest()
@@ -298,6 +311,8 @@ class TransformersTarget:
         try:
             if is_data_parallel and sharding is not Sharding.NONE:
                 model = build_by_layers(config, self._build, self._device, partial(parallel.take, is_last=False))
+            elif self._build.quantization is not None:  # the plain weights of all layers may not fit at once
+                model = build_by_layers(config, self._build, self._device, lambda _: None)
             else:
                 model = build_model(config, self._build, self._device)
             set_up(model, settings)

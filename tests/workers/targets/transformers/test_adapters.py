@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 from typing import Any
 
@@ -12,9 +13,12 @@ from torch import nn
 import bexp
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
 from bexp.explorer.records.measurement import Outcome
+from bexp.explorer.search.event_messages import adapted_experts_event
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import ModelParts
+from bexp.transformers import experts
 from bexp.workers.instruments.failures import UnsupportedTrialError, classify
+from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.transformers import models
 from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for
@@ -116,3 +120,113 @@ def test_a_model_with_adapters_is_set_up_and_computes_what_it_did(recompute: str
     assert len(wanted.gradients) == 8
     assert bexp.restore(model)
     assert models.snapshot(model.get_base_model()) == before
+
+
+EXPERTS: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 160,
+}
+ON_EXPERTS = {"r": 4, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
+
+
+def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
+    pytest.importorskip("peft")
+    lora = {**ON_EXPERTS, "use_rslora": True}
+    target = open_target(EXPERTS, training={"lora": lora})
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
+    assert parts.trainable_bytes == 2 * 4 * 4 * 4 * ((64 + 2 * 32) + (32 + 64)), "for each layer, expert and rank"
+    candidate = CANDIDATE.model_copy(update={"expert_backend": "grouped_mm"})
+    with target.training_run(candidate, parts, request_for(EXPERTS, training={"lora": lora})) as run:
+        trained = {name: p for name, p in run._model.named_parameters() if p.requires_grad}
+        before = {name: p.detach().clone() for name, p in trained.items()}
+        run.begin()
+        run.step()
+        assert len(trained) == 2 * 2 * 2
+        assert all(not torch.equal(p, before[name]) for name, p in trained.items())
+        wrappers: list[Any] = [module for module in run._model.modules() if type(module).__name__ == "ParamWrapper"]
+        scaled = {wrapper.scaling["default"] for wrapper in wrappers}
+        assert scaled == {4 / 4**0.5}
+
+
+def test_dora_trains_a_magnitude_for_each_output() -> None:
+    pytest.importorskip("peft")
+    plain, dora = (
+        open_target(training={"lora": {**LORA, **more}}).report(HARDWARE).parts for more in ({}, {"use_dora": True})
+    )
+    assert plain is not None
+    assert dora is not None
+    assert dora.trainable_bytes - plain.trainable_bytes == 3 * 4 * (64 + 32)
+
+
+def test_embeddings_and_head_are_trained_as_copies() -> None:
+    pytest.importorskip("peft")
+    lora = {**LORA, "modules_to_save": ["embed_tokens", "lm_head"]}
+    target = open_target(training={"lora": lora})
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
+    copies = 2 * 160 * 64 * 2
+    assert parts.shell.trainable_bytes == copies
+    assert parts.shell.parameter_bytes == 2 * copies + 2 * 64, "the frozen ones are still there"
+    with target.training_run(CANDIDATE, parts, request_for(training={"lora": lora})) as run:
+        whole: Any = run._model
+        head = whole.lm_head.modules_to_save["default"].weight
+        before = head.detach().clone()
+        run.begin()
+        run.step()
+        assert not torch.equal(head, before), "the loss is computed in chunks of the copy"
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        ({"r": 4, "target_parameters": ["experts.nothing"]}, "training.lora.target_parameters"),
+        (
+            {"r": 4, "target_parameters": ["experts.down_proj", "experts.nothing"]},
+            "training.lora.target_parameters: Qwen3MoeForCausalLM has no parameter called 'experts.nothing'",
+        ),
+        ({**LORA, "target_parameters": ["experts.nothing"]}, "no parameter called 'experts.nothing'"),
+        ({**LORA, "modules_to_save": ["head"]}, "training.lora.modules_to_save: Qwen3MoeForCausalLM has no module"),
+    ],
+)
+def test_a_parameter_or_module_that_matches_nothing_is_refused(lora: dict[str, Any], said: str) -> None:
+    pytest.importorskip("peft")
+    with pytest.raises(UnsupportedTrialError, match=re.escape(said)):
+        open_target(EXPERTS, training={"lora": lora})
+
+
+def test_our_kernels_serve_experts_with_adapters_only_where_they_compute_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("peft")
+    fields = {"training": {"lora": ON_EXPERTS}}
+    target = open_target(EXPERTS, **fields)
+    probe = SettingsProbe(target._resolved, target._parts(), request_for(EXPERTS, **fields))
+    assert probe._expert_support("bexp_fused").usable
+
+    def forgets(x: Any, routes: Any, weights: Any, w_in: torch.Tensor, w_out: torch.Tensor, activation: Any) -> Any:
+        return reference(x, routes, weights, w_in.detach(), w_out, activation)
+
+    reference = experts._reference
+    monkeypatch.setattr(experts, "_reference", forgets)
+    left_out = probe._expert_support("bexp_fused")
+    assert not left_out.usable
+    assert left_out.reason is not None
+    assert left_out.reason.startswith("with adapters on experts, gradient of mlp.experts.")
+    event = adapted_experts_event([left_out])
+    assert event is not None
+    assert "Expert kernels are left out: 'bexp_fused' with adapters on experts" in event.message
+    assert adapted_experts_event([left_out.model_copy(update={"reason": "it needs a GPU"})]) is None
+    elsewhere = {"training": {"lora": LORA}}
+    plain = open_target(EXPERTS, **elsewhere)
+    probe = SettingsProbe(plain._resolved, plain._parts(), request_for(EXPERTS, **elsewhere))
+    assert probe._expert_support("bexp_fused").usable

@@ -1,0 +1,110 @@
+"""Quantised weights and the adapters over them, in every format that can be told them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import yaml
+
+from bexp.explorer.exports.exploration import ExportError, ExportSource
+from bexp.explorer.exports.registry import export, formats_for
+from bexp.explorer.spec.quantization import WeightBytes
+from tests.explorer.exports.samples import CONFIG, exploration
+
+LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
+SCRIPTS = ("transformers", "accelerate", "deepspeed", "lightning", "python")
+
+
+def quantized(name: str = "bnb_4bit", **changes: Any) -> ExportSource:
+    return exploration(**{"quantization": name, "training": {"lora": LORA}, **changes})
+
+
+def test_a_script_is_told_how_to_load_the_weights_and_to_prepare_them() -> None:
+    four = (
+        "BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type='nf4', bnb_4bit_use_double_quant=True, "
+        "bnb_4bit_compute_dtype='bfloat16')"
+    )
+    for name in SCRIPTS:
+        header = "\n".join(export(name, quantized()).header)
+        assert sorted(four[19:-1].split(", ")) == sorted(_arguments(header)), name
+        assert "peft.prepare_model_for_kbit_training(model" in header
+        assert header.index("prepare_model_for_kbit_training") < header.index("get_peft_model")
+        assert "weights: measured in 4 bits by bitsandbytes, loaded with dtype=bfloat16" in header
+        assert _arguments("\n".join(export(name, quantized("bnb_8bit")).header)) == ["load_in_8bit=True"]
+
+
+def _arguments(header: str) -> list[str]:
+    return header.partition("BitsAndBytesConfig(")[2].partition(")")[0].split(", ")
+
+
+def test_the_header_says_how_many_bytes_are_quantised() -> None:
+    source = quantized()
+    assert source.report is not None
+    assert source.report.parts is not None
+    weights = (WeightBytes(kind="experts", num_bytes=1 << 30, quantized_bytes=0),)
+    parts = source.report.parts.model_copy(update={"weights": weights})
+    counted = replace(source, report=source.report.model_copy(update={"parts": parts}))
+    assert "experts 0 of 1.00 GiB" in "\n".join(export("axolotl", counted).header)
+
+
+def test_axolotl_is_told_qlora_and_lora_over_eight_bits() -> None:
+    four, eight = export("axolotl", quantized()), export("axolotl", quantized("bnb_8bit"))
+    assert {"adapter": "qlora", "load_in_4bit": True}.items() <= yaml.safe_load(four.text).items()
+    assert {"adapter": "lora", "load_in_8bit": True}.items() <= yaml.safe_load(eight.text).items()
+    assert any("Axolotl keeps norms, embeddings and output layer in bfloat16" in line for line in four.header)
+
+
+def test_llamafactory_is_told_the_bits() -> None:
+    made = export("llamafactory", quantized())
+    told = {"quantization_bit": 4, "quantization_method": "bnb", "quantization_type": "nf4"}
+    assert {**told, "double_quantization": True, "bf16": True}.items() <= yaml.safe_load(made.text).items()
+    assert any("LLaMA-Factory keeps the other weights in bfloat16" in line for line in made.header)
+    eight = yaml.safe_load(export("llamafactory", quantized("bnb_8bit")).text)
+    assert eight["quantization_bit"] == 8
+    assert "quantization_type" not in eight
+
+
+def test_a_quantised_checkpoint_is_loaded_as_it_is() -> None:
+    own = {**CONFIG, "quantization_config": {"quant_method": "bitsandbytes", "load_in_4bit": True}}
+    source = exploration(hf_config=own, training={"lora": LORA})
+    header = "\n".join(export("transformers", source).header)
+    assert "the checkpoint's own quantization_config, as measured" in header
+    assert "BitsAndBytesConfig" not in header
+    assert "quantization_bit" not in yaml.safe_load(export("llamafactory", source).text)
+    assert yaml.safe_load(export("axolotl", source).text)["load_in_4bit"] is True
+
+
+def test_every_choice_of_adapters_is_exported() -> None:
+    lora = {
+        "r": 8,
+        "target_parameters": ["experts.gate_up_proj"],
+        "modules_to_save": ["embed_tokens", "lm_head"],
+        "use_rslora": True,
+    }
+    source = exploration(training={"lora": lora})
+    made = yaml.safe_load(export("axolotl", source).text)
+    told = {"lora_target_parameters": ["experts.gate_up_proj"], "lora_modules_to_save": ["embed_tokens", "lm_head"]}
+    assert {**told, "peft_use_rslora": True}.items() <= made.items()
+    assert "lora_target_modules" not in made
+    config = (
+        "peft.LoraConfig(r=8, lora_alpha=8, target_modules=[], target_parameters=['experts.gate_up_proj'], "
+        "modules_to_save=['embed_tokens', 'lm_head'], use_rslora=True)"
+    )
+    assert all(config in "\n".join(export(name, source).header) for name in SCRIPTS)
+    with pytest.raises(ExportError, match="LLaMA-Factory cannot be told LoRA of single parameters"):
+        export("llamafactory", source)
+    assert source.recommendation is not None
+    assert "llamafactory" not in formats_for(source.recommendation, source.request)
+    dora = exploration(training={"lora": {**LORA, "use_dora": True, "modules_to_save": ["lm_head"]}})
+    assert yaml.safe_load(export("axolotl", dora).text)["peft_use_dora"] is True
+    factory = yaml.safe_load(export("llamafactory", dora).text)
+    assert {"use_dora": True, "additional_target": "lm_head"}.items() <= factory.items()
+
+
+def test_all_linear_on_experts_is_said_where_a_trainer_lists_linear_layers_by_itself() -> None:
+    source = exploration(training={"lora": {"r": 8, "target_modules": "all-linear"}})
+    for name in ("axolotl", "llamafactory"):
+        assert any("adapts experts in one tensor as well" in line for line in export(name, source).header)
+        assert not any("in one tensor" in line for line in export(name, quantized()).header)

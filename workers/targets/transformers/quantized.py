@@ -1,0 +1,181 @@
+"""Weights in four or eight bits: the layers that transformers builds with bitsandbytes."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterable
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from bexp.explorer.spec.optimizers import BITSANDBYTES
+from bexp.explorer.spec.quantization import Quantization
+from bexp.out_of_memory import is_out_of_memory
+from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library
+from bexp.workers.targets.transformers.optimizers import EXTRAS
+
+if TYPE_CHECKING:
+    from bexp.workers.targets.transformers.layers import BuiltLayer
+
+
+def require_library(quantization: Quantization) -> None:
+    """Raise UnsupportedModelError if bitsandbytes is missing, or broken."""
+    try:
+        import_module(BITSANDBYTES)
+    except Exception as error:  # a library that is broken in any way
+        install = f"pip install 'bexp[{EXTRAS[BITSANDBYTES]}]'"
+        raise UnsupportedModelError(
+            f"quantization '{quantization.name}' needs {BITSANDBYTES}: {install} ({one_line(error)})"
+        ) from error
+
+
+class Quantizer:
+    """Replaces linear layers of a model as transformers does when it loads one, and quantises their weights.
+
+    The layers that transformers chooses are replaced at once. Their weights are quantised by `convert`, which may
+    follow layer by layer; until then they are in `plain_of`.
+    """
+
+    def __init__(self, model: Any, quantization: Quantization, device: torch.device) -> None:
+        """Replace the layers.
+
+        Raises:
+            UnsupportedModelError: bitsandbytes is missing or refuses the device, or transformers changes more than
+                linear layers.
+        """
+        require_library(quantization)
+        from transformers import BitsAndBytesConfig  # noqa: PLC0415 - transformers is optional
+        from transformers.quantizers.auto import AutoHfQuantizer  # noqa: PLC0415 - transformers is optional
+
+        self._model = model
+        self._name = quantization.name
+        plain = dict(model.named_modules())
+        place = {"": device.type if device.index is None else str(device)}
+        with quiet_library():
+            try:
+                arguments = {name: value for name, value in quantization.arguments.items() if name != "quant_method"}
+                config = BitsAndBytesConfig(**arguments)
+                self._library = AutoHfQuantizer.from_config(config, pre_quantized=quantization.is_own)
+                self._library.validate_environment(device_map=place)
+                self._library.preprocess_model(model, device_map=place)
+            except Exception as error:  # a library refuses in ways of its own
+                raise self._refused(error) from error
+        self._waiting: dict[int, tuple[str, nn.Module, nn.Module]] = {}
+        for name, module in model.named_modules():
+            if plain.get(name) is module:
+                continue
+            if not isinstance(getattr(plain.get(name), "weight", None), Tensor):
+                kind = type(plain.get(name, module)).__name__
+                raise UnsupportedModelError(f"quantization '{self._name}': transformers replaces {kind} as a whole")
+            self._waiting[id(module)] = (name, module, plain[name])
+
+    def plain_of(self, module: nn.Module) -> nn.Module:
+        """The layer whose weights a replaced one waits for; `module` itself if it is no such layer."""
+        return self._waiting[id(module)][2] if id(module) in self._waiting else module
+
+    def convert(self, modules: Iterable[nn.Module]) -> None:
+        """Quantise the weights of those of `modules` that wait for them. The plain weights are dropped.
+
+        Raises:
+            UnsupportedModelError: the library refuses to.
+        """
+        operation = self._library.get_quantize_ops()
+        for module in modules:
+            if id(module) not in self._waiting:
+                continue
+            name, _, plain = self._waiting.pop(id(module))
+            path = f"{name}.weight"
+            weight, bias = plain.weight, plain.bias
+            assert isinstance(weight, Tensor) and not isinstance(bias, nn.Module), "a linear layer has them"
+            try:
+                made = operation.convert({path: [weight.data]}, full_layer_name=path, model=self._model)
+            except Exception as error:  # a library refuses in ways of its own
+                if is_out_of_memory(error):
+                    raise
+                raise self._refused(error) from error
+            module.weight = made[path]
+            module.bias = None if bias is None else nn.Parameter(bias.data, requires_grad=False)
+
+    def finish(self) -> None:
+        """Tell the model that it is quantised. Layers that still wait are plain ones again."""
+        for name, _, plain in self._waiting.values():
+            self._model.set_submodule(name, plain)
+        self._waiting.clear()
+        self._library.postprocess_model(self._model)
+
+    def _refused(self, error: Exception) -> UnsupportedModelError:
+        return UnsupportedModelError(f"quantization '{self._name}' does not work here: {one_line(error)}")
+
+
+def quantize(model: Any, quantization: Quantization, device: torch.device) -> None:
+    """Quantise a model in place, except layers on the meta device."""
+    quantizer = Quantizer(model, quantization, device)
+    modules = list(model.modules())
+    quantizer.convert(one for one in modules if not _is_meta(quantizer.plain_of(one)))
+    quantizer.finish()
+
+
+def is_quantized(weight: Tensor) -> bool:
+    """Whether a weight has been quantised."""
+    return getattr(weight, "quant_state", None) is not None or weight.dtype is torch.int8
+
+
+def own_scales(module: nn.Module) -> list[Tensor]:
+    """What bitsandbytes keeps beside a module's own weight: statistics of four bits, scales and a view of eight."""
+    weight = module._parameters.get("weight")
+    if weight is None or not is_quantized(weight):
+        return []
+    state = getattr(weight, "quant_state", None)
+    statistics = [each for each in (state, getattr(state, "state2", None)) if each is not None]
+    values = [value for each in statistics for value in vars(each).values()]
+    holders = (weight, getattr(module, "state", None))
+    values += [getattr(holder, name, None) for holder in holders for name in ("CB", "SCB")]
+    return [value for value in values if isinstance(value, Tensor)]
+
+
+def keeps_inputs(part: BuiltLayer) -> bool:
+    """Whether quantised layers in `part` keep what they are given where recomputation cannot free it.
+
+    Recomputation replaces the tensors that an operation saves through autograd. Those of bitsandbytes with eight bits
+    are attributes of the operation.
+    """
+    given: list[StorageWeakRef] = []
+
+    def note(_: nn.Module, args: tuple[Any, ...]) -> None:
+        computed = (tensor for tensor in args if isinstance(tensor, Tensor) and tensor.grad_fn is not None)
+        given.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in computed)
+
+    layers = [module for module in part.module.modules() if own_scales(module)]
+    hooks = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        with torch.autograd.graph.saved_tensors_hooks(lambda _: torch.empty(0), lambda tensor: tensor):
+            outputs = part.forward()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    gc.collect()
+    returned = {StorageWeakRef(tensor.untyped_storage()) for tensor in outputs}
+    return any(not storage.expired() for storage in given if storage not in returned)
+
+
+def scales_of(module: nn.Module) -> list[Tensor]:
+    """The tensors beside the quantised weights in `module` that are neither parameters nor buffers."""
+    return [tensor for part in module.modules() for tensor in own_scales(part)]
+
+
+def held_tensors(module: nn.Module) -> list[Tensor]:
+    """Every tensor that `module` holds: parameters, buffers, and the scales of quantised weights."""
+    return [*module.parameters(), *module.buffers(), *scales_of(module)]
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """The bytes of distinct storages that are on a device."""
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors if not one.is_meta}
+    return sum(storages.values())
+
+
+def _is_meta(module: nn.Module) -> bool:
+    return any(weight.is_meta for weight in module.parameters(recurse=False))
