@@ -6,7 +6,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +28,13 @@ LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 FEWEST_VARIED = 12
 """Micro-steps that are timed at least, if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
+SETTLED, MOST_RESTARTS = 1.1, 3
+"""Timing begins anew, so often at most, while the first half of the micro-steps is slower than the second by this.
+
+On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
+"""
+PRECISE, PRECISE_SECONDS = 0.04, 6.0
+"""Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long."""
 FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
 """Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps."""
 
@@ -91,6 +98,7 @@ class Clock:
         self._ended = 0.0
         self._micro_steps: list[MicroStep] = []
         self._optimizer_steps: list[float] = []
+        self._num_restarts = 0
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
         self.ran_longest = False
@@ -121,12 +129,18 @@ class Clock:
         enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS
         if enough and len(self._timed()) < FEWEST_VARIED:
             enough = not self._varies()
-        told = self._ranks.share(
-            {"is_warm": warm, "is_over": enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS}
-        )
-        if told is not None and told["is_warm"] and self._began is None:  # of the first process, so that all agree
+        enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())
+        enough = enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS
+        restarts = enough and self._num_restarts < MOST_RESTARTS and not self._has_settled()
+        told = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": enough and not restarts})
+        if told is None:
+            return
+        if told["restarts"] or (told["is_warm"] and self._began is None):  # of the first process, so that all agree
+            self._num_restarts += told["restarts"]
+            self._micro_steps = [replace(step, is_timed=False) for step in self._micro_steps]
+            self._optimizer_steps.clear()
             self._began = now
-        self.is_over = bool(told is not None and told["is_over"])
+        self.is_over = told["is_over"]
 
     def figures(self) -> dict[str, Any]:
         """What the trial is told: the slowest and the fullest process."""
@@ -157,6 +171,18 @@ class Clock:
 
     def _timed(self) -> list[float]:
         return [step.seconds for step in self._micro_steps if step.is_timed]
+
+    def _has_settled(self) -> bool:
+        """Whether micro-steps take as long, by their positions where these are known, as they did at first."""
+        paces = [step.seconds / (step.positions or 1) for step in self._micro_steps if step.is_timed]
+        half = len(paces) // 2
+        return half < 2 or statistics.median(paces[:half]) <= SETTLED * statistics.median(paces[half:])
+
+    def _is_precise(self) -> bool:
+        """Whether the mean is known well enough; those of known micro-batches have a fit that says it."""
+        timed = self._timed()
+        error = statistics.stdev(timed) / math.sqrt(len(timed))
+        return self.micro_batches is not None or error <= PRECISE * statistics.fmean(timed)
 
     def _has_met_others(self) -> bool:
         """Whether micro-batches were met that are not the longest: what new shapes cost is not to be timed."""

@@ -22,6 +22,10 @@ PADDINGS = (1, 8, 16, 32, 64, 128)
 TOLERANCE = 0.05
 """A way of making micro-batches explains the positions that were seen if it is no further off than this."""
 FEWEST_DRAWN = 4
+ALIKE = 1.1
+"""How much longer than another time an early one of the longest micro-batch may take, and not be one of warming up."""
+AGAIN = range(WORST_TIMES + 6, 1000, 15)
+"""Where the longest micro-batch comes again: its first times load kernels and grow the allocator's cache."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
 
@@ -105,7 +109,7 @@ class MicroBatches:
         self.varies = bool(np.ptp(widths) > TOLERANCE * widths.mean() or np.ptp(tokens) > TOLERANCE * tokens.mean())
         """Whether the training's micro-batches differ in length."""
         self._by_length = np.argsort(widths * whole + tokens, kind="stable")
-        self._longest_at = frozenset(longest_at)
+        self._longest_at = frozenset(longest_at) | frozenset(AGAIN)
         self._longest = np.array(lengths.longest(whole))
         self.sampler = WorstFirst(lengths, whole, _Drawn(self), longest_at=self._longest_at)
 
@@ -139,14 +143,15 @@ class MicroBatches:
         """Return the seconds of a micro-step in the mean over the training, and their standard error.
 
         None if too few were timed, or if it is not known how the positions of these follow from the lengths of the
-        samples. The longest ones count as soon as the optimizer has its state.
+        samples. Of the longest those that ran before the clock count as well, if they were as fast as later ones.
         """
         known = [
             (step, self._places(step.number), self.is_longest(step.number))
             for step in steps
-            if step.number is not None and step.number > 1 and step.positions
+            if step.number is not None and step.positions
         ]
-        used = [each for each in known if each[0].is_timed or each[2]]
+        fastest = min((step.seconds for step, _, is_longest in known if is_longest), default=0.0)
+        used = [each for each in known if each[0].is_timed or (each[2] and each[0].seconds <= ALIKE * fastest)]
         is_drawn = np.array([not is_longest for *_, is_longest in used], np.bool_)
         if is_drawn.sum() < FEWEST_DRAWN:
             return None

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import pytest
@@ -189,8 +190,8 @@ def test_a_micro_batch_may_be_larger_than_the_data() -> None:
 def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_others(
     numbers: Sequence[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for name in ("WARM_UP_SECONDS", "LEAST_SECONDS"):
-        monkeypatch.setattr(measuring, name, 0.0)
+    for name in ("WARM_UP_SECONDS", "LEAST_SECONDS", "MOST_RESTARTS"):
+        monkeypatch.setattr(measuring, name, 0)
     lengths = texts()
     clock = measuring.Clock(torch.device("cpu"), measuring.Ranks(), WORST_TIMES // 2)
     clock.micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
@@ -206,6 +207,42 @@ def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_
     assert len(timed) == (measuring.FEWEST_VARIED if varies else 2 * measuring.FEWEST_STEPS)
     assert timed[0].number == (WORST_TIMES + measuring.FEWEST_OTHERS if varies else 0)
     assert clock.figures()["repeats"] == len(timed)
+
+
+class VirtualClock(measuring.Clock):
+    """Runs micro-steps of given seconds in no time, two for each step of the optimizer."""
+
+    def __init__(self) -> None:
+        self.at = 0.0
+        super().__init__(torch.device("cpu"), measuring.Ranks(), WORST_TIMES // 2)
+
+    def _now(self) -> float:
+        return self.at
+
+    def run(self, seconds: Iterator[float]) -> float:
+        self.begin_micro_step()
+        while not self.is_over:
+            for _ in range(2):
+                self.at += next(seconds)
+                self.end_micro_step()
+            self.end_step()
+        return float(self.figures()["micro_step_seconds"])
+
+
+@pytest.mark.parametrize("slow", [1.0, 5.0])
+def test_timing_begins_anew_while_micro_steps_become_faster(slow: float) -> None:
+    rng, clock = np.random.default_rng(0), VirtualClock()
+    paces = (0.2 * (1 + (slow - 1) * 0.9**i) * (1 + 0.02 * rng.standard_normal()) for i in itertools.count())
+    assert clock.run(paces) == pytest.approx(0.2, rel=0.05 if slow == 1.0 else 0.12)
+    assert clock.at < (3.0 if slow == 1.0 else 20.0), "it is not repeated without need"
+
+
+def test_the_mean_of_unknown_lengths_is_timed_until_it_is_known() -> None:
+    rng, equal, varied = np.random.default_rng(1), VirtualClock(), VirtualClock()
+    equal.run(itertools.repeat(0.1))
+    found = varied.run(float(0.1 * rng.lognormal(-0.5, 1.0)) for _ in itertools.count())
+    assert varied.at > 2 * equal.at
+    assert found == pytest.approx(0.1, rel=0.4)
 
 
 @pytest.mark.parametrize(

@@ -162,7 +162,7 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     assert bexp("best", job_id, "--format", "accelerate", "--min-confidence", "72").code == 1
     unknown = bexp("best", job_id, "--format", "toml")
     assert (unknown.code, unknown.stdout) == (2, "")
-    assert "the formats are transformers, python, accelerate" in unknown.stderr
+    assert "the formats are transformers, trl, python, accelerate" in unknown.stderr
     assert bexp("best", job_id, "--format", "python", "--json").code == 2
 
 

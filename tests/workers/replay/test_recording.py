@@ -8,6 +8,7 @@ import pytest
 from benchmarks.simulated_tables import write
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
+    BatchFigures,
     ComponentFigures,
     ComponentMeasurement,
     Conditions,
@@ -48,7 +49,9 @@ def test_every_figure_of_a_component_is_recorded() -> None:
     table = table_of(recorded)
     times = {name: 0.5 for name in ComponentFigures.model_fields if name.endswith("seconds")}
     sizes = {name: 7 for name in ComponentFigures.model_fields if name.endswith("bytes")}
-    found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, **times, **sizes)
+    batch = {name: 0.5 if name.endswith("seconds") else 7 for name in BatchFigures.model_fields}
+    figures = {**times, **sizes, "batches": (BatchFigures.model_validate(batch),)}
+    found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, **figures)
     assert found.model_fields_set >= ComponentFigures.model_fields.keys(), "no figure is left out of this test"
     trial = Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,))
     read = ROWS.validate_json(encode_row(ComponentRow.of(found.component, 0, trial, replaced=False)))
