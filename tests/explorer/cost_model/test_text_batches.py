@@ -100,6 +100,23 @@ def test_the_mean_over_an_epoch_follows_from_tokens_and_pairs(batching: str, siz
     assert error <= 0.02 * mean
 
 
+def test_groups_pad_no_more_than_random_order_does_and_the_rarest_text_is_still_the_longest() -> None:
+    rare = {"lengths": {100: 1_000_000, 4000: 10}, "seq_length": 4096}
+    padded, grouped = batches("padded", 256, **rare), batches("grouped", 256, **rare)
+    assert grouped.expected_positions <= padded.expected_positions
+    assert grouped.longest.positions == padded.longest.positions == 256 * 4000
+
+
+def test_where_all_that_is_measured_is_the_longest_the_mean_is_not_known_better_than_it_is() -> None:
+    found = batches("padded", 256, lengths="lognormal(600, 1.0)", seq_length=4096)
+    seconds = [1e-6 * batch.positions for batch in found.measured]
+    mean, error = found.expect(seconds)
+    truth = 1e-6 * found.expected_positions
+    assert len(set(seconds)) == 1
+    assert truth < seconds[0] * 0.99
+    assert abs(mean - truth) <= 1.1 * error
+
+
 def test_texts_of_one_length_are_one_micro_batch() -> None:
     found = batches("padded", 4, lengths={32: 7})
     assert not found.varies

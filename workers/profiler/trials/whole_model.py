@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -202,10 +203,12 @@ def _run(
 
 def _step_error(marks: Sequence[Sequence[Mark]], micro_steps: list[float], batches: TextBatches | None) -> float:
     """The standard error of a micro-step, from one step if there are no more."""
-    if len(marks) > 1:
-        return standard_error(micro_steps)
-    first, second, *others = _micro_steps(marks[0])
-    return standard_error([first, second]) if batches is None else batches.expect([second, *others])[1]
+    each = [_micro_steps(moments) for moments in marks]
+    scatter = standard_error(micro_steps) if len(each) > 1 else standard_error(each[0][:2])
+    if batches is None or not batches.varies:
+        return scatter
+    unknown = statistics.median(batches.expect(own)[1] for _, *own in each)
+    return math.hypot(scatter if len(each) > 1 else 0.0, unknown)
 
 
 def _split_texts(steps: Sequence[Sequence[Mark]], batches: TextBatches) -> tuple[list[float], list[float]]:
