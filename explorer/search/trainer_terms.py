@@ -117,7 +117,7 @@ def find_missing(
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
-        "rows": _has_other_rows(trainer, request, attention),
+        "rows": _has_other_rows(trainer, request, attention, candidate.micro_batch_size),
         "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
     }
     if not any(missing.values()):
@@ -135,15 +135,23 @@ def find_missing(
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",
         "optimizer": f"the optimizer '{request.training.optimizer.name}'",
-        "rows": f"packed rows as attention '{attention}' was measured with them",
+        "rows": f"packed rows as attention '{attention}' was measured with them, at micro-batch "
+        f"{candidate.micro_batch_size}",
         "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
     }
     return {name: words[name] for name, is_missing in missing.items() if is_missing}
 
 
-def _has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None) -> bool:
-    """Whether the trainer makes one row of a packed micro-batch where several were measured, or the reverse."""
-    if request.batching != "packed" or (attention or "").startswith("flash_attention"):
+def _has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None, size: int) -> bool:
+    """Whether the trainer packs a micro-batch of `size` otherwise than was measured, or not at all.
+
+    It makes one row where several were measured, or the reverse; or its attention takes no micro-batch so large.
+    """
+    if request.batching != "packed":
+        return False
+    if attention is not None and size > trainer.largest_packed.get(attention, size):
+        return True
+    if (attention or "").startswith("flash_attention"):
         return False
     return trainer.flattens is not request.runner.flattens
 

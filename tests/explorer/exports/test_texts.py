@@ -9,14 +9,16 @@ import yaml
 
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import export, formats_for
+from bexp.explorer.search.legal_space import EmptySpaceError, expressible
+from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.exports.samples import candidate, exploration
 
 LENGTHS = {512: 30, 3000: 10}
 FLASH = candidate(attention_backend="flash_attention_2")
 
 
-def told(name: str, **asked: Any) -> dict[str, Any]:
-    found: dict[str, Any] = yaml.safe_load(export(name, exploration(FLASH, lengths=LENGTHS, **asked)).text)
+def told(name: str, best: Candidate = FLASH, **asked: Any) -> dict[str, Any]:
+    found: dict[str, Any] = yaml.safe_load(export(name, exploration(best, lengths=LENGTHS, **asked)).text)
     return found
 
 
@@ -33,7 +35,7 @@ def test_packing_is_told_to_those_that_pack() -> None:
     assert packed["pad_to_sequence_len"]
     assert packed["sequence_len"] == 4096
     assert not packed["multipack_real_batches"], "flash attention gets one row"
-    packed = told("llamafactory", batching="packed")
+    packed = told("llamafactory", candidate(1, attention_backend="flash_attention_2"), batching="packed")
     assert (packed["packing"], packed["neat_packing"], packed["cutoff_len"]) == (True, True, 4096)
     assert "group_by_length" in packed
     assert not packed["group_by_length"]
@@ -81,3 +83,28 @@ def test_one_row_and_several_are_not_the_same_to_attention_with_a_mask() -> None
     assert yaml.safe_load(export("trl", one_row).text)["packing"] is True
     with pytest.raises(ExportError, match="Axolotl cannot be told packed rows"):
         export("axolotl", one_row)
+
+
+def test_llamafactory_packs_for_flash_attention_in_single_rows_alone() -> None:
+    """With fa2 it asserts that a micro-batch is one row; with fa3 it makes another mask."""
+    sizes = {"flash_attention_2": (1,), "flash_attention_3": (), "sdpa": (1, 2)}
+    for attention, packed in sizes.items():
+        both = [candidate(size, attention_backend=attention) for size in (1, 2)]
+        for best in both:
+            answer = exploration(best, lengths=LENGTHS, batching="packed")
+            if best.micro_batch_size in packed:
+                assert yaml.safe_load(export("llamafactory", answer).text)["neat_packing"] is True
+                continue
+            with pytest.raises(ExportError, match=f"LLaMA-Factory cannot be told packed rows as .*{attention}"):
+                export("llamafactory", answer)
+        asked = exploration(both[0], lengths=LENGTHS, batching="packed", trainer="llamafactory")
+        assert asked.request is not None
+        assert asked.report is not None
+        if not packed:
+            with pytest.raises(EmptySpaceError, match="cannot be told packed rows"):
+                expressible(both, lambda one: one, asked.request, asked.report)
+            continue
+        kept = expressible(both, lambda one: one, asked.request, asked.report)
+        assert tuple(one.micro_batch_size for one in kept) == packed
+    padded = exploration(candidate(2, attention_backend="flash_attention_3"), lengths=LENGTHS)
+    assert yaml.safe_load(export("llamafactory", padded).text)["flash_attn"] == "fa3"
