@@ -34,7 +34,7 @@ def render(settings: TrainerSettings, others: Mapping[str, Any] | None = None) -
         **precision_fields(settings),
         **_recompute_fields(settings),
         **sharding_fields(settings),
-        **({"train_sampling_strategy": "group_by_length"} if settings.batching == "grouped" else {}),
+        **order_fields(settings),
         **(others or {}),
     }
     if settings.device_kind == "cpu":
@@ -64,6 +64,11 @@ def model_fields(settings: TrainerSettings) -> dict[str, Any]:
 def precision_fields(settings: TrainerSettings) -> dict[str, Any]:
     """Return the field that computes under autocast; none if the weights are in the format of the products."""
     return {HALF_NAMES[settings.dtype]: True} if settings.has_autocast else {}
+
+
+def order_fields(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the field that groups texts by length. Since transformers 5.2 there is no `group_by_length` by itself."""
+    return {"train_sampling_strategy": "group_by_length"} if settings.batching == "grouped" else {}
 
 
 def sharding_fields(settings: TrainerSettings) -> dict[str, Any]:
