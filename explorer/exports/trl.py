@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bexp.explorer.exports import transformers
 from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.spec.trainer import HALF_NAMES
 
 
 def render(settings: TrainerSettings) -> ExportDocument:
@@ -13,7 +16,11 @@ def render(settings: TrainerSettings) -> ExportDocument:
     Best-fit packing keeps documents apart by flattening a micro-batch into one row.
     """
     packs = settings.batching == "packed"
-    values = {"packing": packs, "padding_free": packs, **({"packing_strategy": "bfd"} if packs else {})}
+    values: dict[str, Any] = {"packing": packs, "padding_free": packs}
+    if packs:
+        values["packing_strategy"] = "bfd"
+    if not settings.has_autocast:
+        values |= dict.fromkeys(HALF_NAMES.values(), False)  # it computes under autocast unless it is told not to
     if settings.states_length:
         values["max_length"] = settings.seq_length
     return transformers.render(settings, values)

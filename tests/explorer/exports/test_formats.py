@@ -114,6 +114,7 @@ def test_without_a_stated_batch_no_file_accumulates(name: str) -> None:
 
 FORMATS_OF_NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
     "transformers": {"pure": {}, "autocast": {"bf16": True}},
+    "trl": {"pure": {"bf16": False, "fp16": False}, "autocast": {"bf16": True}},
     "accelerate": {"pure": {"mixed_precision": "no"}, "autocast": {"mixed_precision": "bf16"}},
     "deepspeed": {
         "pure": {"bf16": {"enabled": True}},  # it always has master weights
