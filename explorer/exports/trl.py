@@ -19,6 +19,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     values: dict[str, Any] = {"packing": packs, "padding_free": packs}
     if packs:
         values["packing_strategy"] = "bfd"
+    if not settings.is_own_code:
+        values["loss_type"] = "nll"  # of full logits; its default computes them in chunks
     if not settings.has_autocast:
         values |= dict.fromkeys(HALF_NAMES.values(), False)  # it computes under autocast unless it is told not to
     if settings.states_length:
