@@ -48,8 +48,8 @@ class TrainerSettings:
     states no batch. `precision` is `pure` (weights in `dtype`), `autocast` (float32 weights), or `master` (weights in
     `dtype` with float32 master weights). `recompute` is `none`, `full`, or a policy that the trainer has.
     `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the transformers library's
-    names; None is the trainer's own choice. `header` says, line by line, where it comes from, what was lost and what
-    else must be set.
+    names; None is the trainer's own choice. `tokens_per_sequence` is the mean of texts of unequal length, None if they
+    were measured full. `header` says, line by line, where it comes from, what was lost and what else must be set.
     """
 
     model_name: str
@@ -78,6 +78,7 @@ class TrainerSettings:
     candidate: Candidate
     request: ExplorationRequest
     report: DeviceReport | None
+    tokens_per_sequence: float | None
     header: tuple[str, ...]
 
     @property
@@ -159,6 +160,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         candidate=candidate,
         request=request,
         report=report,
+        tokens_per_sequence=None if known.texts is None else known.texts.tokens_per_sequence,
         header=tuple(_header(name, format_name, exploration, request, known, choice)),
     )
 

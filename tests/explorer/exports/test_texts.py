@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import logging
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch import nn
 
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import export, formats_for
+from bexp.explorer.records.recommendation import TextFigures
 from bexp.explorer.search.legal_space import EmptySpaceError, expressible
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.exports.samples import candidate, exploration
@@ -109,3 +114,48 @@ def test_llamafactory_packs_for_flash_attention_in_single_rows_alone() -> None:
         assert tuple(one.micro_batch_size for one in kept) == packed
     padded = exploration(candidate(2, attention_backend="flash_attention_3"), lengths=LENGTHS)
     assert yaml.safe_load(export("llamafactory", padded).text)["flash_attn"] == "fa3"
+
+
+@pytest.mark.parametrize("batching", ["padded", "grouped"])
+def test_a_run_as_the_python_module_says_is_as_measured(batching: str, caplog: pytest.LogCaptureFixture) -> None:
+    figures = TextFigures(
+        batching=batching,
+        num_texts=40,
+        num_cut=0,
+        counted=True,
+        tokens_per_sequence=1134.0,
+        padding_share=0.1,
+        expected_peak_bytes=1,
+        high_peak_bytes=1,
+        out_of_memory_probability=0.0,
+    )
+    answer = exploration(candidate(2), lengths=LENGTHS, batching=batching, known={"texts": figures})
+    scope: dict[str, Any] = {}
+    exec(export("python", answer).text, scope)
+    bexp, told = scope["bexp"], scope["RECOMMENDATION"]
+    setup = bexp.RecommendedSetup.read(told)
+    assert (setup.batching, setup.tokens_per_sequence) == (batching, 1134.0)
+    callback, model = bexp.TrainerCallback(told), _Model()
+    arguments = scope["training_arguments"](output_dir="out", use_cpu=True)
+    state = SimpleNamespace(is_world_process_zero=True, global_step=0, max_steps=100, num_input_tokens_seen=0)
+    with caplog.at_level(logging.INFO, "bexp"):
+        callback.on_train_begin(arguments, state, None, model=model)
+        mask = (torch.arange(3000) < torch.tensor([[512], [3000]])).long()
+        model(input_ids=torch.ones(2, 3000, dtype=torch.long), attention_mask=mask)
+        for _ in range(5):
+            callback.on_step_begin(arguments, state, None)
+            callback.on_step_end(arguments, state, None)
+        callback.on_train_end(arguments, state, None)
+    assert callback.report is not None
+    assert "not as measured" not in caplog.text
+    per_micro_batch = callback.report.tokens_per_second * callback.report.seconds / callback.report.steps
+    assert per_micro_batch == pytest.approx(2 * 1134.0)
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, dtype=torch.bfloat16))
+
+    def forward(self, input_ids: Any, attention_mask: Any) -> Any:
+        return input_ids
