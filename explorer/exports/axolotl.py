@@ -72,7 +72,10 @@ def _text_fields(settings: TrainerSettings) -> dict[str, Any]:
     """
     if settings.batching is None:
         return {}
-    fields: dict[str, Any] = {"sample_packing": settings.batching == "packed"}
+    fields: dict[str, Any] = {
+        "sample_packing": settings.batching == "packed",
+        "excess_length_strategy": "truncate",  # it drops texts that are longer than a sequence by itself
+    }
     if settings.batching == "packed":
         flash = (settings.attention or "").startswith("flash_attention")
         return {**fields, "pad_to_sequence_len": True, "multipack_real_batches": not flash}

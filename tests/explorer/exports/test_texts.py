@@ -58,6 +58,13 @@ def test_groups_by_length_are_told_and_plain_padding_switches_both_off() -> None
     assert told("trl")["packing"] is False
 
 
+def test_axolotl_is_told_to_cut_texts_as_measured() -> None:
+    """By itself it drops those that are longer than a sequence."""
+    for batching in ("padded", "grouped", "packed"):
+        assert told("axolotl", batching=batching)["excess_length_strategy"] == "truncate"
+    assert "excess_length_strategy" not in yaml.safe_load(export("axolotl", exploration()).text)
+
+
 def test_a_header_says_what_was_measured() -> None:
     for batching, words in (
         ("padded", "measured padded to the longest of their micro-batch"),
