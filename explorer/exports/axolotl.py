@@ -12,6 +12,7 @@ from bexp.explorer.exports.transformers import model_fields, optimizer_fields
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.quantization import Quantization
+from bexp.explorer.spec.trainer import TORCH_CHOICE
 from bexp.explorer.spec.training import LoRASpec, Sharding
 
 
@@ -78,6 +79,8 @@ def _text_fields(settings: TrainerSettings) -> dict[str, Any]:
     }
     if settings.batching == "packed":
         flash = (settings.attention or "").startswith("flash_attention")
+        if settings.attention in (None, TORCH_CHOICE):
+            fields["sdpa_varlen"] = False  # a mask of blocks was measured, and it has kernels for variable lengths
         return {**fields, "pad_to_sequence_len": True, "multipack_real_batches": not flash}
     return {**fields, "pad_to_sequence_len": False, "group_by_length": settings.batching == "grouped"}
 

@@ -40,6 +40,8 @@ def test_packing_is_told_to_those_that_pack() -> None:
     assert packed["pad_to_sequence_len"]
     assert packed["sequence_len"] == 4096
     assert not packed["multipack_real_batches"], "flash attention gets one row"
+    assert "sdpa_varlen" not in packed
+    assert "sdpa_varlen" not in told("axolotl", candidate())
     packed = told("llamafactory", candidate(1, attention_backend="flash_attention_2"), batching="packed")
     assert (packed["packing"], packed["neat_packing"], packed["cutoff_len"]) == (True, True, 4096)
     assert not {"group_by_length", "train_sampling_strategy"} & packed.keys()
@@ -91,7 +93,8 @@ def test_one_row_and_several_are_not_the_same_to_attention_with_a_mask() -> None
     rows = exploration(lengths=LENGTHS, batching="packed")
     with pytest.raises(ExportError, match="TRL cannot be told packed rows as attention 'sdpa' was measured with them"):
         export("trl", rows)
-    assert yaml.safe_load(export("axolotl", rows).text)["multipack_real_batches"] is True
+    axolotl = yaml.safe_load(export("axolotl", rows).text)
+    assert (axolotl["multipack_real_batches"], axolotl["sdpa_varlen"]) == (True, False)
     one_row = exploration(lengths=LENGTHS, batching="packed", trainer="trl")
     assert yaml.safe_load(export("trl", one_row).text)["packing"] is True
     with pytest.raises(ExportError, match="Axolotl cannot be told packed rows"):
