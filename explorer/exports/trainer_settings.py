@@ -21,6 +21,7 @@ from bexp.explorer.search.trainer_terms import (
     has_chunked_loss,
     is_compiled,
     is_own_code,
+    keeps_other_formats,
     measured_precision,
     precision_of,
     sharding_of,
@@ -200,7 +201,7 @@ def _header(
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
-    elif precision_of(trainer, request, report, choice.candidate) != measured_precision(request, report):
+    elif keeps_other_formats(trainer, request, report, choice.candidate):
         lines.append(f"{trainer.title} keeps other number formats than were measured, so this promises no tokens/s")
     else:
         lines.append(

@@ -25,4 +25,14 @@ def render(settings: TrainerSettings) -> ExportDocument:
         values |= dict.fromkeys(HALF_NAMES.values(), False)  # it computes under autocast unless it is told not to
     if settings.states_length:
         values["max_length"] = settings.seq_length
-    return transformers.render(settings, values)
+    return transformers.render(settings, values, _precision_notes(settings))
+
+
+def _precision_notes(settings: TrainerSettings) -> list[str]:
+    """Return what TRL does to the number formats beside quantised weights that was not measured."""
+    if settings.quantization is None:
+        return []
+    return [
+        "memory: TRL casts what it trains of a quantised model to bfloat16 (adapters, modules_to_save); it was "
+        "measured in float32, so it needs less"
+    ]

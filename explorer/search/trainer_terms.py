@@ -97,6 +97,15 @@ def precision_of(
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
+def keeps_other_formats(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> bool:
+    """Whether a trainer keeps other number formats than were measured, so that its speed is not known."""
+    if request.quantized is not None and trainer.halves_adapters:
+        return True
+    return precision_of(trainer, request, report, candidate) != measured_precision(request, report)
+
+
 def find_missing(
     trainer: Trainer, candidate: Candidate, request: ExplorationRequest, report: DeviceReport | None
 ) -> dict[str, str]:

@@ -69,7 +69,8 @@ class Trainer:
     micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
     measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
     what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
-    routers to float32, unless it trains adapters or shards: precision `upcast`.
+    routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
+    what it trains of a quantised model to bfloat16.
     """
 
     title: str
@@ -96,6 +97,7 @@ class Trainer:
     largest_packed: Mapping[str, int] = field(default_factory=dict, hash=False)
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     upcast_attention: frozenset[str] = frozenset()
+    halves_adapters: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -164,7 +166,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
-    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True),
+    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True),
     TrainerName.ACCELERATE: Trainer(
         title="accelerate",
         optimizers=True,

@@ -56,6 +56,17 @@ def test_axolotl_is_told_qlora_and_lora_over_eight_bits() -> None:
     assert any("Axolotl keeps norms, embeddings and output layer in bfloat16" in line for line in four.header)
 
 
+def test_trl_says_that_it_trains_a_quantised_model_in_bfloat16() -> None:
+    """It casts what is trained by itself, so that neither bytes nor tokens/s are the measured ones."""
+    cast = "TRL casts what it trains of a quantised model to bfloat16 (adapters, modules_to_save)"
+    for name in ("trl", "transformers"):
+        header = "\n".join(export(name, quantized()).header)
+        assert (cast in header) is ("promises no tokens/s" in header) is (name == "trl")
+    plain = "\n".join(export("trl", exploration(training={"lora": LORA})).header)
+    assert cast not in plain
+    assert "expect about 1,000 tokens/s" in plain
+
+
 def test_llamafactory_is_told_the_bits() -> None:
     made = export("llamafactory", quantized())
     told = {"quantization_bit": 4, "quantization_method": "bnb", "quantization_type": "nf4"}
