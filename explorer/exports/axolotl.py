@@ -49,10 +49,12 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _precision_notes(settings: TrainerSettings) -> list[str]:
     """Return what Axolotl does to the number formats of weights that was not measured."""
-    if settings.quantization is not None:
+    if settings.quantization is not None:  # it prepares them as peft does
+        if not (settings.attention or "").startswith("flash_attention"):
+            return []
         return [
-            f"memory: Axolotl keeps norms, embeddings and output layer in {settings.dtype}; they were measured in "
-            "float32, as peft prepares them, so it needs less"
+            f"memory: for flash attention Axolotl may cast norms, embeddings and output layer to {settings.dtype}; "
+            "they were measured in float32, as peft prepares them, so it may need less"
         ]
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
-from bexp.explorer.exports.script import expert_notes
+from bexp.explorer.exports.script import expert_notes, plain_expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.exports.transformers import (
@@ -67,7 +67,8 @@ def _quantization(settings: TrainerSettings) -> tuple[dict[str, Any], list[str]]
         return {}, []
     notes = [
         f"memory: LLaMA-Factory keeps the other weights in {settings.dtype}; they were measured in float32, as peft "
-        "prepares them, so it needs less"
+        "prepares them, so it needs less",
+        *plain_expert_notes(settings),
     ]
     if quantized.is_own:
         return {}, notes  # it reads the checkpoint's own configuration

@@ -79,6 +79,7 @@ class TrainerSettings:
     candidate: Candidate
     request: ExplorationRequest
     report: DeviceReport | None
+    trainer: Trainer
     tokens_per_sequence: float | None
     header: tuple[str, ...]
 
@@ -161,6 +162,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         candidate=candidate,
         request=request,
         report=report,
+        trainer=trainer,
         tokens_per_sequence=None if known.texts is None else known.texts.tokens_per_sequence,
         header=tuple(_header(name, format_name, exploration, request, known, choice)),
     )

@@ -6,6 +6,7 @@ from typing import Any
 
 from bexp.explorer.exports import transformers
 from bexp.explorer.exports.document import ExportDocument
+from bexp.explorer.exports.script import plain_expert_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.trainer import HALF_NAMES
 
@@ -34,5 +35,6 @@ def _precision_notes(settings: TrainerSettings) -> list[str]:
         return []
     return [
         "memory: TRL casts what it trains of a quantised model to bfloat16 (adapters, modules_to_save); it was "
-        "measured in float32, so it needs less"
+        "measured in float32, so it needs less",
+        *plain_expert_notes(settings),
     ]

@@ -97,11 +97,17 @@ def precision_of(
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
+def halves_experts(trainer: Trainer, report: DeviceReport | None) -> bool:
+    """Whether experts stayed plain beside quantised weights, in float32, and a trainer keeps them in half precision."""
+    weights = () if report is None or report.parts is None else report.parts.weights
+    return trainer.halves_experts and any(one.kind == "experts" and not one.quantized_bytes for one in weights)
+
+
 def keeps_other_formats(
     trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> bool:
     """Whether a trainer keeps other number formats than were measured, so that its speed is not known."""
-    if request.quantized is not None and trainer.halves_adapters:
+    if request.quantized is not None and (trainer.halves_adapters or halves_experts(trainer, report)):
         return True
     return precision_of(trainer, request, report, candidate) != measured_precision(request, report)
 

@@ -70,7 +70,8 @@ class Trainer:
     measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
     what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
     routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
-    what it trains of a quantised model to bfloat16.
+    what it trains of a quantised model to bfloat16, and `halves_experts` that it keeps experts in half precision which
+    stay plain beside quantised weights.
     """
 
     title: str
@@ -98,6 +99,7 @@ class Trainer:
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     upcast_attention: frozenset[str] = frozenset()
     halves_adapters: bool = False
+    halves_experts: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -166,7 +168,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
-    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True),
+    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True, halves_experts=True),
     TrainerName.ACCELERATE: Trainer(
         title="accelerate",
         optimizers=True,
@@ -233,6 +235,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
         largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
         adapted_parameters=False,
+        halves_experts=True,
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.CEREBRAS: Trainer(
