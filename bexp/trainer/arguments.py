@@ -27,6 +27,7 @@ _SAME = (
     frozenset(HALF_NAMES.values()),
     frozenset(CHECKPOINTING_FIELDS),
     frozenset(f"{name}_kwargs" for name in CHECKPOINTING_FIELDS),
+    frozenset(("train_sampling_strategy", "group_by_length")),
 )
 """Fields of which one takes the place of the other."""
 
@@ -45,7 +46,8 @@ def training_arguments(
     layers only if all of them are recomputed, and checkpointing is switched off otherwise, because TRL has it on.
     `apply` sets any other policy, tiles, kernels and compiled layers, so `torch_compile` stays off. Autocast (`bf16`)
     is in the result if it was measured; where TRL is loaded, whose default it is, it is switched off otherwise. The
-    optimizer is the measured one. If a step of your own code was measured, these fields are left to it.
+    optimizer is the measured one, and texts are grouped by length if that was measured. If a step of your own code was
+    measured, these fields are left to it.
 
     Raises RecommendationError if the micro-batch does not divide the effective batch on so many devices.
     """
@@ -67,10 +69,14 @@ def training_arguments(
 
 
 def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
-    name, recomputes = _checkpointing_field(), setup.settings.recompute == "full"
+    known, recomputes = _known_fields(), setup.settings.recompute == "full"
+    name = next((name for name in CHECKPOINTING_FIELDS if name in known), CHECKPOINTING_FIELDS[-1])
     fields: dict[str, Any] = {"torch_compile": False, name: recomputes}
     if recomputes:
         fields[f"{name}_kwargs"] = {"use_reentrant": False}
+    if setup.batching == "grouped":
+        is_older = "group_by_length" in known  # before transformers 5.2
+        fields |= {"group_by_length": True} if is_older else {"train_sampling_strategy": "group_by_length"}
     if setup.optimizer is not None:
         fields["optim"] = LIBRARY_NAMES[setup.optimizer]
         if setup.autocast in HALF_NAMES:
@@ -91,12 +97,10 @@ def _contradictions(setup: RecommendedSetup, fields: dict[str, Any], devices: in
         yield f"a batch of {batch} sequences, not {setup.effective_batch_size}"
 
 
-def _checkpointing_field() -> str:
-    """The name of the field in the installed version; transformers 6 drops the older one."""
-    new, old = CHECKPOINTING_FIELDS
+def _known_fields() -> frozenset[str]:
+    """The names of the fields in the installed version, which renames some; none if it is not installed."""
     try:
         from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds
     except ImportError:
-        return old
-    names = {field.name for field in dataclasses.fields(TrainingArguments)}
-    return new if new in names else old
+        return frozenset()
+    return frozenset(field.name for field in dataclasses.fields(TrainingArguments))

@@ -12,6 +12,7 @@ from bexp.explorer.exports.transformers import model_fields, optimizer_fields
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.quantization import Quantization
+from bexp.explorer.spec.trainer import TORCH_CHOICE
 from bexp.explorer.spec.training import LoRASpec, Sharding
 
 
@@ -48,10 +49,12 @@ def render(settings: TrainerSettings) -> ExportDocument:
 
 def _precision_notes(settings: TrainerSettings) -> list[str]:
     """Return what Axolotl does to the number formats of weights that was not measured."""
-    if settings.quantization is not None:
+    if settings.quantization is not None:  # it prepares them as peft does
+        if not (settings.attention or "").startswith("flash_attention"):
+            return []
         return [
-            f"memory: Axolotl keeps norms, embeddings and output layer in {settings.dtype}; they were measured in "
-            "float32, as peft prepares them, so it needs less"
+            f"memory: for flash attention Axolotl may cast norms, embeddings and output layer to {settings.dtype}; "
+            "they were measured in float32, as peft prepares them, so it may need less"
         ]
     if settings.is_own_code or settings.lora is not None or settings.dtype is DType.FLOAT32:
         return []
@@ -72,9 +75,14 @@ def _text_fields(settings: TrainerSettings) -> dict[str, Any]:
     """
     if settings.batching is None:
         return {}
-    fields: dict[str, Any] = {"sample_packing": settings.batching == "packed"}
+    fields: dict[str, Any] = {
+        "sample_packing": settings.batching == "packed",
+        "excess_length_strategy": "truncate",  # it drops texts that are longer than a sequence by itself
+    }
     if settings.batching == "packed":
         flash = (settings.attention or "").startswith("flash_attention")
+        if settings.attention in (None, TORCH_CHOICE):
+            fields["sdpa_varlen"] = False  # a mask of blocks was measured, and it has kernels for variable lengths
         return {**fields, "pad_to_sequence_len": True, "multipack_real_batches": not flash}
     return {**fields, "pad_to_sequence_len": False, "group_by_length": settings.batching == "grouped"}
 

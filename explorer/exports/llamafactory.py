@@ -5,10 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
-from bexp.explorer.exports.script import expert_notes
+from bexp.explorer.exports.script import expert_notes, plain_expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
-from bexp.explorer.exports.transformers import batch_fields, optimizer_fields, precision_fields, sharding_fields
+from bexp.explorer.exports.transformers import (
+    batch_fields,
+    optimizer_fields,
+    order_fields,
+    precision_fields,
+    sharding_fields,
+)
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.trainer import TORCH_CHOICE
@@ -35,7 +41,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         values["cutoff_len"] = settings.seq_length
     if settings.batching is not None:
         packs = settings.batching == "packed"
-        values |= {"packing": packs, "neat_packing": packs, "group_by_length": settings.batching == "grouped"}
+        values |= {"packing": packs, "neat_packing": packs, **order_fields(settings)}
     if settings.attention is not None:
         values["flash_attn"] = ATTENTION[settings.attention]
     start = "add model_name_or_path, dataset and what decides the learning"
@@ -61,7 +67,8 @@ def _quantization(settings: TrainerSettings) -> tuple[dict[str, Any], list[str]]
         return {}, []
     notes = [
         f"memory: LLaMA-Factory keeps the other weights in {settings.dtype}; they were measured in float32, as peft "
-        "prepares them, so it needs less"
+        "prepares them, so it needs less",
+        *plain_expert_notes(settings),
     ]
     if quantized.is_own:
         return {}, notes  # it reads the checkpoint's own configuration

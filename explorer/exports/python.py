@@ -35,7 +35,7 @@ def training_arguments(**others):
     return TrainingArguments(**bexp.training_arguments(RECOMMENDATION, **others))
 '''
 
-_COMPARED = {"target", "quantization", "batch_size", "num_devices", "allocator", "execution", "padding"}
+_COMPARED = {"target", "quantization", "batch_size", "num_devices", "allocator", "execution", "lengths", "batching"}
 _TRAINED = {"loss", "precision", "lora"}
 """Fields of the request, and of its training, that `bexp.apply` and the callback read; an optimizer has defaults."""
 
@@ -75,8 +75,11 @@ def _recommendation(settings: TrainerSettings) -> dict[str, Any]:
         # The reader leaves a model that was measured whole as it is.
         if kept is None and not settings.candidate.is_whole:
             candidate.pop(key, None)
+    told: dict[str, Any] = {"candidate": candidate, "dtype": settings.dtype.value}
+    if settings.tokens_per_sequence is not None:
+        told["texts"] = {"tokens_per_sequence": settings.tokens_per_sequence}
     return {
-        "recommendation": {"candidate": candidate, "dtype": settings.dtype.value},
+        "recommendation": told,
         "hardware": settings.report.hardware.model_dump(mode="json", include={"device_name", "versions"})
         if settings.report is not None
         else None,

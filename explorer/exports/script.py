@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.exports.sharding_communication import reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.search.trainer_terms import halves_experts
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.optimizers import LIBRARY
 from bexp.explorer.spec.quantization import Quantization
@@ -69,6 +70,17 @@ def expert_notes(settings: TrainerSettings) -> list[str]:
     return [
         "adapters: peft's all-linear was measured, which adapts experts in one tensor as well; this trainer's own list "
         "may have linear layers alone, which need less memory"
+    ]
+
+
+def plain_expert_notes(settings: TrainerSettings) -> list[str]:
+    """Return that a trainer keeps experts which are not quantised in other formats than were measured."""
+    trainer = settings.trainer
+    if settings.quantization is None or not halves_experts(trainer, settings.report):
+        return []
+    return [
+        f"memory: {trainer.title} by itself keeps experts that are not quantised in {settings.dtype}; they were "
+        "measured in float32, as peft prepares them"
     ]
 
 

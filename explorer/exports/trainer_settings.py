@@ -21,6 +21,7 @@ from bexp.explorer.search.trainer_terms import (
     has_chunked_loss,
     is_compiled,
     is_own_code,
+    keeps_other_formats,
     measured_precision,
     precision_of,
     sharding_of,
@@ -48,8 +49,8 @@ class TrainerSettings:
     states no batch. `precision` is `pure` (weights in `dtype`), `autocast` (float32 weights), or `master` (weights in
     `dtype` with float32 master weights). `recompute` is `none`, `full`, or a policy that the trainer has.
     `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the transformers library's
-    names; None is the trainer's own choice. `header` says, line by line, where it comes from, what was lost and what
-    else must be set.
+    names; None is the trainer's own choice. `tokens_per_sequence` is the mean of texts of unequal length, None if they
+    were measured full. `header` says, line by line, where it comes from, what was lost and what else must be set.
     """
 
     model_name: str
@@ -78,6 +79,8 @@ class TrainerSettings:
     candidate: Candidate
     request: ExplorationRequest
     report: DeviceReport | None
+    trainer: Trainer
+    tokens_per_sequence: float | None
     header: tuple[str, ...]
 
     @property
@@ -159,6 +162,8 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         candidate=candidate,
         request=request,
         report=report,
+        trainer=trainer,
+        tokens_per_sequence=None if known.texts is None else known.texts.tokens_per_sequence,
         header=tuple(_header(name, format_name, exploration, request, known, choice)),
     )
 
@@ -198,7 +203,7 @@ def _header(
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
         lines.append("the settings above are not applied, so this promises no tokens/s")
-    elif precision_of(trainer, request, report, choice.candidate) != measured_precision(request, report):
+    elif keeps_other_formats(trainer, request, report, choice.candidate):
         lines.append(f"{trainer.title} keeps other number formats than were measured, so this promises no tokens/s")
     else:
         lines.append(

@@ -5,7 +5,7 @@ Names as of transformers 5.23. What belongs to the model, to its data or to peft
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, json_export
@@ -21,8 +21,10 @@ EVERY_NTH_LAYER = {Recompute.FULL: 1, Recompute.PARTIAL_50: 2, Recompute.PARTIAL
 """The policies that recompute one layer of every so many."""
 
 
-def render(settings: TrainerSettings, others: Mapping[str, Any] | None = None) -> ExportDocument:
-    """Return the JSON, with `others` of a trainer that is built on this one.
+def render(
+    settings: TrainerSettings, others: Mapping[str, Any] | None = None, notes: Iterable[str] = ()
+) -> ExportDocument:
+    """Return the JSON, with the fields `others` and the `notes` of a trainer that is built on this one.
 
     `torch_compile` is off, because it compiles the whole model and no export asks for that.
     """
@@ -34,12 +36,13 @@ def render(settings: TrainerSettings, others: Mapping[str, Any] | None = None) -
         **precision_fields(settings),
         **_recompute_fields(settings),
         **sharding_fields(settings),
-        **({"train_sampling_strategy": "group_by_length"} if settings.batching == "grouped" else {}),
+        **order_fields(settings),
         **(others or {}),
     }
     if settings.device_kind == "cpu":
         values["use_cpu"] = True
-    return json_export(settings, values, [*model_notes(settings), *length_notes(settings), *gathering_notes(settings)])
+    own = [*model_notes(settings), *length_notes(settings), *gathering_notes(settings)]
+    return json_export(settings, values, [*own, *notes])
 
 
 def batch_fields(settings: TrainerSettings) -> dict[str, Any]:
@@ -64,6 +67,11 @@ def model_fields(settings: TrainerSettings) -> dict[str, Any]:
 def precision_fields(settings: TrainerSettings) -> dict[str, Any]:
     """Return the field that computes under autocast; none if the weights are in the format of the products."""
     return {HALF_NAMES[settings.dtype]: True} if settings.has_autocast else {}
+
+
+def order_fields(settings: TrainerSettings) -> dict[str, Any]:
+    """Return the field that groups texts by length. Since transformers 5.2 there is no `group_by_length` by itself."""
+    return {"train_sampling_strategy": "group_by_length"} if settings.batching == "grouped" else {}
 
 
 def sharding_fields(settings: TrainerSettings) -> dict[str, Any]:

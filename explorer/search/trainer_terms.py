@@ -97,6 +97,21 @@ def precision_of(
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
+def halves_experts(trainer: Trainer, report: DeviceReport | None) -> bool:
+    """Whether experts stayed plain beside quantised weights, in float32, and a trainer keeps them in half precision."""
+    weights = () if report is None or report.parts is None else report.parts.weights
+    return trainer.halves_experts and any(one.kind == "experts" and not one.quantized_bytes for one in weights)
+
+
+def keeps_other_formats(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> bool:
+    """Whether a trainer keeps other number formats than were measured, so that its speed is not known."""
+    if request.quantized is not None and (trainer.halves_adapters or halves_experts(trainer, report)):
+        return True
+    return precision_of(trainer, request, report, candidate) != measured_precision(request, report)
+
+
 def find_missing(
     trainer: Trainer, candidate: Candidate, request: ExplorationRequest, report: DeviceReport | None
 ) -> dict[str, str]:
@@ -117,7 +132,7 @@ def find_missing(
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
-        "rows": _has_other_rows(trainer, request, attention),
+        "rows": _has_other_rows(trainer, request, attention, candidate.micro_batch_size),
         "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
     }
     if not any(missing.values()):
@@ -135,15 +150,23 @@ def find_missing(
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
         "settings": f"the target's own setting '{candidate.settings}'",
         "optimizer": f"the optimizer '{request.training.optimizer.name}'",
-        "rows": f"packed rows as attention '{attention}' was measured with them",
+        "rows": f"packed rows as attention '{attention}' was measured with them, at micro-batch "
+        f"{candidate.micro_batch_size}",
         "precision": f"precision '{request.training.precision}' with attention '{attention}' and sharding '{sharding}'",
     }
     return {name: words[name] for name, is_missing in missing.items() if is_missing}
 
 
-def _has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None) -> bool:
-    """Whether the trainer makes one row of a packed micro-batch where several were measured, or the reverse."""
-    if request.batching != "packed" or (attention or "").startswith("flash_attention"):
+def _has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None, size: int) -> bool:
+    """Whether the trainer packs a micro-batch of `size` otherwise than was measured, or not at all.
+
+    It makes one row where several were measured, or the reverse; or its attention takes no micro-batch so large.
+    """
+    if request.batching != "packed":
+        return False
+    if attention is not None and size > trainer.largest_packed.get(attention, size):
+        return True
+    if (attention or "").startswith("flash_attention"):
         return False
     return trainer.flattens is not request.runner.flattens
 

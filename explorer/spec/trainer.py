@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import Literal
 
@@ -65,10 +65,13 @@ class Trainer:
     be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
     those of single parameters, such as experts in one tensor, and `optimizers` that it can be told those of
-    other libraries. `targets` are the targets whose measured code it runs; for others an export promises no tokens/s.
-    The first of `precisions`, and `allocator`, are what it keeps where a request states nothing. Beside
-    `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains adapters or
-    shards: precision `upcast`.
+    other libraries. It `flattens` a packed micro-batch into one row for any attention; `largest_packed` has the largest
+    micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
+    measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
+    what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
+    routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
+    what it trains of a quantised model to bfloat16, and `halves_experts` that it keeps experts in half precision which
+    stay plain beside quantised weights.
     """
 
     title: str
@@ -92,8 +95,11 @@ class Trainer:
     targets: frozenset[str] = frozenset()
     batchings: frozenset[Batching] = frozenset({"padded", "grouped", "packed"})
     flattens: bool = False
+    largest_packed: Mapping[str, int] = field(default_factory=dict, hash=False)
     precisions: tuple[Precision, ...] = ("pure", "autocast")
     upcast_attention: frozenset[str] = frozenset()
+    halves_adapters: bool = False
+    halves_experts: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -162,7 +168,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
-    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True),
+    TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True, halves_experts=True),
     TrainerName.ACCELERATE: Trainer(
         title="accelerate",
         optimizers=True,
@@ -227,7 +233,9 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         title="LLaMA-Factory",
         optimizers=True,
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
+        largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
         adapted_parameters=False,
+        halves_experts=True,
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.CEREBRAS: Trainer(

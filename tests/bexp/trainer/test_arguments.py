@@ -67,6 +67,20 @@ def test_the_optimizer_is_the_measured_one() -> None:
     assert bexp.training_arguments(told)["optim"] == "sgd"
 
 
+def test_texts_are_grouped_by_length_where_that_was_measured(caplog: pytest.LogCaptureFixture) -> None:
+    from transformers import TrainingArguments
+
+    told = told_of(PURE)
+    told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": "grouped"}
+    made = TrainingArguments(**bexp.training_arguments(told, output_dir="out", use_cpu=True))
+    assert (made.train_sampling_strategy, caplog.text) == ("group_by_length", "")
+    own = bexp.training_arguments(told, train_sampling_strategy="random")
+    assert own["train_sampling_strategy"] == "random"
+    assert "texts in the order 'random', and grouped ones were measured" in caplog.text
+    told["job"]["request"]["batching"] = "padded"
+    assert "train_sampling_strategy" not in bexp.training_arguments(told)
+
+
 @pytest.mark.filterwarnings("ignore::FutureWarning")
 @pytest.mark.parametrize(("training", "bf16"), [(PURE, False), (AUTOCAST, True)])
 @pytest.mark.parametrize(("recompute", "checkpointing"), [("none", False), ("partial_50", False), ("full", True)])

@@ -99,6 +99,20 @@ def test_transformers_fields() -> None:
     assert sharded["fsdp_config"] == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
 
 
+def test_trl_is_told_the_loss_of_full_logits() -> None:
+    """Its default computes them in chunks; a person's own code has a loss of its own."""
+    plain, trl = (json.loads(export(name, exploration()).text) for name in ("transformers", "trl"))
+    assert trl.items() - plain.items() == {
+        ("packing", False),
+        ("padding_free", False),
+        ("loss_type", "nll"),
+        ("bf16", False),
+        ("fp16", False),
+        ("max_length", 4096),
+    }
+    assert "loss_type" not in json.loads(export("trl", own_exploration(seq_length=64)).text)
+
+
 @pytest.mark.parametrize("name", FORMATS)
 def test_without_a_stated_batch_no_file_accumulates(name: str) -> None:
     made = export(name, exploration(batch_size=None))
@@ -114,6 +128,7 @@ def test_without_a_stated_batch_no_file_accumulates(name: str) -> None:
 
 FORMATS_OF_NUMBERS: dict[str, dict[str, dict[str, Any]]] = {
     "transformers": {"pure": {}, "autocast": {"bf16": True}},
+    "trl": {"pure": {"bf16": False, "fp16": False}, "autocast": {"bf16": True}},
     "accelerate": {"pure": {"mixed_precision": "no"}, "autocast": {"mixed_precision": "bf16"}},
     "deepspeed": {
         "pure": {"bf16": {"enabled": True}},  # it always has master weights

@@ -11,7 +11,7 @@ import yaml
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import export, formats_for
 from bexp.explorer.spec.quantization import WeightBytes
-from tests.explorer.exports.samples import CONFIG, exploration
+from tests.explorer.exports.samples import CONFIG, candidate, exploration
 
 LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj", "v_proj"]}
 SCRIPTS = ("transformers", "accelerate", "deepspeed", "lightning", "python")
@@ -40,20 +40,47 @@ def _arguments(header: str) -> list[str]:
 
 
 def test_the_header_says_how_many_bytes_are_quantised() -> None:
-    source = quantized()
+    assert "experts 0 of 1.00 GiB" in "\n".join(export("axolotl", with_experts(quantized(), 0)).header)
+
+
+def with_experts(source: ExportSource, quantized_bytes: int) -> ExportSource:
+    """The exploration of a model whose experts have so many quantised bytes."""
     assert source.report is not None
     assert source.report.parts is not None
-    weights = (WeightBytes(kind="experts", num_bytes=1 << 30, quantized_bytes=0),)
+    weights = (WeightBytes(kind="experts", num_bytes=1 << 30, quantized_bytes=quantized_bytes),)
     parts = source.report.parts.model_copy(update={"weights": weights})
-    counted = replace(source, report=source.report.model_copy(update={"parts": parts}))
-    assert "experts 0 of 1.00 GiB" in "\n".join(export("axolotl", counted).header)
+    return replace(source, report=source.report.model_copy(update={"parts": parts}))
+
+
+def test_experts_that_stay_plain_are_in_float32_where_a_trainer_prepares_them() -> None:
+    """LLaMA-Factory and TRL keep them as they were loaded, so that their speed was not measured."""
+    for name, halves in (("llamafactory", True), ("trl", True), ("axolotl", False), ("transformers", False)):
+        plain = "\n".join(export(name, with_experts(quantized(), 0)).header)
+        assert ("by itself keeps experts that are not quantised in bfloat16" in plain) is halves, name
+        assert ("promises no tokens/s" in plain) is halves, name
+        whole = "\n".join(export(name, with_experts(quantized(), 1 << 30)).header)
+        assert "keeps experts" not in whole
+        assert ("promises no tokens/s" in whole) is (name == "trl")
 
 
 def test_axolotl_is_told_qlora_and_lora_over_eight_bits() -> None:
     four, eight = export("axolotl", quantized()), export("axolotl", quantized("bnb_8bit"))
     assert {"adapter": "qlora", "load_in_4bit": True}.items() <= yaml.safe_load(four.text).items()
     assert {"adapter": "lora", "load_in_8bit": True}.items() <= yaml.safe_load(eight.text).items()
-    assert any("Axolotl keeps norms, embeddings and output layer in bfloat16" in line for line in four.header)
+    flash = quantized(best=candidate(attention_backend="flash_attention_2"))
+    cast = "Axolotl may cast norms, embeddings and output layer to bfloat16"
+    assert [cast in "\n".join(export("axolotl", one).header) for one in (flash, quantized())] == [True, False]
+
+
+def test_trl_says_that_it_trains_a_quantised_model_in_bfloat16() -> None:
+    """It casts what is trained by itself, so that neither bytes nor tokens/s are the measured ones."""
+    cast = "TRL casts what it trains of a quantised model to bfloat16 (adapters, modules_to_save)"
+    for name in ("trl", "transformers"):
+        header = "\n".join(export(name, quantized()).header)
+        assert (cast in header) is ("promises no tokens/s" in header) is (name == "trl")
+    plain = "\n".join(export("trl", exploration(training={"lora": LORA})).header)
+    assert cast not in plain
+    assert "expect about 1,000 tokens/s" in plain
 
 
 def test_llamafactory_is_told_the_bits() -> None:
