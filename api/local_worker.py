@@ -27,7 +27,7 @@ GRACE_SECONDS = 8.0
 TAIL_LINES = 8
 EXPLAINED = (2, 3)
 """With these statuses, wrong usage and a worker that failed, the last line of the log is a sentence that says why."""
-RECORD_START = re.compile(r"^(?:[\d-]{10} [\d:,]+ [A-Z]+ |python -m \w+: error: )")
+RECORD_START = re.compile(r"^(?:[\d-]{10} [\d:,]+ [A-Z]+ |bexp worker: )")
 """What stands before the sentence: the time and the level of a record, or what argparse writes."""
 VERBOSE = ("Traceback (most recent call last)", "usage: ")
 

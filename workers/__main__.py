@@ -15,13 +15,15 @@ from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.settings import WorkerSettings, read_settings
 
+USAGE = 2
+"""The exit status of a wrong command line."""
 RECORDED = "replay:"
 """What a recorded table's path begins with, where a device is named."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Parse the command line and run; returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m bexp.workers", description="Claim explorations and run them.")
+    parser = argparse.ArgumentParser(prog="bexp worker", description="Claim explorations and run them.")
     commands = parser.add_subparsers(dest="command", metavar="doctor")
     doctor = commands.add_parser("doctor", help="show which devices and back ends can be used, and why others cannot")
     doctor.add_argument("--json", action="store_true", help="print JSON")
@@ -80,9 +82,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             workers = build_workers(profilers, options.database_url or settings.database_url, settings, options.job)
         except ValueError as error:
-            parser.error(str(error))
+            parser.exit(USAGE, f"bexp worker: {error}\n")
         except OSError as error:
-            parser.error(f"a file cannot be opened: {error.strerror}: {error.filename}")
+            parser.exit(USAGE, f"bexp worker: a file cannot be opened: {error.strerror}: {error.filename}\n")
         return run_workers(workers, options.max_jobs, options.job)
 
 

@@ -7,7 +7,7 @@ from http import HTTPStatus
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.local_worker import WorkerEndedError
 from bexp.client.errors import ProblemError, ServiceError
-from bexp.explorer.formats.document import FormatError, describe_problem
+from bexp.explorer.formats.document import FormatError, Problem, describe_problem
 
 _TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 
@@ -16,7 +16,7 @@ def describe_failure(error: Exception) -> CommandError | None:
     """Return how a command ends after `error`; None if this is a defect."""
     match error:
         case FormatError():
-            return CommandError(ExitCode.USAGE, "the configuration is wrong", *map(describe_problem, error.errors))
+            return CommandError(ExitCode.USAGE, "the configuration is wrong", *map(_describe_problem, error.errors))
         case ProblemError():
             code = ExitCode.SERVICE if error.status in _TRY_AGAIN else ExitCode.USAGE
             hint = ["set BEXP_API_TOKEN to a token from `bexp token create`"]
@@ -27,3 +27,9 @@ def describe_failure(error: Exception) -> CommandError | None:
         case ServiceError():
             return CommandError(ExitCode.SERVICE, *str(error).splitlines())
     return None
+
+
+def _describe_problem(problem: Problem) -> str:
+    """Return one line for a person, with the option that a field of a config.json's request is known by."""
+    field, separator, rest = describe_problem(problem).partition(": ")
+    return f"{field}{' (--seq-length)' if field == 'hf_seq_length' else ''}{separator}{rest}"

@@ -415,7 +415,11 @@ def _file_of(config: Path) -> Path:
 
 
 def _hub_hint(config: Path) -> list[str]:
-    """Return how to get the file, if the path may be the name of a model on the Hugging Face hub."""
+    """Return how to get the file: of a folder, a URL, or what may be the name of a model on the Hugging Face hub."""
+    if config.is_dir():
+        return [f"the folder has no {HF_CONFIG}"]
+    if str(config).startswith(("http:", "https:")):
+        return ["bexp reads files: download it first, for instance with curl -LO"]
     if config.exists() or config.is_absolute() or config.suffix in CONFIG_SUFFIXES or str(config).count("/") != 1:
         return []
     return [f"is it a model on the Hugging Face hub? bexp reads a file: hf download {config} {HF_CONFIG} --local-dir ."]

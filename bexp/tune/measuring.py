@@ -28,7 +28,7 @@ LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 FEWEST_VARIED = 12
 """Micro-steps that are timed at least, if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
-SETTLED, MOST_RESTARTS = 1.1, 3
+SETTLED, MOST_RESTARTS = 1.06, 4
 """Timing begins anew, so often at most, while the first half of the micro-steps is slower than the second by this.
 
 On a GPU the first micro-batches of each length load kernels, ask for their algorithms and grow the allocator's cache.
@@ -122,8 +122,8 @@ class Clock:
             self._optimizer_steps.append(now - self._ended)
         self._ended = now
         self._num_steps += 1
-        warm = self._num_steps >= self._warm_up_steps and now - (self._first or now) >= WARM_UP_SECONDS
-        warm = warm and self._has_met_others()
+        ran = 0.0 if self._first is None else now - self._first
+        warm = self._num_steps >= self._warm_up_steps and ran >= WARM_UP_SECONDS and self._has_met_others()
         elapsed = 0.0 if self._began is None else now - self._began
         number = len(self._optimizer_steps)
         enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS

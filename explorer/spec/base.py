@@ -42,7 +42,7 @@ class RuleError(ValueError):
 _WORDS = (
     ("Value error, ", ""),
     ("Input should be ", "must be "),
-    ("a valid tuple", "a list"),
+    ("a valid tuple", "a list, such as [a, b]"),
     (", unable to parse string as an integer", ""),
     (", unable to parse string as a number", ""),
 )

@@ -222,6 +222,7 @@ class VirtualClock(measuring.Clock):
     def run(self, seconds: Iterator[float]) -> float:
         self.begin_micro_step()
         while not self.is_over:
+            assert self.at < 1000, "it ends"
             for _ in range(2):
                 self.at += next(seconds)
                 self.end_micro_step()
@@ -233,7 +234,7 @@ class VirtualClock(measuring.Clock):
 def test_timing_begins_anew_while_micro_steps_become_faster(slow: float) -> None:
     rng, clock = np.random.default_rng(0), VirtualClock()
     paces = (0.2 * (1 + (slow - 1) * 0.9**i) * (1 + 0.02 * rng.standard_normal()) for i in itertools.count())
-    assert clock.run(paces) == pytest.approx(0.2, rel=0.05 if slow == 1.0 else 0.12)
+    assert clock.run(paces) == pytest.approx(0.2, rel=0.05 if slow == 1.0 else 0.15)
     assert clock.at < (3.0 if slow == 1.0 else 20.0), "it is not repeated without need"
 
 
