@@ -27,6 +27,7 @@ from bexp.workers.replay.profiler import ReplayProfiler
 from tests.browser.chromium import Chromium, find_chromium
 from tests.workers.replay.samples import recording, request
 
+TOKEN_CHECK_SECONDS = 0.1
 PREFIX = "/team/bexp"
 
 
@@ -72,7 +73,10 @@ def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.T
     folder = tmp_path_factory.mktemp("service")
     shutil.copyfile(sqlite_template, folder / "bexp.db")
     settings = ServiceSettings(
-        f"sqlite:///{folder / 'bexp.db'}", poll_seconds=0.02, require_token=True, token_check_seconds=0.1
+        f"sqlite:///{folder / 'bexp.db'}",
+        poll_seconds=0.02,
+        require_token=True,
+        token_check_seconds=TOKEN_CHECK_SECONDS,
     )
     database = open_database(settings.database_url)
     queue, token = Queue(database), create_token(database, "browser")

@@ -15,7 +15,7 @@ from bexp.explorer.records.plan import MeshPlan, PipelinePicture
 from bexp.explorer.spec.mesh import Mesh, Schedule
 from bexp.storage.tokens import create_token, revoke_token
 from tests.browser.chromium import Chromium
-from tests.browser.conftest import Service
+from tests.browser.conftest import TOKEN_CHECK_SECONDS, Service
 from tests.workers.replay.samples import MODEL, request
 
 MAX_BYTES = 600_000
@@ -198,6 +198,7 @@ def test_a_revoked_token_is_asked_for_again_once(browser: Chromium, service: Ser
     log_in(browser, service, token)
     browser.wait_for("document.querySelector('.list tbody a')")
     revoke_token(service.database, "short-lived")
+    time.sleep(2 * TOKEN_CHECK_SECONDS)  # the API may have looked it up just before
     browser.evaluate("document.querySelector('.list a').click()")
     browser.wait_for("document.getElementById('login').open")
     assert "revoked" in browser.evaluate("document.getElementById('login-reason').textContent")
