@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 from bexp.api.answer_choices import batch_rows, saving_rows, second_figure
 from bexp.api.answer_plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
+from bexp.api.answer_variants import variant_lines
 from bexp.api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.records.recommendation import (
@@ -15,49 +16,12 @@ from bexp.explorer.records.recommendation import (
     Relaxation,
     RunnerUpCheck,
     TextFigures,
-    VariantAnswer,
     WholeModelCheck,
 )
-from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP
 from bexp.explorer.spec.training import LoRASpec
-
-
-def variant_lines(variants: Sequence[VariantAnswer]) -> list[str]:
-    """Return the lines of a table, with the candidate of each row, or why there is none, in a line below it.
-
-    Variants with a capacity factor show their memory and what they drop, in place of their parameters.
-    """
-    drops = any(variant.capacity_factor is not None for variant in variants)
-    compared = "num_query_groups and capacity_factor" if drops else "num_query_groups"
-    head = ("groups", "capacity" if drops else "parameters", "micro_batch_size", "tokens/s", "confidence")
-    rows = [(*head, *["peak", "dropped"] * drops), *(_cells(variant, drops=drops) for variant in variants)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [f"Variants by {compared} (separate models, not ranked)"]
-    for cells, text in zip(rows, ["", *map(_below, variants)], strict=True):
-        lines.append("  " + "  ".join(f"{cell:>{width}}" for cell, width in zip(cells, widths, strict=True)))
-        lines += [f"      {text}"] if text else []
-    return lines
-
-
-def _cells(variant: VariantAnswer, *, drops: bool) -> tuple[str, ...]:
-    best = variant.recommendation
-    capacity = "none" if variant.capacity_factor is None else f"{variant.capacity_factor:g}"
-    head = (str(variant.num_query_groups), capacity if drops else f"{variant.num_parameters:,}")
-    if best is None:
-        return (*head, *("-",) * (5 if drops else 3))
-    speed = f"{best.expected_tokens_per_second:,.0f}"
-    found = (str(best.candidate.micro_batch_size), speed, str(best.confidence))
-    memory = (bytes_text(best.measured_peak_bytes), f"{best.dropped_share or 0.0:.1%}") if drops else ()
-    return (*head, *found, *memory)
-
-
-def _below(variant: VariantAnswer) -> str:
-    best = variant.recommendation
-    return variant.reason or "nothing fits" if best is None else best.candidate.describe()
-
 
 TOTAL = "total"
 
@@ -130,34 +94,6 @@ def _recommendation_rows(best: Recommendation, request: ExplorationRequest | Non
         lines += expert_mode_rows(best.plan)
         lines += other_mesh_rows(best.plan)
     return lines + [row("note", note) for note in best.notes]
-
-
-def render_run_report(report: RunReport, best: Recommendation) -> str:
-    """Return one line about a real run, compared with `best` if it used one of its two micro-batch sizes."""
-    line = (
-        f"a run on {report.hardware} reached {rate_text(report.tokens_per_second)} per device with micro_batch_size "
-        f"{report.micro_batch_size} in {report.steps:,} steps"
-    )
-    if report.peak_bytes is not None:
-        line += f", peak {bytes_text(report.peak_bytes)}"
-    promised = _promised(best, report.micro_batch_size)
-    if promised is None:
-        return line
-    speed = report.tokens_per_second / promised[0]
-    peak = ""
-    if report.peak_bytes is not None and promised[1]:
-        peak = f", {report.peak_bytes / promised[1]:.2f}x the promised peak"
-    return f"{line}: {speed:.2f}x the promised speed{peak}"
-
-
-def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] | None:
-    """Return the tokens/s and the peak bytes of the figure with this micro-batch size; None if neither has it."""
-    if micro_batch_size == best.candidate.micro_batch_size:
-        return best.expected_tokens_per_second, best.measured_peak_bytes
-    other = best.dividing
-    if other is not None and micro_batch_size == other.candidate.micro_batch_size:
-        return other.tokens_per_second, other.peak_bytes
-    return None
 
 
 def memory_parts(memory: MemoryParts) -> list[tuple[str, int]]:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.api.answer import is_provisional, remedy_rows, texts_text, variant_lines
+from bexp.api.answer import is_provisional, remedy_rows, texts_text
 from bexp.api.answer_choices import second_figure
 from bexp.api.answer_plan import mesh_text
+from bexp.api.answer_variants import variant_lines
 from bexp.api.text import WIDTH, bytes_text, rate_text, row, wrap
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
 from bexp.explorer.spec.candidate import Candidate

@@ -7,8 +7,9 @@ from typing import Annotated
 
 import typer
 
-from bexp.api.answer import is_provisional, render_run_report
+from bexp.api.answer import is_provisional
 from bexp.api.answer_choices import no_dividing_text
+from bexp.api.answer_runs import render_run_report
 from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say

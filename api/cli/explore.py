@@ -11,6 +11,7 @@ from bexp.api.cli import options
 from bexp.api.cli.arguments import AsJson, LogDir, Verbose
 from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.files import read_document
 from bexp.api.cli.local_run import LocalRun
 from bexp.explorer.formats.cerebras import is_cerebras
 from bexp.explorer.spec.request import ExplorationRequest
@@ -49,7 +50,7 @@ def explore(
     Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
     """
     name, local_target = options.split_target(target)
-    document = options.read_document(config)
+    document = read_document(config)
     request = options.build_request(config, document, fields, device_kind=options.device_kind(device), target=name)
     if log_dir is None and is_cerebras(document):
         log_dir = Path.cwd()

@@ -13,16 +13,13 @@ import typer
 
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.files import read_document, read_lengths
 from bexp.explorer.formats.document import load_document
-from bexp.explorer.formats.lengths import is_distribution, parse_lengths
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.explorer.spec.trainer import TrainerName
-
-HF_CONFIG = "config.json"
-CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
 
 
 class Mode(StrEnum):
@@ -298,14 +295,6 @@ def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> 
     return build_request(config, read_document(config), fields, **others)
 
 
-def read_document(config: Path) -> Any:
-    """Return what the file holds.
-
-    Raises FormatError if it is neither YAML nor JSON, and CommandError if it cannot be read.
-    """
-    return load_document(_read(config))
-
-
 def build_request(config: Path, document: Any, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
     """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
 
@@ -314,19 +303,6 @@ def build_request(config: Path, document: Any, fields: dict[str, Any], **others:
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)
-
-
-def read_lengths(given: str) -> Any:
-    """Return the field of a request that `--lengths` stands for: a distribution, or what a file says.
-
-    Raises CommandError if the file cannot be read, or is none of lengths.
-    """
-    if is_distribution(given):
-        return given
-    try:
-        return parse_lengths(_text_of(Path(given)))
-    except ValueError as error:
-        raise CommandError(ExitCode.USAGE, f"--lengths {given}: {error}") from None
 
 
 def parse_micro_batch_size(text: str | None) -> Any:
@@ -389,37 +365,3 @@ def device_kind(device: str | None) -> Literal["cpu", "cuda"] | None:
     if kind == "replay":  # a recorded table has the kind of the device that it was recorded on
         return None
     raise CommandError(ExitCode.USAGE, f"--device {device!r} is none of cpu, cuda:0, cuda:0-3 and replay:TABLE")
-
-
-def _read(config: Path) -> str:
-    if config.suffix == ".py":
-        hint = f"your own class is a target, beside a request: bexp explore REQUEST.yaml --target {config}:CLASS"
-        raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", hint)
-    return _text_of(_file_of(config))
-
-
-def _text_of(path: Path) -> str:
-    """Return the text of a file, or of stdin if its name is `-`. Raises CommandError if it cannot be read."""
-    try:
-        return typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise CommandError(ExitCode.USAGE, f"{path} is not a text file") from None
-    except OSError as error:
-        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {path}", *_hub_hint(path)) from None
-
-
-def _file_of(config: Path) -> Path:
-    """Return the config.json of a folder with a model, else the path as it is."""
-    inside = config / HF_CONFIG
-    return inside if inside.is_file() else config
-
-
-def _hub_hint(config: Path) -> list[str]:
-    """Return how to get the file: of a folder, a URL, or what may be the name of a model on the Hugging Face hub."""
-    if config.is_dir():
-        return [f"the folder has no {HF_CONFIG}"]
-    if str(config).startswith(("http:", "https:")):
-        return ["bexp reads files: download it first, for instance with curl -LO"]
-    if config.exists() or config.is_absolute() or config.suffix in CONFIG_SUFFIXES or str(config).count("/") != 1:
-        return []
-    return [f"is it a model on the Hugging Face hub? bexp reads a file: hf download {config} {HF_CONFIG} --local-dir ."]

@@ -123,7 +123,7 @@ def _plainly(net: Net, options: argparse.Namespace) -> None:
     optimizer = torch.optim.AdamW(net.parameters())
     data = Numbers()
     loader = DataLoader(data, batch_size=options.batch, sampler=DistributedSampler(data))
-    batches = iter([])  # type: ignore[var-annotated]
+    batches = iter(loader)
     for _ in range(options.steps):
         for _ in range(options.accumulate):
             batch = next(batches, None)

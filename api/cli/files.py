@@ -1,0 +1,70 @@
+"""The files that commands read: a configuration, a folder with a model, and the lengths of texts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import typer
+
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.lengths import is_distribution, parse_lengths
+
+HF_CONFIG = "config.json"
+CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
+
+
+def read_document(config: Path) -> Any:
+    """Return what the file holds.
+
+    Raises FormatError if it is neither YAML nor JSON, and CommandError if it cannot be read.
+    """
+    return load_document(_read(config))
+
+
+def read_lengths(given: str) -> Any:
+    """Return the field of a request that `--lengths` stands for: a distribution, or what a file says.
+
+    Raises CommandError if the file cannot be read, or is none of lengths.
+    """
+    if is_distribution(given):
+        return given
+    try:
+        return parse_lengths(_text_of(Path(given)))
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, f"--lengths {given}: {error}") from None
+
+
+def _read(config: Path) -> str:
+    if config.suffix == ".py":
+        hint = f"your own class is a target, beside a request: bexp explore REQUEST.yaml --target {config}:CLASS"
+        raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", hint)
+    return _text_of(_file_of(config))
+
+
+def _text_of(path: Path) -> str:
+    """Return the text of a file, or of stdin if its name is `-`. Raises CommandError if it cannot be read."""
+    try:
+        return typer.get_text_stream("stdin").read() if str(path) == "-" else path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        raise CommandError(ExitCode.USAGE, f"{path} is not a text file") from None
+    except OSError as error:
+        raise CommandError(ExitCode.USAGE, f"{error.strerror}: {path}", *_hub_hint(path)) from None
+
+
+def _file_of(config: Path) -> Path:
+    """Return the config.json of a folder with a model, else the path as it is."""
+    inside = config / HF_CONFIG
+    return inside if inside.is_file() else config
+
+
+def _hub_hint(config: Path) -> list[str]:
+    """Return how to get the file: of a folder, a URL, or what may be the name of a model on the Hugging Face hub."""
+    if config.is_dir():
+        return [f"the folder has no {HF_CONFIG}"]
+    if str(config).startswith(("http:", "https:")):
+        return ["bexp reads files: download it first, for instance with curl -LO"]
+    if config.exists() or config.is_absolute() or config.suffix in CONFIG_SUFFIXES or str(config).count("/") != 1:
+        return []
+    return [f"is it a model on the Hugging Face hub? bexp reads a file: hf download {config} {HF_CONFIG} --local-dir ."]
