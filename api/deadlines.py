@@ -92,6 +92,8 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether a body follows the header of a request."""
+    """Whether a body follows the header of a request, which somebody reads: no route with another method does."""
+    if scope["method"] in {"GET", "HEAD", "DELETE"}:
+        return False
     headers = dict(scope["headers"])
     return b"transfer-encoding" in headers or headers.get(b"content-length", b"0") != b"0"

@@ -91,9 +91,11 @@ def surer_text(best: Recommendation, request: ExplorationRequest, served: int) -
 def _next(best: Recommendation, job_id: str, request: ExplorationRequest | None) -> str:
     """Return the command that makes the trainer run so, and the one that tells the rest."""
     command, rest = f"bexp best {job_id}", "-v for the whole answer"
+    if best.notes:
+        rest += f" with {len(best.notes)} note{'' if len(best.notes) == 1 else 's'}"
     target = BEXP if request is None else request.target_name
     if best.plan is not None or target not in {BEXP, TRANSFORMERS}:
-        return f"`{command} -v` for the whole answer"
+        return f"`{command} -v`{rest.removeprefix('-v')}"
     if request is not None and request.trainer is not None:
         return f"`{command} --format {request.trainer}`, {rest}"
     return f"`{command} --json > best.json` for bexp.apply, --format NAME for a trainer, {rest}"

@@ -19,6 +19,8 @@ from bexp.api.problems import problem_response
 from bexp.api.rate_limits import address_key
 from bexp.api.settings import ServiceSettings
 
+WAITING_SHARE = 0.8
+"""How much of the time to the start of a response a request may wait for its turn; the rest is for its answer."""
 AT_ONCE = 8
 """Requests of one address, or of one user of this machine, that are worked on at the same time."""
 
@@ -27,7 +29,7 @@ class TurnMiddleware:
     """Begins a request when fewer than AT_ONCE of its address are in work: received as a whole, and not yet answered.
 
     A request leaves its turn to the next one when its response starts, so that streams take none. One that waits
-    longer than a response may take is refused, and more of an address than there may be connections.
+    too long is refused, and more of an address than there may be connections.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
@@ -45,7 +47,7 @@ class TurnMiddleware:
         if self._num[key] >= self._settings.max_connections:  # those whose clients have gone still wait
             await _refuse(scope, receive, send)
             return
-        turn = _Turn(self._turns[key], self._settings.answer_seconds)
+        turn = _Turn(self._turns[key], WAITING_SHARE * self._settings.answer_seconds)
         self._num[key] += 1
 
         async def receive_and_wait() -> Message:

@@ -50,7 +50,7 @@ def best(
     Example: bexp best latest --format accelerate > accelerate.yaml
     """
     if export_format is not None:
-        _check_format(export_format, as_json=as_json)
+        _check_format(export_format, prints_all=as_json or verbose)
     with connect() as client:
         job = find_job(client, job_id)
         result = client.result(job.id)
@@ -58,7 +58,7 @@ def best(
         whole = as_json or verbose
         if whole:
             _print_whole(client, job, result, as_json=as_json)
-        printed = whole or export_format is not None
+        printed = as_json or export_format is not None
         reports = client.run_reports(job.id) if known is not None and not printed else ()
         exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:
@@ -102,9 +102,9 @@ def _print_whole(client: Explorations, job: Exploration, result: Result | None, 
         typer.echo(text)
 
 
-def _check_format(name: str, *, as_json: bool) -> None:
-    if as_json:
-        raise CommandError(ExitCode.USAGE, "--format prints a file, and --json another: choose one of them")
+def _check_format(name: str, *, prints_all: bool) -> None:
+    if prints_all:
+        raise CommandError(ExitCode.USAGE, "--format prints a file: leave out --json and -v")
     try:
         find_format(name)
     except UnknownFormatError as error:

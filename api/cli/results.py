@@ -46,7 +46,10 @@ def conclude(client: Explorations, job_id: str, last: Event, *, as_json: bool, v
 
 
 def answer_text(job: Exploration, result: Result, *, verbose: bool) -> str:
-    """Return the answer of a job in six lines, or all that is known of it; empty if nothing is recommended."""
+    """Return the answer of a job in six lines, or all that is known of it; empty if nothing is known.
+
+    Of an exploration that has ended early the best until then is told whole.
+    """
     answer, best, width = result.answer, result.recommendation, terminal_width()
     if answer is None:
         if best is None:

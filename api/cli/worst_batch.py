@@ -20,7 +20,10 @@ NOTICED = 1.05
 
 def describe_training(stored: Explorations, job_id: str, answer: Candidate) -> Iterator[str]:
     """Yield lines of the answer with this candidate."""
-    parts = ModelParts.model_validate((stored.get(job_id).report or {})["parts"])
+    described = (stored.get(job_id).report or {}).get("parts")
+    if described is None:
+        return
+    parts = ModelParts.model_validate(described)
     yield row("worst micro-batch", describe_worst(parts.samples, answer.micro_batch_size))
     found, peaks, failed = stored.result(job_id), dict[int, int](), set[int]()
     for trial in stored.trials(job_id):
@@ -34,6 +37,7 @@ def describe_training(stored: Explorations, job_id: str, answer: Candidate) -> I
     best = None if found is None else found.recommendation
     if parts.samples is not None and best is not None:
         spare = best.memory_limit_bytes - best.required_bytes + best.measured_peak_bytes
+        failed = {size for size in failed if size > max(peaks, default=0)}  # others ran at another time
         larger = describe_larger(parts.samples, fitting_size(peaks, failed, spare), failed)
         if larger:
             yield row("larger sizes", larger)

@@ -130,9 +130,10 @@ class Clock:
         if enough and len(self._timed()) < FEWEST_VARIED:
             enough = not self._varies()
         enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())
-        enough = enough or number >= MOST_STEPS or elapsed >= MOST_SECONDS
-        restarts = enough and self._num_restarts < MOST_RESTARTS and not self._has_settled()
-        told = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": enough and not restarts})
+        is_spent = number >= MOST_STEPS or elapsed >= MOST_SECONDS
+        restarts = enough and not is_spent and self._num_restarts < MOST_RESTARTS and not self._has_settled()
+        over = is_spent or (enough and not restarts)
+        told = self._ranks.share({"is_warm": warm, "restarts": restarts, "is_over": over})
         if told is None:
             return
         if told["restarts"] or (told["is_warm"] and self._began is None):  # of the first process, so that all agree

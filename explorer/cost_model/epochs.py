@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 FEWEST_SIMULATED = 400
 GROUPED_TOGETHER = 50
-"""Micro-batches that transformers' LengthGroupedSampler sorts by length together, if an epoch has four times as many.
-"""
+"""Steps that transformers' LengthGroupedSampler sorts by length together, if an epoch has four times as many."""
 
 Places = NDArray[np.int64]
 Epoch = Callable[[int], Sequence[int] | Places]
@@ -29,7 +28,10 @@ def cut_epochs(epoch: Epoch, size: int, fewest: int = FEWEST_SIMULATED) -> Place
 
 
 def grouped_epoch(lengths: Places, size: int) -> Epoch:
-    """Return the order of transformers' LengthGroupedSampler: shuffled, and then sorted within many micro-batches."""
+    """Return the order of transformers' LengthGroupedSampler: shuffled, and then sorted within many steps of `size`.
+
+    The Trainer's are the sequences of an optimizer step on one device, accumulation included.
+    """
     together = size * max(1, min(len(lengths) // (size * 4), GROUPED_TOGETHER))
 
     def order(seed: int) -> Places:

@@ -42,7 +42,7 @@ def expect(work: Figures, seconds: Figures, is_drawn: NDArray[np.bool_], populat
     lack = wanted[chosen] - drawn @ columns[:, chosen]
     slope = np.linalg.pinv(columns[:, chosen] / noise[:, None]).T @ lack / noise
     weights = drawn + slope  # the mean is linear in the seconds
-    mean = float(weights @ seconds)
+    mean = max(0.0, float(weights @ seconds))
     return mean, max(float(np.sqrt(variance * np.square(weights * noise).sum())), LEAST_ERROR * mean)
 
 

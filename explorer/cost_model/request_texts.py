@@ -21,7 +21,8 @@ def text_batches(request: ExplorationRequest, size: int) -> TextBatches | None:
     batching = request.batching_of_texts
     if request.lengths is None or batching is None or size < 1:
         return None
-    return _text_batches(request.lengths, batching, request.seq_length, size)
+    steps = max(1, (request.batch_size or size) // size) if batching == "grouped" else 1
+    return _text_batches(request.lengths, batching, request.seq_length, size, steps * size)
 
 
 def tokens_per_sequence(model: ExploredModel, request: ExplorationRequest) -> float:
@@ -46,10 +47,10 @@ def _cut(lengths: Lengths, seq_length: int) -> CutLengths:
 
 
 @lru_cache(maxsize=256)
-def _text_batches(lengths: Lengths, batching: Batching, seq_length: int, size: int) -> TextBatches:
+def _text_batches(lengths: Lengths, batching: Batching, seq_length: int, size: int, step_size: int) -> TextBatches:
     from bexp.explorer.cost_model.text_batches import TextBatches  # noqa: PLC0415 - see above
 
-    return TextBatches(_cut(lengths, seq_length), batching, seq_length, size)
+    return TextBatches(_cut(lengths, seq_length), batching, seq_length, size, step_size)
 
 
 @lru_cache(maxsize=16)

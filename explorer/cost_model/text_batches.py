@@ -76,14 +76,17 @@ class TextBatch:
 
 class TextBatches:
     """The micro-batches of one size. `measured` are those to measure: usual ones, in the shares of an epoch, and last
-    the longest, whose memory is that of the size.
+    the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
 
     `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch.
     """
 
-    def __init__(self, texts: CutLengths, batching: Batching, seq_length: int, size: int) -> None:
-        make = {"padded": _padded, "grouped": _grouped, "packed": _packed}[batching]
-        work_NA, self.share_N, batch_at, self.longest = make(texts, seq_length, size)
+    def __init__(self, texts: CutLengths, batching: Batching, seq_length: int, size: int, step_size: int) -> None:
+        if batching == "packed":
+            made = _packed(texts, seq_length, size)
+        else:
+            made = _padded(texts, size) if batching == "padded" else _grouped(texts, size, step_size)
+        work_NA, self.share_N, batch_at, self.longest = made
         self.positions_N, self.pairs_N = work_NA[:, 0], work_NA[:, 1]
         ranked = np.argsort(self.positions_N * work_NA[:, 1].max() + self.pairs_N, kind="stable")
         below = np.cumsum(self.share_N[ranked])
@@ -135,7 +138,7 @@ Made = tuple[Figures, Figures, BatchAt, TextBatch]
 """Positions and pairs of each micro-batch, shape (N, 2), its share, what makes it, and the longest."""
 
 
-def _padded(texts: CutLengths, seq_length: int, size: int) -> Made:
+def _padded(texts: CutLengths, size: int) -> Made:
     """Rows padded to the longest of `size` texts, drawn at random: widths have known probabilities."""
     lengths, counts = np.array(texts.lengths), np.array(texts.counts)
     below = np.cumsum(counts) / counts.sum()
@@ -149,10 +152,10 @@ def _padded(texts: CutLengths, seq_length: int, size: int) -> Made:
     return _padded_work(lengths, size), share_N / share_N.sum(), batch_at, batch_at(len(lengths) - 1)
 
 
-def _grouped(texts: CutLengths, seq_length: int, size: int) -> Made:
+def _grouped(texts: CutLengths, size: int, step_size: int) -> Made:
     """Rows padded to the longest of `size` texts that lie near one another in an epoch sorted piece by piece."""
     epoch = _epoch(texts, with_longest=False)
-    lengths_NM = epoch[cut_epochs(grouped_epoch(epoch, size), size, SIMULATED_BATCHES)]
+    lengths_NM = epoch[cut_epochs(grouped_epoch(epoch, step_size), size, SIMULATED_BATCHES)]
     widths = lengths_NM.max(axis=1)
 
     def batch_at(place: int) -> TextBatch:

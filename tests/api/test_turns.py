@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from starlette.types import Message, Receive, Scope, Send
 
+from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.peers import Peer, read_proxy
 from bexp.api.settings import ServiceSettings
 from bexp.api.turns import AT_ONCE, TurnMiddleware
@@ -23,11 +24,13 @@ class Work:
     def __init__(self, **settings: Any) -> None:
         self.begun: list[str] = []
         self.statuses: list[int] = []
+        self.reads_body = True
         self.may_answer, self.may_end = asyncio.Event(), asyncio.Event()
-        self.turns = TurnMiddleware(self._work, ServiceSettings("sqlite://", **settings))
+        chosen = ServiceSettings("sqlite://", **settings)
+        self.turns = DeadlineMiddleware(TurnMiddleware(self._work, chosen), chosen.answer_seconds)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        while (await receive())["more_body"]:
+        while self.reads_body and (await receive())["more_body"]:
             pass
         self.begun.append(scope["path"])
         await self.may_answer.wait()
@@ -39,7 +42,9 @@ class Work:
         self, path: str, peer: Peer, headers: dict[str, str] | None = None, *messages: Message
     ) -> asyncio.Task[None]:
         encoded = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
-        scope = {"type": "http", "path": path, "headers": encoded, "state": {"peer": peer}, "client": ("", 0)}
+        method = "POST" if messages else "GET"
+        scope = {"type": "http", "method": method, "path": path, "headers": encoded}
+        scope |= {"state": {"peer": peer}, "client": ("", 0)}
         given = iter(messages or (WHOLE,))
 
         async def receive() -> Message:
@@ -88,6 +93,18 @@ def test_a_request_that_is_not_yet_there_takes_no_turn() -> None:
         assert work.begun == ["/here", "/sent"]
         for task in (*late, here, sent):
             task.cancel()
+
+    asyncio.run(run())
+
+
+def test_a_body_that_nobody_reads_does_not_spare_the_turn() -> None:
+    async def run() -> None:
+        work = Work()
+        work.reads_body = False
+        for _ in range(2 * AT_ONCE):
+            work.ask("/crowd", CROWD, {"content-length": "1"})
+        await settle()
+        assert len(work.begun) == AT_ONCE
 
     asyncio.run(run())
 

@@ -50,18 +50,30 @@ def test_best_fit_keeps_texts_whole_and_rows_full() -> None:
 
 
 @pytest.mark.parametrize("size", [2, 8, 32])
-def test_texts_are_grouped_as_the_librarys_sampler_does(size: int) -> None:
+def test_texts_are_grouped_as_the_library_groups_those_of_a_step(size: int) -> None:
     lengths = np.random.default_rng(1).lognormal(5, 1, 2000).astype(np.int64) + 1
-    ours = lengths[cut_epochs(grouped_epoch(lengths, size), size, 60 * (len(lengths) // size))].max(axis=1)
+    ours = lengths[cut_epochs(grouped_epoch(lengths, 4 * size), size, 60 * (len(lengths) // size))].max(axis=1)
     order: list[int] = []
     for seed in range(60):
-        epoch = get_length_grouped_indices(lengths.tolist(), size, None, torch.Generator().manual_seed(seed))
+        epoch = get_length_grouped_indices(lengths.tolist(), 4 * size, None, torch.Generator().manual_seed(seed))
         order += epoch[: len(epoch) // size * size]
     theirs = lengths[np.array(order).reshape(-1, size)].max(axis=1)
     assert ours.mean() == pytest.approx(theirs.mean(), rel=0.03), "as far as drawn epochs tell"
     assert ours.max() == theirs.max()
     plain = lengths[cut_epochs(lambda s: np.random.default_rng(s).permutation(2000), size)].max(axis=1)
     assert ours.mean() < 0.95 * plain.mean()
+
+
+def test_groups_are_made_of_the_texts_of_a_step_accumulation_included() -> None:
+    many = {"lengths": {n: 100 * count for n, count in LENGTHS.items()}}
+    alone, accumulated = batches("grouped", 16, **many), batches("grouped", 16, batch_size=128, **many)
+    assert accumulated.expected_positions < alone.expected_positions
+    assert batches("grouped", 16, batch_size=24, **many).expected_positions == alone.expected_positions
+
+
+def test_a_mean_of_seconds_is_never_negative() -> None:
+    found = batches("grouped", 4, lengths={100: 50, 300: 40, 1500: 10}, seq_length=2048)
+    assert found.expect([0.0, 0.0, 0.0, 0.005])[0] == 0.0
 
 
 @pytest.mark.parametrize("size", [1, 2, 16])

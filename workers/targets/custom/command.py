@@ -38,6 +38,8 @@ from bexp.workers.targets.custom.training_command import TrainingCommand, enviro
 TAIL_LINES, LAST_LINES = 100, 6
 LONGEST_FOLDER = 70
 """The path of a Unix socket has at most 107 characters."""
+EVALUATION_SECONDS = 60.0
+"""How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
 POLL_SECONDS = 0.1
 TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
@@ -178,8 +180,11 @@ class CommandProcess:
         if batch is None or self._popen is None:
             return None
         self._send({"command": "evaluate"})
-        reply = self._receive(until)
-        outcome = Outcome(reply["outcome"])
+        try:
+            reply = self._receive(min(until, time.monotonic() + EVALUATION_SECONDS))
+            outcome = Outcome(reply["outcome"])
+        except TrialFailedError as error:
+            reply, outcome = {}, error.outcome
         if outcome is not Outcome.OK:
             self._start(None, until)
         if outcome not in (Outcome.OK, Outcome.OUT_OF_MEMORY):
