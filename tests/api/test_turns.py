@@ -43,8 +43,8 @@ class Work:
     ) -> asyncio.Task[None]:
         encoded = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         method = "POST" if messages else "GET"
-        scope = {"type": "http", "method": method, "path": path, "headers": encoded}
-        scope |= {"state": {"peer": peer}, "client": ("", 0)}
+        scope: Scope = {"type": "http", "method": method, "path": path, "headers": encoded}
+        scope["state"], scope["client"] = {"peer": peer}, ("", 0)
         given = iter(messages or (WHOLE,))
 
         async def receive() -> Message:

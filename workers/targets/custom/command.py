@@ -227,6 +227,7 @@ class CommandProcess:
     def _start(self, size: int | None, until: float) -> None:
         """Start the command, and wait for its training to say what it is."""
         self._stop()
+        forget_failures(self._folder)
         arguments, left = self._command.filled(self._choice, size)
         scratch = self._folder / "scratch"
         scratch.mkdir(exist_ok=True)
@@ -252,7 +253,6 @@ class CommandProcess:
             raise TrialFailedError(Outcome.UNSUPPORTED, reason) from error
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
-        forget_failures(self._folder)
         self._hello = self._receive(until)
         if self._hello["event"] == "refused":
             raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])

@@ -21,6 +21,19 @@ LLAMA: dict[str, Any] = {
     "intermediate_size": 96,
     "vocab_size": 160,
 }
+QWEN_MOE: dict[str, Any] = {
+    "model_type": "qwen3_moe",
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 96,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "vocab_size": 160,
+}
 HARDWARE = HardwareSpec(
     device_kind="cpu",
     device_name="test",

@@ -21,7 +21,7 @@ from bexp.workers.instruments.failures import UnsupportedTrialError, classify
 from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.bexp.transformers import models
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
 
 pytest.importorskip("transformers")
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
@@ -122,31 +122,18 @@ def test_a_model_with_adapters_is_set_up_and_computes_what_it_did(recompute: str
     assert models.snapshot(model.get_base_model()) == before
 
 
-EXPERTS: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 160,
-}
 ON_EXPERTS = {"r": 4, "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}
 
 
 def test_experts_in_one_tensor_get_adapters_that_are_trained() -> None:
     pytest.importorskip("peft")
     lora = {**ON_EXPERTS, "use_rslora": True}
-    target = open_target(EXPERTS, training={"lora": lora})
+    target = open_target(QWEN_MOE, training={"lora": lora})
     parts = target.report(HARDWARE).parts
     assert parts is not None
     assert parts.trainable_bytes == 2 * 4 * 4 * 4 * ((64 + 2 * 32) + (32 + 64)), "for each layer, expert and rank"
     candidate = CANDIDATE.model_copy(update={"expert_backend": "grouped_mm"})
-    with target.training_run(candidate, parts, request_for(EXPERTS, training={"lora": lora})) as run:
+    with target.training_run(candidate, parts, request_for(QWEN_MOE, training={"lora": lora})) as run:
         trained = {name: p for name, p in run._model.named_parameters() if p.requires_grad}
         before = {name: p.detach().clone() for name, p in trained.items()}
         run.begin()
@@ -201,7 +188,7 @@ def test_embeddings_and_head_are_trained_as_copies() -> None:
 def test_a_parameter_or_module_that_matches_nothing_is_refused(lora: dict[str, Any], said: str) -> None:
     pytest.importorskip("peft")
     with pytest.raises(UnsupportedTrialError, match=re.escape(said)):
-        open_target(EXPERTS, training={"lora": lora})
+        open_target(QWEN_MOE, training={"lora": lora})
 
 
 def test_our_kernels_serve_experts_with_adapters_only_where_they_compute_the_same(
@@ -209,8 +196,8 @@ def test_our_kernels_serve_experts_with_adapters_only_where_they_compute_the_sam
 ) -> None:
     pytest.importorskip("peft")
     fields = {"training": {"lora": ON_EXPERTS}}
-    target = open_target(EXPERTS, **fields)
-    probe = SettingsProbe(target._resolved, target._parts(), request_for(EXPERTS, **fields))
+    target = open_target(QWEN_MOE, **fields)
+    probe = SettingsProbe(target._resolved, target._parts(), request_for(QWEN_MOE, **fields))
     assert probe._expert_support("bexp_fused").usable
 
     def forgets(x: Any, routes: Any, weights: Any, w_in: torch.Tensor, w_out: torch.Tensor, activation: Any) -> Any:
@@ -227,6 +214,6 @@ def test_our_kernels_serve_experts_with_adapters_only_where_they_compute_the_sam
     assert "Expert kernels are left out: 'bexp_fused' with adapters on experts" in event.message
     assert adapted_experts_event([left_out.model_copy(update={"reason": "it needs a GPU"})]) is None
     elsewhere = {"training": {"lora": LORA}}
-    plain = open_target(EXPERTS, **elsewhere)
-    probe = SettingsProbe(plain._resolved, plain._parts(), request_for(EXPERTS, **elsewhere))
+    plain = open_target(QWEN_MOE, **elsewhere)
+    probe = SettingsProbe(plain._resolved, plain._parts(), request_for(QWEN_MOE, **elsewhere))
     assert probe._expert_support("bexp_fused").usable

@@ -21,25 +21,12 @@ from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers import quantized
 from bexp.workers.targets.transformers.quantized import held_tensors, keeps_inputs, scales_of, storage_bytes
 from bexp.workers.targets.transformers.target import TransformersTarget
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, open_target, request_for
+from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
 
 transformers = pytest.importorskip("transformers")
 pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
 
-QWEN_MOE: dict[str, Any] = {
-    "model_type": "qwen3_moe",
-    "hidden_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "intermediate_size": 96,
-    "moe_intermediate_size": 32,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "vocab_size": 160,
-}
 LORA = {"r": 4, "target_modules": ["q_proj", "v_proj"]}
 CANDIDATE = Candidate(
     micro_batch_size=2, attention_backend="sdpa", num_query_groups=1, recompute=Recompute.FULL, loss="chunked"
