@@ -11,7 +11,7 @@ from torch.utils.data import RandomSampler, SequentialSampler
 
 from bexp.explorer.cost_model.epochs import Epoch, Places, cut_epochs
 from bexp.explorer.cost_model.expectation import Figures, expect
-from bexp.tune.lengths import WORST_TIMES, Lengths, WorstFirst
+from bexp.tune.lengths import FEWEST_BATCHES, WORST_TIMES, Lengths, WorstFirst
 
 if TYPE_CHECKING:
     from bexp.tune.measuring import MicroStep
@@ -24,7 +24,7 @@ TOLERANCE = 0.05
 FEWEST_DRAWN = 4
 ALIKE = 1.1
 """How much longer than another time an early one of the longest micro-batch may take, and not be one of warming up."""
-AGAIN = range(WORST_TIMES + 6, 1000, 15)
+AGAIN = range(WORST_TIMES + 6, 100_000, 15)
 """Where the longest micro-batch comes again: its first times load kernels and grow the allocator's cache."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
@@ -109,7 +109,8 @@ class MicroBatches:
         self.varies = bool(np.ptp(widths) > TOLERANCE * widths.mean() or np.ptp(tokens) > TOLERANCE * tokens.mean())
         """Whether the training's micro-batches differ in length."""
         self._by_length = np.argsort(widths * whole + tokens, kind="stable")
-        self._longest_at = frozenset(longest_at) | frozenset(AGAIN)
+        last = max(len(self._simulated), FEWEST_BATCHES)  # all of these must come before the order begins anew
+        self._longest_at = frozenset(longest_at) | frozenset(at for at in AGAIN if at < last)
         self._longest = np.array(lengths.longest(whole))
         self.sampler = WorstFirst(lengths, whole, _Drawn(self), longest_at=self._longest_at)
 

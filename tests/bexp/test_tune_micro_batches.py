@@ -150,6 +150,14 @@ def test_each_process_knows_its_own_part() -> None:
         assert second._places(number).tolist() == row[1].tolist()
 
 
+def test_the_number_of_a_micro_batch_tells_its_samples_however_long_a_trial_runs() -> None:
+    lengths = texts(200)
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    order = [place for _ in range(2) for place in micro_batches.sampler]
+    for number in range(len(order) // SIZE):
+        assert list(micro_batches._places(number)) == order[number * SIZE : (number + 1) * SIZE], number
+
+
 def test_data_of_one_length_and_unknown_orders_stay_as_they_are() -> None:
     equal = Lengths((8,) * 100, 100, (8,) * 100)
     sampler, micro_batches = order_of(range(100), shuffled(equal), equal, 2)

@@ -18,8 +18,8 @@ _ROOT_CAUSE = re.compile(r"Root Cause.*?^\s*rank\s*: (\d+).*?^\s*exitcode\s*: (-
 """What torchrun prints of the process that ended first."""
 _OWN_LINE = re.compile(r"[WE]\d{4} ")
 """How a line of its own begins: what stands before it is the training's."""
-_ERROR = re.compile(r"\[rank\d+\]:")
-"""How a line of an error begins, which a process that has said nothing has not raised."""
+_ELSE = re.compile(r"\[rank\d+\]:|\s|.*Warning: ")
+"""How lines begin that are no process's last word: of an error that another one has raised, or of a warning."""
 
 
 def forget_failures(folder: Path) -> None:
@@ -47,5 +47,5 @@ def cause_of(folder: Path, output: Sequence[str], *, kernel_killed: bool) -> tup
     if ended is None:
         return None
     status = int(ended[2])
-    lines = [line for line in takewhile(lambda line: not _OWN_LINE.match(line), output) if not _ERROR.match(line)]
+    lines = [line for line in takewhile(lambda line: not _OWN_LINE.match(line), output) if not _ELSE.match(line)]
     return classify_exit(f"rank {named}", status, "" if status < 0 else " ".join(last_lines(lines, 1)), kernel_killed)
