@@ -15,8 +15,13 @@ gets its best size, among those that divide the batch that the exploration was a
 - `library_loss`: `stock` with the library's loss, if the recommended one is another.
 
 Sizes are chosen by one short run each, see `next_size`. Then the contenders run in turns, `--rounds` times one after
-the other, each run in a new process. The spread of a contender is thus that of new processes on one machine within
+the other, each run in a new process. Where texts differ in length, `longest` is the recommended run on nothing but the
+longest text of an epoch. The spread of a contender is thus that of new processes on one machine within
 minutes. It says nothing of other machines and days.
+
+Adapters, quantised weights, the optimizer and packed texts that the exploration was asked for are those of all
+contenders, see `trainer_recipes`: `unchanged` is then the best that a sweep of sizes, with and without checkpointing,
+finds for that recipe.
 
 Each GPU has a model at a time. The file is written after each part of a row: the exploration, the sizes of a contender,
 a round. A second start with the same fields and batch measures what a row lacks.
@@ -52,11 +57,15 @@ from benchmarks.trainer_contenders import (
     start_of,
     variants_of,
 )
+from benchmarks.trainer_recipes import recipe_of
 from benchmarks.trainer_runs import TRAINER_FIELDS
+from benchmarks.trainer_texts import longest_text
 
 SEQ_LENGTH = 4096
 SIZE_SECONDS = 2.0
 ROUND_SECONDS = 4.0
+VARIED_STEPS = 60
+"""Micro-steps of a run whose texts differ in length."""
 FAR = 0.9
 """A variant of a contender is given up at a run that is below this share of the one before's best."""
 ASKED = ("micro_batch_size", "candidate", *TRAINER_FIELDS)
@@ -72,6 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--gpus", default="0", help="indices of the GPUs, by comma; empty for the CPU")
     parser.add_argument("--batch-size", type=int, default=64)
+    parser.add_argument("--seq-length", type=int, default=SEQ_LENGTH)
     parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", dest="fields")
     parser.add_argument("--max-seconds", type=float, default=120.0, help="of one exploration")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each contender, in turns")
@@ -120,13 +130,13 @@ class Table:
     def _row(self, path: Path) -> Run:
         """The row of a configuration with the fields and the batch that were asked for, a new one if there is none."""
         fields = sorted(self.options.fields)
-        key = {"model": path.stem, "fields": fields, "batch_size": self.options.batch_size}
+        seq_length = min(self.options.seq_length, reach(json.loads(path.read_text())))
+        key = {"model": path.stem, "fields": fields, "batch_size": self.options.batch_size, "seq_length": seq_length}
         rows: list[Run] = self.results["models"]
         row = next((row for row in rows if key.items() <= row.items()), None)
         if row is None:
-            seq_length = min(SEQ_LENGTH, reach(json.loads(path.read_text())))
             given = [field.partition("=")[2] for field in fields if field.startswith("lengths=")]
-            row = {**key, "lengths": next(iter(given), None), "seq_length": seq_length, "sizes": {}, "rounds": []}
+            row = {**key, "lengths": next(iter(given), None), "sizes": {}, "rounds": []}
             rows.append(row)
         return row
 
@@ -180,6 +190,9 @@ class ModelRun:
             while len(rounds) < self._options.rounds:
                 rounds = [*rounds, {name: self._train(run, ROUND_SECONDS) for name, run in in_turn.items()}]
                 self._put(self._row, "rounds", rounds)
+            run = contenders["recommended"]
+            if self._row["lengths"] is not None and run is not None and "longest" not in self._row:
+                self._put(self._row, "longest", self._train(run, SIZE_SECONDS, longest=True))
 
     def _size(self, name: str, variants: Sequence[Run]) -> list[Run]:
         """Short runs that find the best size and the best variant of a contender."""
@@ -210,11 +223,15 @@ class ModelRun:
         )
         return {"wall_seconds": seconds, "log": log, "errors": errors[-20:], "document": document}
 
-    def _train(self, run: Run, seconds: float) -> Run:
-        """One run of the Trainer."""
+    def _train(self, run: Run, seconds: float, *, longest: bool = False) -> Run:
+        """One run of the Trainer, on the texts of the row or on the longest of them alone."""
         asked = {key: run[key] for key in ASKED if key in run}
         wanted: Run = {key: self._row[key] for key in ("seq_length", "batch_size")}
-        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds}
+        wanted |= {**asked, "lengths": self._row.get("lengths"), "max_seconds": seconds, "recipe": self._recipe()}
+        if longest:
+            wanted |= {"lengths": None, "seq_length": longest_text(wanted["lengths"], wanted["seq_length"])}
+        elif wanted["lengths"] is not None:
+            wanted["steps"] = VARIED_STEPS
         if "candidate" in asked:
             wanted["recommendation"] = document_of(self._row, asked["candidate"])
         assert self._trainer.stdin is not None
@@ -226,6 +243,9 @@ class ModelRun:
             raise RuntimeError("benchmarks.trainer_runs has ended")
         made: Run = json.loads(answer)
         return made
+
+    def _recipe(self) -> Run:
+        return recipe_of(self._row["exploration"]["document"])
 
     def _client(self, arguments: Sequence[str], folder: str) -> subprocess.CompletedProcess[str]:
         """`bexp` with a database and a log folder of its own."""

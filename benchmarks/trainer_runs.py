@@ -6,10 +6,12 @@ Each line of the input is a run, and is answered by a line that adds what it rea
 Trainer of 20 micro-steps on random text in the model's own format. With a `batch_size`, micro-batches are accumulated,
 up to three of them a step, so that gradients exist when memory is at its peak. Throughput is then that of whole steps
 of the batch: micro-steps count as often as it takes them, the rest of the step once. Without it, each micro-batch is a
-step. With `lengths` of a request, texts have these lengths, micro-batches are padded, and padding does not count.
+step. With `lengths` of a request, texts have these lengths, micro-batches are padded or packed, and padding does not
+count.
 
 A `recommendation` in a run is the document of `bexp best --json`. It is applied as the README does it, by `bexp.apply`
-and `bexp.training_arguments`. Other runs may name `gradient_checkpointing`, `torch_compile` and `use_liger_kernel`.
+and `bexp.training_arguments`. Other runs may name `gradient_checkpointing`, `torch_compile` and `use_liger_kernel`. A
+`recipe`, see `trainer_recipes`, names adapters, quantised weights, the optimizer and packed texts of all of them.
 """
 
 from __future__ import annotations
@@ -28,15 +30,16 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from bexp.explorer.spec.lengths import Lengths, expand_lengths
+from benchmarks.trainer_recipes import adapt, checkpoint_folder, fields_of, load_quantized
+from benchmarks.trainer_texts import Collator, Texts
 
 if TYPE_CHECKING:
     import torch
 
     from bexp.measure.timestamps import Mark
 
-DEFAULTS = {"lengths": None, "batch_size": None, "steps": 20, "max_seconds": 15.0}
-"""Of a run: whether texts have half the length to all of it, sequences of a step, micro-steps, when it may end."""
+DEFAULTS: dict[str, Any] = {"lengths": None, "batch_size": None, "steps": 20, "max_seconds": 15.0, "recipe": {}}
+"""Of a run: the lengths of texts, sequences of a step, micro-steps, when it may end, how the model is fine-tuned."""
 WARM_UP = 5
 """Micro-steps that no figure contains."""
 MIN_MICRO_STEPS = 8
@@ -56,10 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
 
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # the Trainer prints, too
-        for line in sys.stdin:
-            made = run_trainer(config, {**DEFAULTS, **json.loads(line)})
-            print(_line(made), file=sys.stderr, flush=True)
-            print(json.dumps(made), file=answers, flush=True)
+        with checkpoint_folder() as folder:
+            for line in sys.stdin:
+                made = run_trainer(config, {**DEFAULTS, "checkpoint": folder, **json.loads(line)})
+                print(_line(made), file=sys.stderr, flush=True)
+                print(json.dumps(made), file=answers, flush=True)
     return 0
 
 
@@ -76,7 +80,7 @@ def run_trainer(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     except EOFError:
         result = {"error": "the process ended without a result"}
     process.join()
-    asked = {key: value for key, value in run.items() if key != "recommendation"}
+    asked = {key: value for key, value in run.items() if key not in {"recommendation", "checkpoint"}}
     return {**asked, **result, "wall_seconds": time.perf_counter() - started}
 
 
@@ -101,12 +105,12 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         if "recommendation" in run:
-            model, fields, applied = _as_recommended(config, run["recommendation"], device, folder)
+            model, fields, applied = _as_recommended(config, run, device, folder)
         else:
             if run.get("use_liger_kernel"):
                 _refuse_without_liger(config["model_type"])
-            model, applied = build(config, device), None
-            fields = {name: run[name] for name in TRAINER_FIELDS if name in run}
+            fields = {name: run[name] for name in TRAINER_FIELDS if name in run} | fields_of(run["recipe"])
+            model, applied = _of_recipe(config, run, device, fields), None
             fields |= {"output_dir": folder, "per_device_train_batch_size": run["micro_batch_size"]}
         size = fields["per_device_train_batch_size"]
         accumulated = micro_steps_of(size, run["batch_size"])
@@ -121,18 +125,24 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             dataloader_drop_last=True,
         )
         clock = Clock(device, run["max_seconds"])
-        texts = Texts(model.config.get_text_config(decoder=True).vocab_size, run["seq_length"], run["lengths"])
+        vocab_size = model.config.get_text_config(decoder=True).vocab_size
+        texts = Texts(vocab_size, run["seq_length"], run["lengths"], packed=bool(run["recipe"].get("packed")))
+        collator = Collator()
         trainer = Trainer(
-            model=model, args=settings, train_dataset=texts, data_collator=pad, callbacks=[clock.callback()]
+            model=model, args=settings, train_dataset=texts, data_collator=collator, callbacks=[clock.callback()]
         )
         training_loss = trainer.train().training_loss
-    seconds = batch_seconds(clock.steps, size, run["batch_size"], varies=run["lengths"] is not None)
+    batch = run["batch_size"] or size
+    if run["lengths"] is None:
+        seconds = batch_seconds(clock.steps, size, run["batch_size"])
+    else:
+        seconds = varied_seconds(clock.steps, collator.tokens, batch * texts.mean)
     return {
         "micro_batch_size": size,
         **({} if applied is None else {"applied": applied}),
         "training_loss": training_loss,
         "micro_step_seconds": clock.steps,
-        "tokens_per_second": (run["batch_size"] or size) * texts.mean / seconds,
+        "tokens_per_second": batch * texts.mean / seconds,
         "peak_bytes": torch.cuda.max_memory_allocated() if cuda else None,
         "kept_bytes": clock.kept_bytes,
         "device_bytes": torch.cuda.mem_get_info()[1] if cuda else None,
@@ -142,17 +152,28 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
 
 
 def _as_recommended(
-    config: dict[str, Any], document: dict[str, Any], device: torch.device, folder: str
+    config: dict[str, Any], run: dict[str, Any], device: torch.device, folder: str
 ) -> tuple[Any, dict[str, Any], str]:
     """The model and the fields of `TrainingArguments` as the README sets them, and what was set on the model."""
     import bexp  # noqa: PLC0415 - only where it is applied
     from bexp.allocator import set_allocator  # noqa: PLC0415 - likewise
     from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - likewise
 
+    document = run["recommendation"]
     fields = bexp.training_arguments(document, output_dir=folder)
     set_allocator(RecommendedSetup.read(document).settings.allocator)  # the model is built on the GPU: it is faster
-    model = build(config, device)
+    model = _of_recipe(config, run, device, fields)
     return model, fields, str(bexp.apply(model, document))
+
+
+def _of_recipe(config: dict[str, Any], run: dict[str, Any], device: torch.device, fields: dict[str, Any]) -> Any:
+    """The model of a run with the weights and the adapters of its recipe."""
+    recipe, name = run["recipe"], run["recipe"].get("quantization")
+    if name is None:
+        model = build(config, device)
+    else:
+        model = load_quantized(lambda: build(config, device), name, Path(run["checkpoint"]))
+    return adapt(model, recipe, checkpointing=bool(fields.get("gradient_checkpointing")))
 
 
 def _refuse_without_liger(model_type: str) -> None:
@@ -168,23 +189,36 @@ def micro_steps_of(micro_batch_size: int, batch_size: int | None) -> int:
     return 1 if batch_size is None else max(1, min(ACCUMULATED, batch_size // micro_batch_size))
 
 
-def batch_seconds(
-    steps: Sequence[Sequence[float]], micro_batch_size: int, batch_size: int | None, *, varies: bool = False
-) -> float:
+def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch_size: int | None) -> float:
     """Seconds of a step of the whole batch, by the medians of those micro-steps that are past the warm-up.
-
-    If micro-steps `varies` in length, their means count.
 
     The first micro-step of a step writes gradients, the last one also updates the weights; those in between are alike,
     and occur as often as the batch takes them. That number may be a fraction, so that a batch which does not divide
     favours no size.
     """
-    length = len(steps[0])
-    warm = steps[min(math.ceil(WARM_UP / length), len(steps) - 1) :]
-    typical = statistics.fmean if varies else statistics.median
-    seconds = [typical(step[i] for step in warm) for i in range(length)]
+    length, warm = len(steps[0]), steps[warm_up_steps(steps) :]
+    seconds = [statistics.median(step[i] for step in warm) for i in range(length)]
     wanted = length if batch_size is None else batch_size / micro_batch_size
     return sum(seconds) + (wanted - length) * (seconds[-2] if length > 1 else seconds[0])
+
+
+def varied_seconds(steps: Sequence[Sequence[float]], tokens: Sequence[int], batch_tokens: float) -> float:
+    """Seconds of a step of a batch of so many tokens, where micro-steps differ in `tokens`.
+
+    Micro-steps without an update say what a token costs. The last one of each step says what the update adds.
+    """
+    first, length = warm_up_steps(steps), len(steps[0])
+    warm = [(step, tokens[i * length : (i + 1) * length]) for i, step in enumerate(steps) if i >= first]
+    if length == 1:
+        return batch_tokens * sum(step[0] for step, _ in warm) / sum(own[0] for _, own in warm)
+    cost = sum(sum(step[:-1]) for step, _ in warm) / sum(sum(own[:-1]) for _, own in warm)
+    update = statistics.fmean(step[-1] - cost * own[-1] for step, own in warm)
+    return batch_tokens * cost + update
+
+
+def warm_up_steps(steps: Sequence[Sequence[float]]) -> int:
+    """How many steps no figure contains."""
+    return min(math.ceil(WARM_UP / len(steps[0])), len(steps) - 1)
 
 
 def build(config: dict[str, Any], device: torch.device) -> Any:
@@ -197,45 +231,6 @@ def build(config: dict[str, Any], device: torch.device) -> Any:
     resolved.use_cache = False
     with torch.device(device):
         return AutoModelForCausalLM.from_config(resolved, dtype=torch.bfloat16)
-
-
-class Texts:
-    """Random tokens of the lengths that a request states, or of full length; `mean` is the tokens of a text."""
-
-    def __init__(self, vocab_size: int, seq_length: int, lengths: Any) -> None:
-        self._vocab_size, self._seq_length = vocab_size, seq_length
-        found = None if lengths is None else Lengths.model_validate(expand_lengths({"lengths": lengths})["lengths"])
-        self._texts = None if found is None else found.cut(seq_length)
-        self.mean = float(seq_length) if self._texts is None else self._texts.mean
-
-    def __len__(self) -> int:
-        """More than any run takes."""
-        return 1 << 20
-
-    def __getitem__(self, index: int) -> dict[str, Any]:
-        """Token ids and labels, shape (S,)."""
-        import torch  # noqa: PLC0415 - after the process has set the allocator
-
-        generator, length = torch.Generator().manual_seed(index), self._seq_length
-        if self._texts is not None:
-            counts = torch.tensor(self._texts.counts)
-            length = self._texts.lengths[int(torch.multinomial(counts, 1, generator=generator))]
-        ids_S = torch.randint(10, self._vocab_size, (length,), generator=generator)
-        return {"input_ids": ids_S, "labels": ids_S.clone()}
-
-
-def pad(texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """A micro-batch of texts, padded to the longest if they differ in length."""
-    import torch  # noqa: PLC0415 - after the process has set the allocator
-
-    values = {"input_ids": 0, "labels": -100}
-    batch = {
-        name: torch.nn.utils.rnn.pad_sequence([text[name] for text in texts], batch_first=True, padding_value=value)
-        for name, value in values.items()
-    }
-    if len({len(text["input_ids"]) for text in texts}) > 1:
-        batch["attention_mask"] = (batch["labels"] != values["labels"]).long()
-    return batch
 
 
 class Clock:

@@ -7,8 +7,8 @@ The commands are in `benchmarks/commands`; none of them knows bexp. For each the
 
 - `tune`: `bexp tune -- COMMAND`, by the clock of whoever waits, with the time of each start of the command;
 - `start_seconds`: the command itself with a single optimizer step;
-- `sweep`: the command itself, with its own stop-watch, at each size that divides its batch, upwards until it runs out
-  of memory; `--rounds` times in turns;
+- `sweep`: the command itself, with its own stop-watch, at each size that divides its batch: from the answer upwards
+  until it runs out of memory, then downwards until it is 10% slower than the best; `--rounds` times in turns;
 - `longest`: the command at the answer's size with nothing but the longest texts, 50 micro-batches of them. No 50 of
   100,000 micro-batches that are drawn from the same texts need more memory.
 
@@ -36,6 +36,8 @@ HAS_OWN_LOOP = ("plain",)
 """Commands whose size stands in the command."""
 SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS = 6
+FAR = 0.9
+"""Sizes below one that has this share of the best speed are not tried."""
 LONGEST = 50
 OUT_OF_MEMORY = ("OutOfMemoryError", "out of memory")
 COUNTED = 'date +%s.%N >> "$STARTS"; exec "$@"'
@@ -78,7 +80,7 @@ def parts(name: str, row: Row, options: argparse.Namespace, folder: Path) -> Ite
     if "start_seconds" not in row:
         yield "start_seconds", lambda: command.run(answer or 1, steps=1)["seconds"]
     while len(row["sweep"]) < options.rounds:
-        yield "sweep", lambda: [*row["sweep"], command.sweep()]
+        yield "sweep", lambda: [*row["sweep"], command.sweep(answer or 1)]
     if "longest" not in row and answer is not None:
         yield "longest", lambda: command.run(answer, steps=LONGEST * answer // row["batch_size"] or 1, longest=True)
 
@@ -118,13 +120,20 @@ class Command:
             "errors": done.stderr.splitlines()[-20:],
         }
 
-    def sweep(self) -> list[Row]:
-        """One run at each size that divides the batch, upwards until it runs out of memory."""
+    def sweep(self, answer: int) -> list[Row]:
+        """One run at each size that divides the batch and may be the best."""
+        sizes = [size for size in SIZES if self._batch_size % size == 0]
         runs: list[Row] = []
-        for size in SIZES:
-            if self._batch_size % size == 0 and not (runs and runs[-1]["samples_per_second"] is None):
-                runs.append(self.run(size, steps=STEPS))
-        return runs
+        for size in [size for size in sizes if size >= answer]:
+            runs.append(self.run(size, steps=STEPS))
+            if runs[-1]["samples_per_second"] is None:
+                break
+        for size in [size for size in reversed(sizes) if size < answer]:
+            runs.append(self.run(size, steps=STEPS))
+            speeds = [run["samples_per_second"] or 0.0 for run in runs]
+            if 0 < speeds[-1] < FAR * max(speeds):
+                break
+        return sorted(runs, key=lambda run: int(run["micro_batch_size"]))
 
     def run(self, size: int, *, steps: int, longest: bool = False) -> Row:
         """Run the command itself."""

@@ -1,0 +1,91 @@
+"""The models and texts of fine-tuning, as people make them with peft, bitsandbytes and transformers."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+Recipe = dict[str, Any]
+
+DROPPED = ("none", None)
+
+
+def recipe_of(document: Recipe | None) -> Recipe:
+    """How the model of a document of `bexp best --json` is trained, apart from what was explored."""
+    request = ((document or {}).get("job") or {}).get("request") or {}
+    training = request.get("training") or {}
+    found = {
+        "lora": training.get("lora"),
+        "quantization": request.get("quantization"),
+        "optimizer": (training.get("optimizer") or {}).get("name", "adamw"),
+        "packed": request.get("batching") == "packed" or None,
+    }
+    return {name: value for name, value in found.items() if value not in DROPPED}
+
+
+def fields_of(recipe: Recipe) -> Recipe:
+    """The fields of `TrainingArguments` that a recipe has beside sizes and checkpointing."""
+    from bexp.explorer.spec.optimizers import LIBRARY_NAMES  # noqa: PLC0415 - only where one trains
+
+    fields: Recipe = {"optim": LIBRARY_NAMES[recipe["optimizer"]]} if recipe.get("optimizer") else {}
+    return fields | ({"bf16": True} if recipe.get("lora") else {})
+
+
+def load_quantized(plain: Any, name: str, folder: Path) -> Any:
+    """The model of a checkpoint with quantised weights; `plain` makes the model whose weights it has.
+
+    The checkpoint is written to `folder` once, and transformers loads it as it loads any other.
+    """
+    import torch  # noqa: PLC0415 - after the process has set the allocator
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig  # noqa: PLC0415 - likewise
+
+    from bexp.explorer.spec.quantization import ARGUMENTS  # noqa: PLC0415 - likewise
+
+    if not (folder / "config.json").exists():
+        model = plain()
+        model.save_pretrained(folder)
+        del model
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+    place = 0 if torch.cuda.is_available() else "cpu"
+    asked = BitsAndBytesConfig(**ARGUMENTS[name])
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=asked, device_map={"": place}, dtype=torch.bfloat16
+    )
+    model.config.use_cache = False
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    return model
+
+
+def adapt(model: Any, recipe: Recipe, *, checkpointing: bool) -> Any:
+    """The model with the recipe's adapters, prepared as peft's documentation says; itself if it has none."""
+    if not recipe.get("lora"):
+        return model
+    import peft  # noqa: PLC0415 - optional
+
+    from bexp.explorer.spec.training import LoRASpec, lora_arguments  # noqa: PLC0415 - only where one trains
+
+    if recipe.get("quantization"):
+        model = peft.prepare_model_for_kbit_training(
+            model,
+            use_gradient_checkpointing=checkpointing,
+            gradient_checkpointing_kwargs={"use_reentrant": False},
+        )
+    model = peft.get_peft_model(model, peft.LoraConfig(**lora_arguments(LoRASpec.model_validate(recipe["lora"]))))
+    if checkpointing:
+        model.enable_input_require_grads()
+    return model
+
+
+@contextmanager
+def checkpoint_folder() -> Iterator[str]:
+    """A folder for weights that models are quantised from: in memory where there is a file system in it."""
+    shared = "/dev/shm"  # noqa: S108 - a folder of its own lies in it
+    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as folder:
+        yield folder

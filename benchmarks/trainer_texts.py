@@ -1,0 +1,97 @@
+"""The texts that `benchmarks.trainer_runs` trains on: random tokens of given lengths, padded or packed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import Any
+
+from bexp.explorer.spec.lengths import CutLengths, Lengths, expand_lengths
+
+NUM_DRAWN = 20_000
+"""Texts of unequal length that are drawn; later ones repeat them."""
+IGNORED = -100
+"""The label of a token that the loss leaves out."""
+PIECE = 1000
+"""Texts that are packed at a time."""
+
+
+class Texts:
+    """Random tokens of the lengths that a request states, or of full length; `mean` is the tokens of a text.
+
+    `packed` texts are put together to rows of at most `seq_length` tokens; a row then takes the place of a text.
+    """
+
+    def __init__(self, vocab_size: int, seq_length: int, lengths: Any, *, packed: bool = False) -> None:
+        self._vocab_size = vocab_size
+        self._rows, self.mean = [[seq_length]], float(seq_length)
+        if lengths is not None:
+            found = _cut(lengths, seq_length)
+            drawn = random.Random(0).choices(found.lengths, found.counts, k=NUM_DRAWN)  # noqa: S311 - texts
+            self._rows = pack(drawn, seq_length) if packed else [[length] for length in drawn]
+            self.mean = sum(drawn) / len(self._rows) if packed else found.mean
+
+    def __len__(self) -> int:
+        """More than any run takes."""
+        return 1 << 20
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        """Token ids and labels, shape (S,); of several texts also the position of each token in its text."""
+        import torch  # noqa: PLC0415 - after the process has set the allocator
+
+        row, generator = self._rows[index % len(self._rows)], torch.Generator().manual_seed(index)
+        ids_S = torch.randint(10, self._vocab_size, (sum(row),), generator=generator)
+        if len(row) == 1:
+            return {"input_ids": ids_S, "labels": ids_S.clone()}
+        positions_S = torch.cat([torch.arange(length) for length in row])
+        return {"input_ids": ids_S, "labels": ids_S.masked_fill(positions_S == 0, IGNORED), "position_ids": positions_S}
+
+
+def longest_text(lengths: Any, seq_length: int) -> int:
+    """The longest text of an epoch."""
+    return _cut(lengths, seq_length).lengths[-1]
+
+
+def _cut(lengths: Any, seq_length: int) -> CutLengths:
+    return Lengths.model_validate(expand_lengths({"lengths": lengths})["lengths"]).cut(seq_length)
+
+
+def pack(lengths: Sequence[int], width: int) -> list[list[int]]:
+    """Rows of whole texts, as lengths: the longest first, each into the fullest row that has room, piece by piece."""
+    rows: list[list[int]] = []
+    for begin in range(0, len(lengths), PIECE):
+        piece: list[list[int]] = []
+        for length in sorted(lengths[begin : begin + PIECE], reverse=True):
+            room = [row for row in piece if sum(row) + length <= width]
+            if room:
+                max(room, key=sum).append(length)
+            else:
+                piece.append([length])
+        rows += piece
+    random.Random(0).shuffle(rows)  # noqa: S311 - texts
+    return rows
+
+
+class Collator:
+    """Makes micro-batches, and remembers the tokens of texts in each."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+
+    def __call__(self, texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """A micro-batch, padded to the longest row; what pads a row of packed texts is a text of its own."""
+        import torch  # noqa: PLC0415 - after the process has set the allocator
+
+        lengths = [len(text["input_ids"]) for text in texts]
+        self.tokens.append(sum(lengths))
+        batch = {
+            name: torch.nn.utils.rnn.pad_sequence([text[name] for text in texts], batch_first=True, padding_value=value)
+            for name, value in (("input_ids", 0), ("labels", IGNORED))
+        }
+        if any("position_ids" in text for text in texts):
+            rest = [torch.arange(max(lengths) - length) for length in lengths]
+            own = [text.get("position_ids", torch.arange(n)) for text, n in zip(texts, lengths, strict=True)]
+            batch["position_ids"] = torch.stack([torch.cat(pair) for pair in zip(own, rest, strict=True)])
+        elif len(set(lengths)) > 1:
+            batch["attention_mask"] = (batch["labels"] != IGNORED).long()
+        return batch
