@@ -31,7 +31,7 @@ class Training(CommandProcess):
         self.ask("open", SECONDS, device="cpu", choice=None)
 
 
-@pytest.mark.parametrize("loop", ["trainer", "accelerate", "plain"])
+@pytest.mark.parametrize("loop", ["accelerate", "plain"])
 def test_one_process_without_memory_ends_all_and_is_told(
     loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -51,12 +51,11 @@ def test_one_process_without_memory_ends_all_and_is_told(
     assert not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize("loop", ["trainer", "accelerate"])
 def test_the_slowest_and_the_fullest_process_count_and_are_told(
-    loop: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    training = Training(tmp_path, loop, "--slower", "0.05", "--fuller", "200")
+    training = Training(tmp_path, "trainer", "--slower", "0.05", "--fuller", "200")
     try:
         spread = training.ask("describe", SECONDS)["processes"]
         figures = training.ask("measure", SECONDS, micro_batch_size=2)
