@@ -23,6 +23,7 @@ def recipe_of(document: Recipe | None) -> Recipe:
         "quantization": request.get("quantization"),
         "optimizer": (training.get("optimizer") or {}).get("name", "adamw"),
         "packed": request.get("batching") == "packed" or None,
+        "float8": training.get("precision", "").partition("float8_")[2] or None,
     }
     return {name: value for name, value in found.items() if value not in DROPPED}
 
@@ -64,7 +65,15 @@ def load_quantized(plain: Any, name: str, folder: Path) -> Any:
 
 
 def adapt(model: Any, recipe: Recipe, *, checkpointing: bool) -> Any:
-    """The model with the recipe's adapters, prepared as peft's documentation says; itself if it has none."""
+    """The model with the recipe's adapters, prepared as peft's documentation says; itself if it has none.
+
+    For float8 its linear layers are converted as torchao's documentation says, all but the head.
+    """
+    if recipe.get("float8"):
+        from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # noqa: PLC0415 - optional
+
+        config = Float8LinearConfig.from_recipe_name(recipe["float8"])
+        convert_to_float8_training(model, config=config, module_filter_fn=lambda _, name: "lm_head" not in name)
     if not recipe.get("lora"):
         return model
     import peft  # noqa: PLC0415 - optional

@@ -162,8 +162,8 @@ def _as_recommended(
     document = run["recommendation"]
     fields = bexp.training_arguments(document, output_dir=folder)
     set_allocator(RecommendedSetup.read(document).settings.allocator)  # the model is built on the GPU: it is faster
-    model = _of_recipe(config, run, device, fields)
-    return model, fields, str(bexp.apply(model, document))
+    model = _of_recipe(config, {**run, "recipe": {**run["recipe"], "float8": None}}, device, fields)
+    return model, fields, str(bexp.apply(model, document))  # which converts to float8, too
 
 
 def _of_recipe(config: dict[str, Any], run: dict[str, Any], device: torch.device, fields: dict[str, Any]) -> Any:
