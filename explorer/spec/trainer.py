@@ -70,8 +70,8 @@ class Trainer:
     measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
     what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
     routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
-    what it trains of a quantised model to bfloat16, and `halves_experts` that it keeps experts in half precision which
-    stay plain beside quantised weights.
+    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which
+    stay plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so.
     """
 
     title: str
@@ -100,6 +100,7 @@ class Trainer:
     upcast_attention: frozenset[str] = frozenset()
     halves_adapters: bool = False
     halves_experts: bool = False
+    halves_shell: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -236,6 +237,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
         adapted_parameters=False,
         halves_experts=True,
+        halves_shell=True,
         targets=_LIBRARY_RUNS_IT,
     ),
     TrainerName.CEREBRAS: Trainer(
