@@ -113,7 +113,8 @@ def _known_fields(config_class: Any) -> frozenset[str]:
     """The names of the fields in the installed version, which renames some; none if it is not installed."""
     if config_class is None:
         try:
-            from transformers import TrainingArguments as config_class  # noqa: PLC0415 - it takes seconds
+            from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds
         except ImportError:
             return frozenset()
+        config_class = TrainingArguments
     return frozenset(field.name for field in dataclasses.fields(config_class))

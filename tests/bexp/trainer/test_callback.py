@@ -350,8 +350,8 @@ TEXTS = {"lengths": {"histogram": [[12, 3], [6, 1]]}}
             "packed",
             {"packing": False, "padding_free": True},
             [
-                "documents in one row without padding, as many as a micro-batch has, not packed documents that attend to "
-                "themselves alone"
+                "documents in one row without padding, as many as a micro-batch has, not packed "
+                "documents that attend to themselves alone"
             ],
         ),
         ("packed", {"packing": True, "padding_free": True}, []),
