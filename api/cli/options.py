@@ -13,7 +13,7 @@ import typer
 
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.cli.files import read_document, read_lengths
+from bexp.api.cli.files import read_document, read_lengths, with_model
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.lengths import Batching
@@ -60,8 +60,17 @@ Config = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        help="A request (YAML or JSON), a Hugging Face config.json or its folder, a Cerebras or NeMo YAML, or "
-        "Megatron's flags; - reads stdin.",
+        help="A request (YAML or JSON), a Hugging Face config.json or its folder, a Cerebras or NeMo YAML, "
+        "Megatron's flags; the YAML that Axolotl, LLaMA-Factory, TRL or torchtune trains with; - reads stdin.",
+    ),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="The config.json of the base model, or its folder, for a YAML of a trainer that names a model on the hub.",
+        show_default="as the YAML says",
     ),
 ]
 MicroBatchSize = Annotated[
@@ -287,7 +296,7 @@ def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
     return with_fields
 
 
-def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> ExplorationRequest:
+def read_request(config: Path, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
     """Return the request in the file, with the given `fields`, and those of `others` that are not None, in their place.
 
     Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
@@ -295,11 +304,15 @@ def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> 
     return build_request(config, read_document(config), fields, **others)
 
 
-def build_request(config: Path, document: Any, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
+def build_request(
+    config: Path, document: Any, fields: dict[str, Any], *, model: Path | None = None, **others: Any
+) -> ExplorationRequest:
     """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
 
-    What `fields` name may be null; `others` that are None are left out.
+    What `fields` name may be null; `others` that are None are left out. `model` is the base model's config.json, where
+    a trainer's own file names one that is not on this disk.
     """
+    document = with_model(document, fields.get("trainer"), model)
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)

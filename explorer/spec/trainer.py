@@ -52,6 +52,7 @@ class TrainerName(StrEnum):
     LIGHTNING = "lightning"
     AXOLOTL = "axolotl"
     LLAMAFACTORY = "llamafactory"
+    TORCHTUNE = "torchtune"
     CEREBRAS = "cerebras"
 
 
@@ -239,6 +240,16 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         halves_experts=True,
         halves_shell=True,
         targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.TORCHTUNE: Trainer(
+        title="torchtune",
+        optimizers=True,
+        sharding=frozenset({Sharding.NONE, Sharding.ZERO3}),
+        chunked_loss=True,
+        compiled_layers=True,
+        adapted_parameters=False,
+        batchings=frozenset({"padded", "packed"}),
+        precisions=("pure",),
     ),
     TrainerName.CEREBRAS: Trainer(
         title="Cerebras Model Zoo",
