@@ -109,11 +109,12 @@ def _print_whole(client: Explorations, job: Exploration, result: Result | None, 
 
 def _print_export(exported: Export, export_format: str | None, into: Path | None) -> None:
     """Print an export, or the file `into` with its settings; what it says to people goes to stderr."""
-    text, comments = exported.text, []
+    text, notes = exported.text, list(exported.notes)
     if into is not None and export_format is not None:
         text, comments = exported_into(into, export_format, text)
+        notes = [*comments, *notes]
     typer.echo(text, nl=False)
-    for note in (*comments, *exported.notes):
+    for note in notes:
         say(note)
 
 

@@ -34,7 +34,8 @@ def with_model(document: Any, trainer: str | None, model: Path | None) -> Any:
     """
     name = find_trainer(document, trainer) if isinstance(document, dict) else None
     if name is not None:
-        return {name: document, "model": read_document(model or _local_model(base_model(name, document)))}
+        stated = base_model(name, document)
+        return {name: document, "model": {"_name_or_path": stated, **read_document(model or _local_model(stated))}}
     if model is not None:
         raise CommandError(ExitCode.USAGE, "--model is for a trainer's own file, and CONFIG is none")
     return document

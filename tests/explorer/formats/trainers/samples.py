@@ -123,7 +123,7 @@ gradient_accumulation_steps: 8
 learning_rate: 1.0e-4
 num_train_epochs: 3.0
 lr_scheduler_type: cosine
-warmup_ratio: 0.1
+warmup_steps: 20
 bf16: true
 ddp_timeout: 180000000
 resume_from_checkpoint: null
@@ -174,7 +174,7 @@ gradient_checkpointing_kwargs: {use_reentrant: false}
 eval_strategy: "no"
 logging_steps: 5
 output_dir: out
-warmup_ratio: 0.1
+warmup_steps: 20
 seed: 42
 """
 TRL_FULL = """\

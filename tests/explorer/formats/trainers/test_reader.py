@@ -233,7 +233,8 @@ def test_whose_file_it_is() -> None:
     assert find_trainer(files["axolotl"], None) == find_trainer(files["axolotl"], "bexp") == "axolotl"
     with pytest.raises(FormatError, match="model_name_or_path: say whose file this is: --trainer llamafactory or trl"):
         find_trainer(files["trl"], None)
-    for other in ({"model": {}, "batch_size": 8}, {"model_type": "llama"}, {"runconfig": {}, "model": {}}):
+    others: list[dict[str, Any]] = [{"model": {}, "batch_size": 8}, {"model_type": "llama"}, {"runconfig": {}}]
+    for other in others:
         assert find_trainer(other, "axolotl") is None
 
 
