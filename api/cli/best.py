@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -13,10 +14,11 @@ from bexp.api.answer_runs import render_run_report
 from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import answer_text, document, print_json
 from bexp.api.text import slower_text
-from bexp.client.explorations import Exploration, Explorations, Result
+from bexp.client.explorations import Exploration, Explorations, Export, Result
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
@@ -38,6 +40,10 @@ def best(
             help=f"Print a file for a training framework: {', '.join(FORMATS)}.",
         ),
     ] = None,
+    into: Annotated[
+        Path | None,
+        typer.Option("--into", metavar="FILE", help="Print FILE, a YAML of that framework, with the export in it."),
+    ] = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
@@ -48,9 +54,10 @@ def best(
     Example: bexp best latest --divides --min-confidence 90
 
     Example: bexp best latest --format accelerate > accelerate.yaml
+
+    Example: bexp best latest --format axolotl --into sft.yaml > tuned.yaml
     """
-    if export_format is not None:
-        _check_format(export_format, prints_all=as_json or verbose)
+    _check_format(export_format, into, prints_all=as_json or verbose)
     with connect() as client:
         job = find_job(client, job_id)
         result = client.result(job.id)
@@ -77,9 +84,7 @@ def best(
             f"micro_batch_size {size} has confidence {chosen.confidence}, below --min-confidence {min_confidence}",
         )
     if exported is not None:
-        typer.echo(exported.text, nl=False)
-        for note in exported.notes:
-            say(note)
+        _print_export(exported, export_format, into)
     elif not whole:
         typer.echo(size)
         if result is not None and result.target_version is not None:
@@ -102,7 +107,22 @@ def _print_whole(client: Explorations, job: Exploration, result: Result | None, 
         typer.echo(text)
 
 
-def _check_format(name: str, *, prints_all: bool) -> None:
+def _print_export(exported: Export, export_format: str | None, into: Path | None) -> None:
+    """Print an export, or the file `into` with its settings; what it says to people goes to stderr."""
+    text, notes = exported.text, list(exported.notes)
+    if into is not None and export_format is not None:
+        text, comments = exported_into(into, export_format, text)
+        notes = [*comments, *notes]
+    typer.echo(text, nl=False)
+    for note in notes:
+        say(note)
+
+
+def _check_format(name: str | None, into: Path | None, *, prints_all: bool) -> None:
+    if into is not None:
+        check_into(name)
+    if name is None:
+        return
     if prints_all:
         raise CommandError(ExitCode.USAGE, "--format prints a file: leave out --json and -v")
     try:

@@ -37,6 +37,7 @@ def explore(
     *,
     fields: dict[str, Any],
     target: options.LocalTargetOption = None,
+    model: options.ModelOption = None,
     log_dir: LogDir = None,
     verbose: Verbose = False,
     as_json: AsJson = False,
@@ -47,11 +48,14 @@ def explore(
 
     Example: bexp explore config.json --seq-length 4096 --batch-size 512
 
+    Example: bexp explore sft.yaml --trainer axolotl
+
     Example: bexp explore examples/olmoe-1b-7b.yaml --device cuda:0 --set 'micro_batch_size=[2,4,8]'
     """
     name, local_target = options.split_target(target)
     document = read_document(config)
-    request = options.build_request(config, document, fields, device_kind=options.device_kind(device), target=name)
+    kind = options.device_kind(device)
+    request = options.build_request(config, document, fields, model=model, device_kind=kind, target=name)
     if log_dir is None and is_cerebras(document):
         log_dir = Path.cwd()
     if local_target is None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import typer
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.lengths import is_distribution, parse_lengths
+from bexp.explorer.formats.trainers.reader import base_model, find_trainer
 
 HF_CONFIG = "config.json"
 CONFIG_SUFFIXES = {".json", ".yaml", ".yml", ".txt", ".sh"}
@@ -21,6 +23,36 @@ def read_document(config: Path) -> Any:
     Raises FormatError if it is neither YAML nor JSON, and CommandError if it cannot be read.
     """
     return load_document(_read(config))
+
+
+def with_model(document: Any, trainer: str | None, model: Path | None) -> Any:
+    """Return a trainer's own file beside the config.json of its base model; other documents as they are.
+
+    `trainer` is the one that the command names, `model` the config.json or folder that it names.
+
+    Raises FormatError if it may be the file of several trainers, and CommandError if there is no config.json.
+    """
+    name = find_trainer(document, trainer) if isinstance(document, dict) else None
+    if name is not None:
+        stated = base_model(name, document)
+        return {name: document, "model": {"_name_or_path": stated, **read_document(model or _local_model(stated))}}
+    if model is not None:
+        raise CommandError(ExitCode.USAGE, "--model is for a trainer's own file, and CONFIG is none")
+    return document
+
+
+def _local_model(name: str) -> Path:
+    """Return the folder or the config.json of a model on this disk, which may lie in the cache of the hub."""
+    path = Path(name).expanduser()
+    if path.exists():
+        return path
+    with suppress(ImportError, ValueError):  # a name that the hub could not have is a ValueError
+        from huggingface_hub import try_to_load_from_cache  # noqa: PLC0415 - optional, and slow to import
+
+        if isinstance(cached := try_to_load_from_cache(name, HF_CONFIG), str):
+            return Path(cached)
+    hint = f"bexp downloads nothing: hf download {name} {HF_CONFIG} --local-dir . and then --model {HF_CONFIG}"
+    raise CommandError(ExitCode.USAGE, f"the base model '{name}' is not on this disk", hint)
 
 
 def read_lengths(given: str) -> Any:

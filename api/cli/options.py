@@ -13,8 +13,8 @@ import typer
 
 from bexp.api.cli.arguments import parse_labels
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.api.cli.files import read_document, read_lengths
-from bexp.explorer.formats.document import load_document
+from bexp.api.cli.files import read_document, read_lengths, with_model
+from bexp.api.cli.option_values import parse_fields, parse_micro_batch_size
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.lengths import Batching
 from bexp.explorer.spec.request import ExplorationRequest
@@ -60,8 +60,17 @@ Config = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        help="A request (YAML or JSON), a Hugging Face config.json or its folder, a Cerebras or NeMo YAML, or "
-        "Megatron's flags; - reads stdin.",
+        help="A request (YAML or JSON), a Hugging Face config.json or its folder, a Cerebras or NeMo YAML, "
+        "Megatron's flags; the YAML that Axolotl, LLaMA-Factory, TRL or torchtune trains with; - reads stdin.",
+    ),
+]
+ModelOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--model",
+        metavar="PATH",
+        help="The config.json of the base model, or its folder, for a YAML of a trainer that names a model on the hub.",
+        show_default="as the YAML says",
     ),
 ]
 MicroBatchSize = Annotated[
@@ -287,7 +296,7 @@ def takes_fields(command: Callable[..., None]) -> Callable[..., None]:
     return with_fields
 
 
-def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> ExplorationRequest:
+def read_request(config: Path, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
     """Return the request in the file, with the given `fields`, and those of `others` that are not None, in their place.
 
     Raises FormatError if the request is wrong, and CommandError if the file cannot be read.
@@ -295,48 +304,18 @@ def read_request(config: Path, fields: dict[str, Any], **others: str | None) -> 
     return build_request(config, read_document(config), fields, **others)
 
 
-def build_request(config: Path, document: Any, fields: dict[str, Any], **others: Any) -> ExplorationRequest:
+def build_request(
+    config: Path, document: Any, fields: dict[str, Any], *, model: Path | None = None, **others: Any
+) -> ExplorationRequest:
     """Return the request of a `document`, with `fields` in place of its own; a model without a name has the file's.
 
-    What `fields` name may be null; `others` that are None are left out.
+    What `fields` name may be null; `others` that are None are left out. `model` is the base model's config.json, where
+    a trainer's own file names one that is not on this disk.
     """
+    document = with_model(document, fields.get("trainer"), model)
     given: dict[str, Any] = {name: value for name, value in others.items() if value is not None}
     given |= {FIELDS.get(key, key): value for key, value in fields.items()}
     return parse_request(document, overrides=given, name=None if str(config) == "-" else config.absolute().stem)
-
-
-def parse_micro_batch_size(text: str | None) -> Any:
-    """Return the field of a request that `--micro-batch-size` stands for."""
-    if text is None or text in {"explore", "auto"}:
-        return text
-    if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
-        return [int(part) for part in text.split(",")]
-    low, dash, high = text.partition("-")
-    if low.isdecimal() and not dash:
-        return int(low)
-    if low.isdecimal() and high.isdecimal():
-        return {"explore": {"min": int(low), "max": int(high)}}
-    raise CommandError(
-        ExitCode.USAGE,
-        f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX, a number, nor a list such as 2,4,8",
-    )
-
-
-def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
-    """Return the fields that `--set` names, their values read as YAML.
-
-    Raises CommandError for text without "=" or without a value, and FormatError for a value that is no YAML.
-    """
-    fields: dict[str, Any] = {}
-    for assignment in assignments or ():
-        name, separator, value = assignment.partition("=")
-        if not separator or not name:
-            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
-        if not value.strip():
-            hint = f"{name}=null stands for no value, {name}='\"\"' for an empty text"
-            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} has no value", hint)
-        fields[name] = load_document(f"value: {value}")["value"]
-    return fields
 
 
 def split_target(target: str | None) -> tuple[str | None, str | None]:

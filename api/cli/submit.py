@@ -27,6 +27,7 @@ def submit(
     *,
     fields: dict[str, Any],
     target: options.TargetOption = None,
+    model: options.ModelOption = None,
     priority: Annotated[
         int, typer.Option(min=-100, max=100, help="Among the explorations of its owner, the highest is next.")
     ] = 0,
@@ -37,7 +38,8 @@ def submit(
 
     Example: id=$(bexp submit config.json --device cuda --seq-length 4096)
     """
-    request = options.read_request(config, fields, device_kind=options.device_kind(device), target=target)
+    kind = options.device_kind(device)
+    request = options.read_request(config, fields, model=model, device_kind=kind, target=target)
     with connect() as client:
         job = client.submit(request, priority=priority)
         for notice in request.notices if not watch else ():

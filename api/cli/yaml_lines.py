@@ -35,7 +35,7 @@ def change_values(text: str, values: Mapping[str, Any]) -> str:
     root = yaml.compose(text, yaml.SafeLoader)
     assert isinstance(root, yaml.MappingNode), "it was read as a mapping"
     places = [
-        (value.start_mark.index, value.end_mark.index, values[key.value])
+        (value.start_mark.index, _end(text, value), values[key.value])
         for key, value in root.value
         if isinstance(key, yaml.ScalarNode) and key.value in values
     ]
@@ -57,5 +57,11 @@ def change_values(text: str, values: Mapping[str, Any]) -> str:
     return changed
 
 
+def _end(text: str, value: yaml.Node) -> int:
+    """Return where a value ends; a block's mark stands behind the lines that follow it."""
+    begin, end = value.start_mark.index, value.end_mark.index
+    return begin + len(text[begin:end].rstrip()) if isinstance(value, yaml.CollectionNode) else end
+
+
 def _shown(value: Any) -> str:
-    return str(yaml.safe_dump(value)).splitlines()[0]
+    return str(yaml.safe_dump(value, default_flow_style=True, width=1 << 20)).splitlines()[0]

@@ -69,23 +69,32 @@ def _autocast(dtype: str | None) -> str:
 
 
 def _text_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
-    packed = "packed documents that attend to themselves alone"
     if _packs_documents(args):
         if setup.batching != "packed":
-            yield f"{packed}, not {_texts(setup.batching)}"
+            yield f"{_texts('packed')}, not {_texts(setup.batching)}"
+    elif getattr(args, "padding_free", False):
+        yield f"documents in one row without padding, as many as a micro-batch has, not {_texts(setup.batching)}"
     elif setup.batching == "packed" and hasattr(args, "packing"):
-        yield f"{_texts('padded')}, not {packed}"
-    order = getattr(args, "train_sampling_strategy", None)
+        yield f"{_texts('padded')}, not {_texts('packed')}"
+    order = _order(args)
     is_measured = order == "group_by_length" if setup.batching == "grouped" else order != "group_by_length"
     if order is not None and setup.batching in ("padded", "grouped") and not is_measured:
         yield f"texts in the order '{order}', and {setup.batching} ones were measured"
 
 
 def _packs_documents(args: Any) -> bool:
-    """Whether TRL flattens a batch, so that each document has an attention of its own."""
-    packs = getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped"
-    return bool(packs or getattr(args, "padding_free", False))
+    """Whether TRL packs whole documents, each of which has an attention of its own."""
+    return bool(getattr(args, "packing", False) and getattr(args, "packing_strategy", "bfd") != "wrapped")
+
+
+def _order(args: Any) -> str | None:
+    """Return the order of texts; transformers before 5.2 has a field of its own for those grouped by length."""
+    grouped = getattr(args, "group_by_length", None)
+    older = None if grouped is None else "group_by_length" if grouped else "random"
+    return getattr(args, "train_sampling_strategy", None) or older
 
 
 def _texts(batching: str | None) -> str:
+    if batching == "packed":
+        return "packed documents that attend to themselves alone"
     return "whole sequences" if batching in (None, "full") else "texts that are padded"

@@ -28,17 +28,24 @@ _SAME = (
     frozenset(CHECKPOINTING_FIELDS),
     frozenset(f"{name}_kwargs" for name in CHECKPOINTING_FIELDS),
     frozenset(("train_sampling_strategy", "group_by_length")),
+    frozenset(("packing", "packing_strategy", "padding_free")),
 )
 """Fields of which one takes the place of the other."""
 
 
 def training_arguments(
-    recommendation: Source | RecommendedSetup, *, world_size: int | None = None, **own: Any
+    recommendation: Source | RecommendedSetup,
+    *,
+    world_size: int | None = None,
+    config_class: type | None = None,
+    **own: Any,
 ) -> dict[str, Any]:
     """Return the fields for `TrainingArguments(**fields)` or TRL's; `bexp.apply` sets what belongs to the model.
 
     `own` are fields of yours, such as `output_dir="out"` or `bf16=True`. They are in the result and win over those that
-    were measured. What contradicts the measurement is logged as a warning.
+    were measured. What contradicts the measurement is logged as a warning. `config_class` is the class that takes the
+    fields, transformers' TrainingArguments by default. For TRL's SFTConfig they also say what becomes of texts
+    (`packing`), and that TRL leaves the loss to the model (`loss_type`), as `apply` expects.
 
     The micro-batch is that of the candidate that divides the requested batch, see `RecommendedSetup`. The effective
     batch stays as requested, because the accumulation steps follow from the size and the number of devices; without a
@@ -58,7 +65,7 @@ def training_arguments(
     if setup.effective_batch_size is not None and _ACCUMULATION not in own:
         fields[_ACCUMULATION] = setup.grad_accum_steps(devices, size)
     if not setup.own_code:
-        fields |= _fields_of_the_code(setup)
+        fields |= _fields_of_the_code(setup, _known_fields(config_class))
     for names in _SAME:
         if not names.isdisjoint(own):
             fields = {name: value for name, value in fields.items() if name not in names}
@@ -68,8 +75,8 @@ def training_arguments(
     return fields
 
 
-def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
-    known, recomputes = _known_fields(), setup.settings.recompute == "full"
+def _fields_of_the_code(setup: RecommendedSetup, known: frozenset[str]) -> dict[str, Any]:
+    recomputes = setup.settings.recompute == "full"
     name = next((name for name in CHECKPOINTING_FIELDS if name in known), CHECKPOINTING_FIELDS[-1])
     fields: dict[str, Any] = {"torch_compile": False, name: recomputes}
     if recomputes:
@@ -83,6 +90,11 @@ def _fields_of_the_code(setup: RecommendedSetup) -> dict[str, Any]:
             fields[HALF_NAMES[setup.autocast]] = True
         elif "trl" in sys.modules:
             fields["bf16"] = False
+    if "packing" in known:  # SFTConfig's alone: `loss_type` means other losses elsewhere
+        packs = setup.batching == "packed"
+        fields |= {"packing": packs, "padding_free": packs, "loss_type": "nll"}
+        if packs:
+            fields["packing_strategy"] = "bfd"
     return fields
 
 
@@ -97,10 +109,12 @@ def _contradictions(setup: RecommendedSetup, fields: dict[str, Any], devices: in
         yield f"a batch of {batch} sequences, not {setup.effective_batch_size}"
 
 
-def _known_fields() -> frozenset[str]:
+def _known_fields(config_class: Any) -> frozenset[str]:
     """The names of the fields in the installed version, which renames some; none if it is not installed."""
-    try:
-        from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds
-    except ImportError:
-        return frozenset()
-    return frozenset(field.name for field in dataclasses.fields(TrainingArguments))
+    if config_class is None:
+        try:
+            from transformers import TrainingArguments  # noqa: PLC0415 - it takes seconds
+        except ImportError:
+            return frozenset()
+        config_class = TrainingArguments
+    return frozenset(field.name for field in dataclasses.fields(config_class))

@@ -15,6 +15,9 @@ from bexp.explorer.spec.quantization import Quantization
 from bexp.explorer.spec.trainer import TORCH_CHOICE
 from bexp.explorer.spec.training import LoRASpec, Sharding
 
+KERNELS = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+"""Switches of Axolotl's own kernels of adapters, which are not measured."""
+
 
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the YAML. With `bf16`, Axolotl makes the weights in bfloat16 and computes under autocast."""
@@ -95,12 +98,15 @@ def _adapters(lora: LoRASpec | None, quantization: Quantization | None) -> dict[
         "lora_r": lora.r,
         "lora_alpha": lora.r if lora.alpha is None else lora.alpha,
     }
+    fields |= dict.fromkeys(KERNELS, False)  # it uses them by itself
     if quantization is not None:
         fields[f"load_in_{quantization.bits}bit"] = True
     if isinstance(lora.target_modules, str):
         fields["lora_target_linear"] = True
     elif lora.target_modules is not None:
         fields["lora_target_modules"] = list(lora.target_modules)
+    if lora.dropout:
+        fields["lora_dropout"] = lora.dropout
     if lora.target_parameters is not None:
         fields["lora_target_parameters"] = list(lora.target_parameters)
     if lora.modules_to_save is not None:

@@ -54,7 +54,14 @@ def _adapters(settings: TrainerSettings) -> dict[str, Any]:
     lora = settings.lora
     names = "all" if isinstance(lora.target_modules, str) else ",".join(lora.target_modules or ())
     alpha = round(lora.r if lora.alpha is None else lora.alpha)
-    fields = {"finetuning_type": "lora", "lora_rank": lora.r, "lora_alpha": alpha, "lora_target": names}
+    fields: dict[str, Any] = {
+        "finetuning_type": "lora",
+        "lora_rank": lora.r,
+        "lora_alpha": alpha,
+        "lora_target": names,
+    }
+    if lora.dropout:
+        fields["lora_dropout"] = lora.dropout
     if lora.modules_to_save is not None:
         fields["additional_target"] = ",".join(lora.modules_to_save)
     return fields | {name: True for name in ("use_dora", "use_rslora") if getattr(lora, name)}

@@ -22,6 +22,7 @@ from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.search.trainer_terms import attention_name, has_other_rows
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 
@@ -61,12 +62,14 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
     """Return the names of the formats that can hold an answer to `request`, if it is known.
 
     Few trainers can be told the mesh of a plan, or the capacity of experts, and some can be told neither LoRA nor what
-    becomes of texts of unequal length.
+    becomes of texts of unequal length, or pack a micro-batch otherwise than was measured.
     """
     lora = None if request is None else request.training.lora
     batching = None if request is None else request.batching_of_texts
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
     drops = recommendation.candidate.capacity_factor is not None
+    told = (recommendation.dividing or recommendation).candidate
+    attention, size = attention_name(told, None), told.micro_batch_size
     return [
         name
         for name, known in FORMATS.items()
@@ -74,6 +77,7 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
         and (not drops or TRAINERS[known.trainer].capacity)
         and TRAINERS[known.trainer].lacks_adapters(lora) is None
         and (batching is None or batching in TRAINERS[known.trainer].batchings)
+        and (request is None or not has_other_rows(TRAINERS[known.trainer], request, attention, size))
     ]
 
 

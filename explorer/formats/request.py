@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from itertools import chain, islice
 from typing import Any
 
@@ -20,6 +20,7 @@ from bexp.explorer.formats.huggingface import (
     pass_config,
     translate_config,
 )
+from bexp.explorer.formats.trainers.reader import FILES, StatedTraining
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.unmeasured import refuse_other_model
 from bexp.explorer.formats.vision import refuse_vision
@@ -42,7 +43,8 @@ def parse_request(
 ) -> ExplorationRequest:
     """Read a native request, a Hugging Face config.json, a Cerebras or NeMo YAML, or Megatron's flags.
 
-    `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side.
+    `deepspeed` and `training_arguments` may stand beside a model. They hold the JSON of the training side. In their
+    place a trainer's own file may stand there, under the trainer's name: `axolotl`, `llamafactory`, `trl`, `torchtune`.
 
     A config.json may be the whole document, with fields of a request beside its own, or the `model` of a native
     request or of a Cerebras run. It is translated for target `bexp`, and kept unchanged for any other target.
@@ -91,9 +93,17 @@ def _name_of(name: str | None, model: Mapping[str, Any]) -> str:
 
 def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translation:
     files = {key: document[key] for key in training_files.KEYS if key in document}
+    own = next((name for name in FILES if name in document), None)
     translation = Translation()
-    _translate_request({key: value for key, value in document.items() if key not in files}, translation, changes)
-    if files:
+    stated = None if own is None else StatedTraining.read(own, document[own], translation)
+    rest = {key: value for key, value in document.items() if key not in files and key != own}
+    _translate_request(rest, translation, changes)
+    if stated is not None and own is not None:
+        _refuse_second_training(own, translation, {"lora"})
+        devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
+        has_lengths = _choose(changes, translation.document, "lengths") is not None
+        stated.translate(translation, devices, has_lengths=has_lengths)
+    elif files:
         _refuse_second_training(next(iter(files)), translation)
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         training_files.translate_training(files, translation, devices)
@@ -110,10 +120,10 @@ def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -
         translation.put(location, "pure")
 
 
-def _refuse_second_training(file: str, translation: Translation) -> None:
+def _refuse_second_training(file: str, translation: Translation, others: Collection[str] = ()) -> None:
     """Refuse what a document says beside a file of the training side, if the file says the same."""
     training = translation.get("training")
-    said = set(training) & {"precision", "optimizer", "sharding"} if isinstance(training, Mapping) else set()
+    said = set(training) & {"precision", "optimizer", "sharding", *others} if isinstance(training, Mapping) else set()
     own: list[Location] = [(key,) for key in ("batch_size", "base_micro_batch_size") if key in translation.document]
     for location in own + [("training", key) for key in sorted(said)]:
         where = ".".join(map(str, relocate(location, translation.sources)))

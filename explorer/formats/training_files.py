@@ -17,7 +17,7 @@ from bexp.explorer.formats.training_fields import (
     DEEPSPEED_REFUSED,
     ZERO_IGNORED,
 )
-from bexp.explorer.formats.translation import Section, Translation
+from bexp.explorer.formats.translation import Section, Translation, put_dtype
 from bexp.explorer.spec.optimizers import ALIASES, LIBRARY
 
 KEYS = ("deepspeed", "training_arguments")
@@ -154,7 +154,4 @@ def _read_formats(config: Section) -> None:
         half.refuse("enabled", "contradicts bf16")
     has_master = isinstance(translation.get("hf_config"), Mapping) and not translation.get("training", "lora")
     translation.put(("training", "precision"), "master" if has_master else "pure", section.at("enabled"))
-    if isinstance(translation.get("hf_config"), Mapping):
-        translation.put(("hf_config",), {**translation.get("hf_config"), "dtype": name}, section.at("enabled"))
-    else:
-        translation.put(("model", "dtype"), name, section.at("enabled"))
+    put_dtype(translation, name, section.at("enabled"))

@@ -150,6 +150,16 @@ class Section:
                 self.refuse(key, reason)
 
 
+def put_dtype(translation: Translation, name: str, source: Location) -> None:
+    """Set the dtype of the model, which is a config.json or shapes."""
+    config = translation.get("hf_config")
+    if isinstance(config, Mapping):
+        others = {key: value for key, value in config.items() if key != "torch_dtype"}  # its older name
+        translation.put(("hf_config",), {**others, "dtype": name}, source)
+    else:
+        translation.put(("model", "dtype"), name, source)
+
+
 def is_unset(value: Any) -> bool:
     """Return whether a value asks for nothing: null, false, zero, or empty."""
     return value is None or value is False or value in (0, "", [], {}, ())

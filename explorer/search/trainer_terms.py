@@ -107,7 +107,8 @@ def keeps_other_formats(
     trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> bool:
     """Whether a trainer keeps other number formats than were measured, so that its speed is not known."""
-    if request.quantized is not None and (trainer.halves_adapters or halves_experts(trainer, report)):
+    halves = trainer.halves_adapters or trainer.halves_shell or halves_experts(trainer, report)
+    if request.quantized is not None and halves:
         return True
     return precision_of(trainer, request, report, candidate) != measured_precision(request, report)
 
@@ -132,7 +133,7 @@ def find_missing(
         "context_parallel": layout is not None and layout not in trainer.layouts,
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
-        "rows": _has_other_rows(trainer, request, attention, candidate.micro_batch_size),
+        "rows": has_other_rows(trainer, request, attention, candidate.micro_batch_size),
         "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
     }
     if not any(missing.values()):
@@ -157,7 +158,7 @@ def find_missing(
     return {name: words[name] for name, is_missing in missing.items() if is_missing}
 
 
-def _has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None, size: int) -> bool:
+def has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str | None, size: int) -> bool:
     """Whether the trainer packs a micro-batch of `size` otherwise than was measured, or not at all.
 
     It makes one row where several were measured, or the reverse; or its attention takes no micro-batch so large.

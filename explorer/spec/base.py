@@ -24,6 +24,11 @@ def is_false(value: object) -> bool:
     return value is False
 
 
+def is_zero(value: object) -> bool:
+    """Return whether a field is 0, for fields that are stored only if they are not."""
+    return value == 0
+
+
 class RuleError(ValueError):
     """Fields that are each valid contradict each other.
 

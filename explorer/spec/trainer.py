@@ -52,6 +52,7 @@ class TrainerName(StrEnum):
     LIGHTNING = "lightning"
     AXOLOTL = "axolotl"
     LLAMAFACTORY = "llamafactory"
+    TORCHTUNE = "torchtune"
     CEREBRAS = "cerebras"
 
 
@@ -70,8 +71,8 @@ class Trainer:
     measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
     what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
     routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
-    what it trains of a quantised model to bfloat16, and `halves_experts` that it keeps experts in half precision which
-    stay plain beside quantised weights.
+    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which
+    stay plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so.
     """
 
     title: str
@@ -100,6 +101,7 @@ class Trainer:
     upcast_attention: frozenset[str] = frozenset()
     halves_adapters: bool = False
     halves_experts: bool = False
+    halves_shell: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -236,7 +238,18 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask
         adapted_parameters=False,
         halves_experts=True,
+        halves_shell=True,
         targets=_LIBRARY_RUNS_IT,
+    ),
+    TrainerName.TORCHTUNE: Trainer(
+        title="torchtune",
+        optimizers=True,
+        sharding=frozenset({Sharding.NONE, Sharding.ZERO3}),
+        chunked_loss=True,
+        compiled_layers=True,
+        adapted_parameters=False,
+        batchings=frozenset({"padded", "packed"}),
+        precisions=("pure",),
     ),
     TrainerName.CEREBRAS: Trainer(
         title="Cerebras Model Zoo",

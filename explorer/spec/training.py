@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from bexp.explorer.spec.base import Frozen, RuleError, is_false, is_null
+from bexp.explorer.spec.base import Frozen, RuleError, is_false, is_null, is_zero
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.optimizers import LIBRARY, LibraryOptimizer, OptimizerName, read_name
 
@@ -110,6 +110,11 @@ class LoRASpec(Frozen):
     use_dora: bool = Field(
         False, description="Weight-decomposed adapters (Liu et al., 2024, arXiv:2402.09353).", exclude_if=is_false
     )
+    dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0,
+        description="Share of each adapted module's input that is zeroed; above 0 each module keeps a copy of it.",
+        exclude_if=is_zero,
+    )
     modules_to_save: Names | None = Field(
         None,
         description="Modules that are trained whole, each as a copy: `embed_tokens`, `lm_head`.",
@@ -133,6 +138,8 @@ def lora_arguments(lora: LoRASpec) -> dict[str, Any]:
         "lora_alpha": lora.r if lora.alpha is None else lora.alpha,
         "target_modules": modules if isinstance(modules, str) else list(modules or ()),
     }
+    if lora.dropout:
+        arguments["lora_dropout"] = lora.dropout
     for name in ("target_parameters", "modules_to_save"):
         if (names := getattr(lora, name)) is not None:
             arguments[name] = list(names)

@@ -33,3 +33,10 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
         assert found.lora_target_modules == modules
     else:
         assert found.adapter is None
+
+for path in sorted((Path(sys.argv[1]).parent / "own").iterdir()):
+    values = yaml.safe_load(path.read_text())
+    found = AxolotlInputConfig(**values)
+    assert (found.micro_batch_size, found.gradient_accumulation_steps) == (8, 2), path.name
+    assert found.sample_packing is values["sample_packing"]
+    assert (found.attn_implementation, found.gradient_checkpointing) == ("sdpa", False)

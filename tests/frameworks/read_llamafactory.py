@@ -31,3 +31,11 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
         assert tuning.additional_target == (["lm_head"] if is_eight else None)
     else:
         assert tuning.finetuning_type == "full"
+
+for path in sorted((Path(sys.argv[1]).parent / "own").iterdir()):
+    values = yaml.safe_load(path.read_text())
+    model, data, training, tuning, _ = parser._parse_train_args({**values, "use_cpu": True})
+    assert (training.per_device_train_batch_size, training.gradient_accumulation_steps) == (8, 1)
+    assert (tuning.finetuning_type, tuning.lora_alpha) == (values["finetuning_type"], 16)
+    assert data.packing is values.get("packing")
+    assert model.disable_gradient_checkpointing

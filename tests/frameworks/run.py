@@ -17,11 +17,15 @@ import sys
 import tarfile
 import zipfile
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from bexp.api.cli.exported_into import exported_into
 from bexp.explorer.exports.exploration import ExportError
 from bexp.explorer.exports.registry import export
+from bexp.explorer.formats.request import parse_request
+from tests.explorer.exports.samples import candidate, exploration
+from tests.explorer.formats.trainers.samples import FILES, beside_its_model
 from tests.frameworks.answers import ANSWERS
 from tests.frameworks.promise import TRAINED, write_promise
 
@@ -76,6 +80,7 @@ PACKAGES = {
             *("zstandard", "evaluate", "wandb", "protobuf", "pillow"),
         ),
     ),
+    "trl": Package("trl==1.16.0", ("trl",), ("peft==0.21.2", "datasets==5.0.1", *DATASETS[1:])),
     "optimizers": Package("bitsandbytes==0.50.0", (), ("torchao==0.18.0", "peft==0.21.2")),
     "lightning": Package(
         "lightning==2.6.6", ("lightning",), ("pytorch-lightning==2.6.6", "lightning-utilities", "torchmetrics")
@@ -128,6 +133,18 @@ def install(package: Package, folder: Path) -> None:
     done.write_text(repr(package))
 
 
+def write_own_files(name: str, folder: Path) -> None:
+    """Write the files that people train with, each with the export of an answer in it."""
+    folder.mkdir(exist_ok=True)
+    for number, (trainer, text) in enumerate(FILES.values()):
+        if trainer == name:
+            path = folder / f"{number}.yaml"
+            path.write_text(text)
+            asked = parse_request(beside_its_model(trainer, text))
+            answer = replace(exploration(candidate(8, expert_backend=None)), request=asked)
+            path.write_text(exported_into(path, name, export(name, answer).text)[0])
+
+
 def check(name: str, package: Package, folder: Path) -> bool:
     """Write the exports, have the framework read them, and return whether it refused one."""
     written = folder / "exports"
@@ -135,9 +152,10 @@ def check(name: str, package: Package, folder: Path) -> bool:
     for path in written.iterdir():
         path.unlink()
     for export_format in package.formats:
-        for answer, exploration in ANSWERS.items():
+        for answer, answered in ANSWERS.items():
             with suppress(ExportError):  # a trainer that cannot be told an answer gets no file
-                (written / f"{export_format}.{answer}").write_text(export(export_format, exploration).text)
+                (written / f"{export_format}.{answer}").write_text(export(export_format, answered).text)
+    write_own_files(name, folder / "own")
     sources = [str(path) for path in folder.glob(f"{name}-*") if path.is_dir()]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([*sources, str(folder / "library"), str(ROOT)])}
     scripts = {HERE / f"read_{name}.py": written}

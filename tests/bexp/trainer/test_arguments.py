@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import logging
 import sys
+from dataclasses import dataclass
 from importlib import import_module
 from importlib.util import find_spec
 from types import SimpleNamespace
@@ -95,6 +96,30 @@ def test_trls_defaults_give_way(
         checkpointing,
     )
     assert (made.per_device_train_batch_size, made.gradient_accumulation_steps) == (4, 4)
+
+
+@dataclass
+class _SFTConfig:
+    per_device_train_batch_size: int = 8
+    packing: bool = False
+    packing_strategy: str = "bfd"
+    loss_type: str = "chunked_nll"
+
+
+def test_sft_is_told_what_becomes_of_texts_and_to_leave_the_loss_to_the_model(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    told = told_of(PURE)
+    whole = bexp.training_arguments(told, config_class=_SFTConfig)
+    assert {"packing": False, "padding_free": False, "loss_type": "nll"}.items() <= whole.items()
+    told["job"]["request"] |= {"lengths": {"histogram": [[12, 3], [6, 1]]}, "batching": "packed"}
+    packed = bexp.training_arguments(told, config_class=_SFTConfig)
+    assert {"packing": True, "padding_free": True, "packing_strategy": "bfd"}.items() <= packed.items()
+    assert not {"packing", "loss_type"} & bexp.training_arguments(told).keys(), "TrainingArguments has neither"
+    assert caplog.text == ""
+    own = bexp.training_arguments(told, config_class=_SFTConfig, packing=False)
+    assert "padding_free" not in own
+    assert "texts that are padded, not packed documents" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore::FutureWarning")

@@ -249,7 +249,7 @@ def beginning(
         ({"optim": "adamw_torch_fused"}, None),
         ({"packing": True}, "packed documents that attend to themselves alone, not whole sequences"),
         ({"packing": True, "packing_strategy": "wrapped"}, None),
-        ({"padding_free": True}, "packed documents that attend to themselves alone, not whole sequences"),
+        ({"padding_free": True}, "documents in one row without padding, as many as a micro-batch has, not whole"),
         (
             {"gradient_checkpointing": True},
             "gradient checkpointing recomputes every layer, in place of the recommended",
@@ -346,6 +346,17 @@ TEXTS = {"lengths": {"histogram": [[12, 3], [6, 1]]}}
         ("packed", {"packing": True}, []),
         ("packed", {"packing": False}, ["texts that are padded, not packed documents that attend to themselves alone"]),
         ("padded", {"packing": True}, ["packed documents that attend to themselves alone, not texts that are padded"]),
+        (
+            "packed",
+            {"packing": False, "padding_free": True},
+            [
+                "documents in one row without padding, as many as a micro-batch has, not packed "
+                "documents that attend to themselves alone"
+            ],
+        ),
+        ("packed", {"packing": True, "padding_free": True}, []),
+        ("grouped", {"group_by_length": True}, []),
+        ("padded", {"group_by_length": True}, ["texts in the order 'group_by_length', and padded ones were measured"]),
         ("padded", {"packing": False, "train_sampling_strategy": "random"}, []),
         ("grouped", {"train_sampling_strategy": "group_by_length"}, []),
         (

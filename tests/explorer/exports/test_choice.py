@@ -53,7 +53,7 @@ def can_be_told(trainer: TrainerName) -> Callable[[Candidate], bool]:
     elif trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}:
         policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75}
     pins = trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}
-    chunks = trainer in {TrainerName.TORCHTITAN, TrainerName.CEREBRAS}
+    chunks = trainer in {TrainerName.TORCHTITAN, TrainerName.TORCHTUNE, TrainerName.CEREBRAS}
     if trainer is TrainerName.CEREBRAS:
         policies = {Recompute.NONE}
     return lambda c: (

@@ -84,8 +84,11 @@ def test_a_trainer_that_cannot_pack_is_refused() -> None:
             export(name, answer)
     assert answer.recommendation is not None
     listed = formats_for(answer.recommendation, answer.request)
-    assert {"trl", "axolotl", "llamafactory"} <= set(listed)
-    assert not {"transformers", "megatron"} & set(listed)
+    assert {"trl", "axolotl"} <= set(listed)
+    assert not {"transformers", "megatron", "llamafactory"} & set(listed), "LLaMA-Factory packs single rows alone"
+    one = exploration(candidate(1, attention_backend="flash_attention_2"), lengths=LENGTHS, batching="packed")
+    assert one.recommendation is not None
+    assert "llamafactory" in formats_for(one.recommendation, one.request)
 
 
 def test_one_row_and_several_are_not_the_same_to_attention_with_a_mask() -> None:

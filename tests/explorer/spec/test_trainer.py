@@ -70,7 +70,8 @@ def test_a_stated_field_goes_before_a_trainers_default() -> None:
 def test_shapes_have_full_logits_where_the_trainer_has_no_loss_in_chunks() -> None:
     for trainer in TrainerName:
         asked = build(SHAPES, trainer.value)
-        chunks = trainer in {TrainerName.BEXP, TrainerName.TORCHTITAN, TrainerName.CEREBRAS}
+        chunked = {TrainerName.BEXP, TrainerName.TORCHTITAN, TrainerName.TORCHTUNE, TrainerName.CEREBRAS}
+        chunks = trainer in chunked
         assert asked.training.loss.kind == ("chunked" if chunks else "full"), trainer
     sized = build(SHAPES, "transformers", training={"loss": {"chunk_tokens": 256}})
     assert (sized.training.loss.kind, sized.training.loss.chunk_tokens) == ("full", 256)
@@ -79,7 +80,8 @@ def test_shapes_have_full_logits_where_the_trainer_has_no_loss_in_chunks() -> No
 def test_shapes_have_master_weights_unless_the_trainer_keeps_no_weights_in_float32() -> None:
     for trainer in TrainerName:
         asked = build(SHAPES, trainer.value)
-        assert (asked.training.optimizer.master_dtype is None) is (trainer is TrainerName.AXOLOTL), trainer
+        pure = trainer in {TrainerName.AXOLOTL, TrainerName.TORCHTUNE}
+        assert (asked.training.optimizer.master_dtype is None) is pure, trainer
 
 
 def test_a_persons_own_code_keeps_its_number_formats_with_every_trainer() -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.workers.targets.transformers.batch import make_batch
@@ -66,16 +66,29 @@ def self_check(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = Non
     torch.set_num_threads(1)  # the tensors are tiny: threads would only wait for one another
     try:
         with quiet_library():
-            return _Check(tiny, replace(_SETTINGS, prepare=prepare)).result()
+            return _Check(tiny, _settings(prepare)).result()
     finally:
         torch.set_num_threads(threads)
+
+
+def _settings(prepare: Callable[[Any], None] | None) -> BuildSettings:
+    """Return how the models are built: without dropout of adapters, because random values cannot be compared."""
+
+    def without_dropout(model: Any) -> None:
+        if prepare is not None:
+            prepare(model)
+        for module in model.modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.0
+
+    return replace(_SETTINGS, prepare=without_dropout)
 
 
 def find_group_problem(tiny: ResolvedConfig, prepare: Callable[[Any], None] | None = None) -> str | None:
     """Return why groups of layers of `tiny` cannot be recomputed as one on the CPU; None if they can."""
     try:
         with quiet_library():
-            model = build_model(tiny, replace(_SETTINGS, prepare=prepare), CPU)
+            model = build_model(tiny, _settings(prepare), CPU)
             check_layer_groups(model, make_batch(tiny.config, TextBatch.whole(2, tiny.seq_length), CPU))
     except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
         return one_line(error)

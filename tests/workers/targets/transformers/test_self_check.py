@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
+from torch import nn
 
 from bexp.workers.targets.transformers.config import resolve_config
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
@@ -28,6 +31,17 @@ def test_parts_compute_what_the_whole_model_computes(model_type: str) -> None:
     assert ("experts_interface" not in check.failures) == (model_type in EXPERTS)
     assert ("batch_tiles" in check.failures) == (model_type == "bloom")  # alibi is laid out batch x heads first
     assert all(check.saved_bytes_per_token[kind] > 0 for kind in check.kinds)
+
+
+def test_dropout_of_adapters_is_off_in_the_check() -> None:
+    """Its random numbers would differ between parts and the whole."""
+
+    def drops(model: Any) -> None:
+        mlp = model.model.layers[0].mlp
+        mlp.down_proj = nn.Sequential(nn.Dropout(0.5), mlp.down_proj)
+
+    resolved = resolve_config({"model_type": "llama"}, TINY_SEQ_LENGTH)
+    assert self_check(tiny_config(resolved), drops).by_parts
 
 
 def test_layers_that_a_model_calls_repeatedly_are_no_parts() -> None:

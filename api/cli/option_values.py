@@ -1,0 +1,42 @@
+"""What the texts of options stand for in a request."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.explorer.formats.document import load_document
+
+
+def parse_micro_batch_size(text: str | None) -> Any:
+    """Return the field of a request that `--micro-batch-size` stands for."""
+    if text is None or text in {"explore", "auto"}:
+        return text
+    if "," in text and all(part.strip().isdecimal() for part in text.split(",")):
+        return [int(part) for part in text.split(",")]
+    low, dash, high = text.partition("-")
+    if low.isdecimal() and not dash:
+        return int(low)
+    if low.isdecimal() and high.isdecimal():
+        return {"explore": {"min": int(low), "max": int(high)}}
+    raise CommandError(
+        ExitCode.USAGE,
+        f"--micro-batch-size {text!r} is neither explore, auto, MIN-MAX, a number, nor a list such as 2,4,8",
+    )
+
+
+def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
+    """Return the fields that `--set` names, their values read as YAML.
+
+    Raises CommandError for text without "=" or without a value, and FormatError for a value that is no YAML.
+    """
+    fields: dict[str, Any] = {}
+    for assignment in assignments or ():
+        name, separator, value = assignment.partition("=")
+        if not separator or not name:
+            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
+        if not value.strip():
+            hint = f"{name}=null stands for no value, {name}='\"\"' for an empty text"
+            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} has no value", hint)
+        fields[name] = load_document(f"value: {value}")["value"]
+    return fields

@@ -1,0 +1,48 @@
+"""The keys of transformers' TrainingArguments, which several trainers' files have."""
+
+from __future__ import annotations
+
+from bexp.explorer.formats.trainers.trainer_file import (
+    KERNELS,
+    OTHER_LOSS,
+    OTHER_OPTIMIZER,
+    OTHER_WEIGHTS,
+    PARALLEL,
+    SHARDING,
+    Key,
+    Setting,
+    flag,
+    number,
+    same,
+)
+from bexp.explorer.formats.training_fields import ARGUMENTS_IGNORED, ARGUMENTS_IGNORED_PREFIXES
+
+SETTINGS: dict[str, Key] = {
+    "per_device_train_batch_size": (Setting.MICRO_BATCH_SIZE, number),
+    "gradient_accumulation_steps": (Setting.STEPS, number),
+    "optim": (Setting.OPTIMIZER, same),
+    "bf16": (Setting.HALF, flag),
+    "gradient_checkpointing": (Setting.RECOMPUTATION, flag),
+    "activation_checkpointing": (Setting.RECOMPUTATION, flag),
+    "gradient_checkpointing_kwargs": (Setting.RECOMPUTATION_DETAILS, same),
+    "activation_checkpointing_kwargs": (Setting.RECOMPUTATION_DETAILS, same),
+    "torch_compile": (Setting.COMPILE, flag),
+    "group_by_length": (Setting.ORDER, flag),
+    "train_sampling_strategy": (Setting.ORDER, lambda value: value == "group_by_length"),
+}
+REFUSED = {
+    **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), SHARDING),
+    "parallelism_config": PARALLEL,
+    "fp16": OTHER_WEIGHTS,
+    "use_liger_kernel": KERNELS,
+    "neftune_noise_alpha": OTHER_LOSS,
+    "optim_target_modules": OTHER_OPTIMIZER,
+    "auto_find_batch_size": "an exploration finds the size: remove it",
+}
+IGNORED = frozenset(
+    {
+        *(key for key in ARGUMENTS_IGNORED if key not in SETTINGS and key not in REFUSED),
+        *(f"{prefix}*" for prefix in ARGUMENTS_IGNORED_PREFIXES),
+        *("use_cache", "trackio_*", "liger_kernel_config"),
+    }
+)

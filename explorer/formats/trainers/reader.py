@@ -1,0 +1,217 @@
+"""Reads a trainer's own file beside the config.json of its base model: `{"axolotl": FILE, "model": CONFIG}`.
+
+What the table of the trainer names is kept. What changes speed or memory and is not measured is refused, and what no
+table knows is noted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
+from typing import Any
+
+from bexp.explorer.formats.document import FormatError, Location
+from bexp.explorer.formats.trainers.axolotl import AXOLOTL
+from bexp.explorer.formats.trainers.llamafactory import LLAMAFACTORY
+from bexp.explorer.formats.trainers.torchtune import TORCHTUNE
+from bexp.explorer.formats.trainers.trainer_file import EXPLORED, Formats, Setting, TrainerFile
+from bexp.explorer.formats.trainers.trl import TRL
+from bexp.explorer.formats.translation import MAX_NAMED_KEYS, Translation, is_unset, put_dtype
+from bexp.explorer.spec.lengths import EPOCH_TEXTS
+from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+
+FILES: Mapping[str, TrainerFile] = {
+    TrainerName.AXOLOTL: AXOLOTL,
+    TrainerName.LLAMAFACTORY: LLAMAFACTORY,
+    TrainerName.TRL: TRL,
+    TrainerName.TORCHTUNE: TORCHTUNE,
+}
+_LORA = (
+    *(Setting.R, Setting.ALPHA, Setting.DROPOUT, Setting.MODULES, Setting.PARAMETERS, Setting.SAVED),
+    *(Setting.DORA, Setting.RSLORA),
+)
+"""Settings that are fields of a request's `training.lora`, by their values."""
+_UNKNOWN = "not read, because it is not known here what they change: "
+
+
+def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
+    """Return whose own file a document is, by the key of its base model; None if it is no trainer's.
+
+    Raises:
+        FormatError: it may be that of several trainers, and `named` is none of them.
+    """
+    if "hf_config" in document:
+        return None
+    found = [name for name, file in FILES.items() if file.model in dict(_values(file, document))]
+    if named in found or len(found) < 2:
+        return named if named in found else next(iter(found), None)
+    raise FormatError([((FILES[found[0]].model,), f"say whose file this is: --trainer {' or '.join(found)}")])
+
+
+def base_model(name: str, document: Mapping[str, Any]) -> str:
+    """Return how a trainer's own file names its base model: a folder, or a name on the Hugging Face hub."""
+    return str(dict(_values(FILES[name], document))[FILES[name].model])
+
+
+def setting_of(name: str, key: str) -> Setting | None:
+    """Return what a key of a trainer's own file sets; None for keys that are not read."""
+    return FILES[name].settings.get(key, (None, None))[0]
+
+
+def _values(file: TrainerFile, values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the keys with a value, dotted where a trainer nests them."""
+    for key, value in values.items():
+        if file.is_nested and isinstance(value, Mapping):
+            yield from _values(file, value, f"{before}{key}.")
+        elif value is not None:
+            yield f"{before}{key}", value
+
+
+@dataclass
+class StatedTraining:
+    """What a trainer's own file says, and where."""
+
+    name: str
+    said: dict[Setting, Any] = field(default_factory=dict)
+    keys: dict[Setting, str] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, name: str, document: Any, translation: Translation) -> StatedTraining:
+        """Read a file, refuse what is not measured, and set the length of a sequence, which the model is read with."""
+        stated, file, unknown = cls(name), FILES[name], []
+        for key, value in _values(file, translation.section(document, (name,)).values):
+            reason = next((why for pattern, why in file.refused.items() if fnmatchcase(key, pattern)), None)
+            if key in file.settings:
+                stated._take(key, value, translation)
+            elif reason is not None:
+                if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
+                    translation.refuse(stated.at(key), reason)
+            elif not any(fnmatchcase(key, pattern) for pattern in file.harmless):
+                unknown.append(f"{key:.60}")
+        if unknown:
+            more = f" and {len(unknown) - MAX_NAMED_KEYS} more" if len(unknown) > MAX_NAMED_KEYS else ""
+            translation.notes.append(f"{_UNKNOWN}{', '.join(unknown[:MAX_NAMED_KEYS])}{more}")
+        stated.said = {**file.defaults, **stated.said}
+        if (length := stated.said.get(Setting.SEQ_LENGTH)) is not None:
+            translation.put(("model", "seq_length"), length, stated.source(Setting.SEQ_LENGTH))
+        return stated
+
+    def at(self, key: str) -> Location:
+        """Return where a key stands in the document."""
+        return (self.name, *(key.split(".") if FILES[self.name].is_nested else (key,)))
+
+    def source(self, setting: Setting) -> Location:
+        """Return where a setting is said, or could be."""
+        keys = [key for key, (each, _) in FILES[self.name].settings.items() if each is setting]
+        return self.at(self.keys.get(setting) or keys[0]) if keys else (self.name,)
+
+    def _take(self, key: str, value: Any, translation: Translation) -> None:
+        setting, read = FILES[self.name].settings[key]
+        try:
+            found = read(value)
+        except ValueError as error:
+            translation.refuse(self.at(key), str(error))
+            return
+        if setting is None or found is None:
+            return
+        before = self.said.get(setting)
+        if setting is Setting.MODULES and before is not None:
+            found = "all-linear" if "all-linear" in (before, found) else [*before, *found]
+        elif before not in (None, found):
+            translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
+        self.said[setting], self.keys[setting] = found, key
+
+    def translate(self, translation: Translation, num_devices: Any, *, has_lengths: bool) -> None:
+        """Set everything but the model. `num_devices` multiplies the batch of a device; None is the file's own."""
+        said, file = self.said, FILES[self.name]
+        translation.put(("trainer",), self.name)
+        devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else said.get(Setting.DEVICES, 1)
+        translation.put(("num_devices",), devices, self.source(Setting.DEVICES))
+        if devices > 1 and file.shards:
+            translation.put(("training", "sharding"), "zero3")
+        micro = said.get(Setting.MICRO_BATCH_SIZE, 1)
+        steps = said.get(Setting.STEPS) or max(1, said.get(Setting.DEVICE_BATCH, micro) // micro)
+        size = self.source(Setting.MICRO_BATCH_SIZE)
+        translation.put(("batch_size",), micro * steps * devices, size)
+        translation.put(("base_micro_batch_size",), micro, size)
+        if not isinstance(said.get(Setting.OPTIMIZER), str):
+            translation.refuse(self.source(Setting.OPTIMIZER), "must be the name of an optimizer")
+        optimizer = ("training", "optimizer", "name")
+        translation.put(optimizer, said.get(Setting.OPTIMIZER), self.source(Setting.OPTIMIZER))
+        if said.get(Setting.COMPILE):
+            translation.put(("execution",), "compile", self.source(Setting.COMPILE))
+        if Setting.LOSS in said:
+            translation.put(("losses",), [said[Setting.LOSS]], self.source(Setting.LOSS))
+        self._put_adapters(translation)
+        self._put_formats(translation)
+        self._put_texts(translation, has_lengths=has_lengths)
+        self._note_explored(translation, micro)
+        translation.notes += [file.note] if file.note else []
+
+    def _put_adapters(self, translation: Translation) -> None:
+        bits = self.said.get(Setting.BITS)
+        if bits is not None:
+            translation.put(("quantization",), f"bnb_{bits}bit", self.source(Setting.BITS))
+        if bits == 4 and not self.said.get(Setting.NESTED, True):
+            reason = "weights in 4 bits are measured with quantised scales: say true"
+            translation.refuse(self.source(Setting.NESTED), reason)
+        if not self.said.get(Setting.ADAPTERS):
+            return
+        lora = {setting.value: self.said[setting] for setting in _LORA if setting in self.said}
+        if isinstance(rank := lora.get("r"), int):
+            lora.setdefault("alpha", rank * FILES[self.name].alpha_by_rank)
+        translation.put(("training", "lora"), lora, self.source(Setting.ADAPTERS))
+        for setting in _LORA:
+            translation.sources["training", "lora", setting.value] = self.source(setting)
+
+    def _put_formats(self, translation: Translation) -> None:
+        config = translation.get("hf_config") or {}
+        checkpoint = str(config.get("dtype") or config.get("torch_dtype") or "float32")
+        said = Formats(
+            half=bool(self.said.get(Setting.HALF)),
+            pure=bool(self.said.get(Setting.PURE)),
+            weights=self.said.get(Setting.WEIGHTS),
+            checkpoint=checkpoint,
+            has_adapters=bool(self.said.get(Setting.ADAPTERS)),
+            is_quantized=Setting.BITS in self.said,
+        )
+        source = self.source(Setting.PURE if said.pure else Setting.HALF)
+        try:
+            dtype, precision = FILES[self.name].formats(said)
+        except ValueError as error:
+            translation.refuse(source, str(error))
+            return
+        put_dtype(translation, dtype, source)
+        if precision is not None:
+            translation.put(("training", "precision"), "pure" if said.is_quantized else precision, source)
+        if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters:
+            translation.notes.append("weights in bfloat16 are measured without autocast: the export says bf16: false")
+
+    def _put_texts(self, translation: Translation, *, has_lengths: bool) -> None:
+        packs, length = self.said.get(Setting.PACKING), translation.get("hf_seq_length")
+        if self.said.get(Setting.PADDING_FREE) and not packs:
+            reason = "rows without padding are measured for packing alone"
+            translation.refuse(self.source(Setting.PADDING_FREE), reason)
+        if has_lengths:
+            batching = "packed" if packs else "grouped" if self.said.get(Setting.ORDER) else "padded"
+            source = self.source(Setting.PACKING if packs else Setting.ORDER)
+            translation.put(("batching",), batching, source)
+        elif packs and isinstance(length, int):
+            translation.put(("lengths",), [[length, EPOCH_TEXTS]], self.source(Setting.PACKING))
+            translation.put(("batching",), "packed", self.source(Setting.PACKING))
+            translation.notes.append(
+                f"packed rows are measured with one text of {length} tokens each; --lengths FILE has the real ones"
+            )
+
+    def _note_explored(self, translation: Translation, micro_batch_size: int) -> None:
+        names = [self.keys[setting] for setting in EXPLORED if setting in self.keys]
+        others = "".join(f", {name}" for name in names)
+        translation.notes.append(
+            f"explored, whatever the file says: the micro-batch (its {micro_batch_size} is the base){others}"
+        )
+        trainer = TRAINERS[TrainerName(self.name)]
+        for setting, known in ((Setting.ATTENTION, trainer.attention), (Setting.EXPERTS, trainer.experts)):
+            if setting in self.said and self.said[setting] not in known:
+                reason = f"'{self.said[setting]!s:.40}' is not measured; these are: {', '.join(sorted(known))}"
+                translation.refuse(self.source(setting), reason)

@@ -1,0 +1,119 @@
+"""A trainer's own file in a command: where its base model is, and what comes out again."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bexp.api.cli.errors import CommandError
+from bexp.api.cli.exported_into import check_into, exported_into
+from bexp.api.cli.files import read_document
+from bexp.api.cli.options import build_request
+from bexp.explorer.exports.registry import export
+from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.request import ExplorationRequest
+from tests.api.cli.conftest import Run
+from tests.explorer.exports.samples import candidate, exploration
+from tests.explorer.formats.trainers.samples import CONFIG, FILES
+
+NAMES = [name for name in FILES if name != "torchtune"]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with each file by its name, and their base model where they say."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models/Llama-3.2-1B").mkdir(parents=True)
+    (tmp_path / "models/Llama-3.2-1B/config.json").write_text(json.dumps(CONFIG))
+    for name, (_, text) in FILES.items():
+        (tmp_path / name).write_text(text)
+    return tmp_path
+
+
+def asked_by(path: Path, trainer: str, **fields: Any) -> ExplorationRequest:
+    return build_request(path, read_document(path), {"trainer": trainer, **fields})
+
+
+def written(files: Path, name: str, best: Candidate) -> tuple[str, list[str]]:
+    """The file with the export of an exploration that it asked for, and what was said beside it."""
+    trainer = FILES[name][0]
+    asked = exploration(best)
+    source = replace(asked, request=asked_by(files / name, trainer))
+    return exported_into(files / name, trainer, export(trainer, source).text)
+
+
+@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
+@pytest.mark.parametrize("name", NAMES)
+def test_the_file_comes_out_with_the_measured_size_and_asks_for_the_same_training(
+    files: Path, name: str, recompute: Recompute
+) -> None:
+    """LoRA, packing, precision, optimizer and batch stay, whatever keys the file has for them."""
+    trainer = FILES[name][0]
+    best = candidate(8, expert_backend=None, recompute=recompute)
+    text, comments = written(files, name, best)
+    before, after = FILES[name][1], yaml.safe_load(text)
+    size = "micro_batch_size" if trainer == "axolotl" else "per_device_train_batch_size"
+    asked = asked_by(files / name, trainer)
+    assert (after[size], after["gradient_accumulation_steps"]) == (8, (asked.batch_size or 0) // 8)
+    (files / "tuned.yaml").write_text(text)
+    again = asked_by(files / "tuned.yaml", trainer)
+    told = {"base_micro_batch_size", "notices"}
+    assert again.model_dump(exclude=told) == asked.model_dump(exclude=told)
+    assert again.base_micro_batch_size == 8
+    kept = [line for line in before.splitlines() if line.startswith(("#", "output_dir", "learning_rate", "dataset"))]
+    assert set(kept) <= set(text.splitlines())
+    keys = ("gradient_checkpointing", "activation_checkpointing")
+    said = not after.get("disable_gradient_checkpointing", not any(after.get(key) for key in keys))
+    assert said is (recompute is Recompute.FULL)
+    assert (trainer == "trl") is not any("expect about" in line or "promises no" in line for line in comments)
+
+
+def test_older_keys_give_way_to_those_of_the_export(files: Path) -> None:
+    after = yaml.safe_load(written(files, "axolotl", candidate(4, expert_backend=None))[0])
+    assert (after["attn_implementation"], after["flash_attention"]) == ("sdpa", None)
+    assert after["gradient_checkpointing_kwargs"] == {"use_reentrant": True}, "nothing is recomputed"
+    recomputed = candidate(4, expert_backend=None, recompute=Recompute.FULL)
+    text, _ = written(files, "axolotl", recomputed)
+    assert "gradient_checkpointing_kwargs:\n  {use_reentrant: false}\nflash_attention: null\n" in text
+    assert "gradient_accumulation_steps: 4  # times two\nmicro_batch_size: 4\n" in text
+    trl = yaml.safe_load(written(files, "trl", candidate(4, expert_backend=None))[0])
+    assert (trl["gradient_checkpointing"], trl["activation_checkpointing"]) == (None, False)
+
+
+def test_only_a_yaml_that_is_read_is_written(files: Path) -> None:
+    for name in (None, "torchtune", "megatron"):
+        with pytest.raises(CommandError, match="--into needs --format axolotl or llamafactory or trl"):
+            check_into(name)
+    with pytest.raises(CommandError, match="No such file"):
+        exported_into(files / "missing.yaml", "axolotl", "micro_batch_size: 8\n")
+    (files / "list.yaml").write_text("- 1\n")
+    with pytest.raises(CommandError, match=r"--into .*list.yaml: it is no mapping"):
+        exported_into(files / "list.yaml", "axolotl", "micro_batch_size: 8\n")
+
+
+def test_a_base_model_on_the_hub_is_named_by_its_config(files: Path, bexp: Run) -> None:
+    path = files / "sft.yaml"
+    path.write_text(FILES["axolotl"][1].replace("models/Llama-3.2-1B", "nobody/no-such-model"))
+    done = bexp("submit", path, "--trainer", "axolotl")
+    assert done.code == 2
+    assert "the base model 'nobody/no-such-model' is not on this disk" in done.stderr
+    assert "hf download nobody/no-such-model config.json --local-dir . and then --model config.json" in done.stderr
+    done = bexp("submit", path, "--trainer", "axolotl", "--model", "models/Llama-3.2-1B")
+    assert done.code == 0, done.stderr
+    assert "explored, whatever the file says: the micro-batch (its 2 is the base)" in done.stderr
+    done = bexp("submit", "models/Llama-3.2-1B", "--model", "models/Llama-3.2-1B")
+    assert "--model is for a trainer's own file" in done.stderr
+
+
+def test_a_base_model_in_the_cache_of_the_hub_is_found(files: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    hub = pytest.importorskip("huggingface_hub")
+    config = str(files / "models/Llama-3.2-1B/config.json")
+    monkeypatch.setattr(hub, "try_to_load_from_cache", lambda name, file: config if name == "a/b" else None)
+    path = files / "sft.yaml"
+    path.write_text(FILES["trl"][1].replace("models/Llama-3.2-1B", "a/b"))
+    assert asked_by(path, "trl").batch_size == 16
