@@ -254,8 +254,11 @@ def _step(best: Recommendation) -> str:
 
 def texts_text(texts: TextFigures) -> str:
     """Return what becomes of texts of unequal length, and whether an epoch of them fits."""
+    how = (
+        texts.batching if texts.budget_tokens is None else f"whole, up to {texts.budget_tokens:,} tokens a micro-batch"
+    )
     return (
-        f"{texts.batching}; {texts.padding_share:.0%} of the computed tokens are padding, which tokens/s leave out; "
+        f"{how}; {texts.padding_share:.0%} of the computed tokens are padding, which tokens/s leave out; "
         f"a chance of {texts.out_of_memory_probability:.1%} that an epoch runs out of memory"
     )
 

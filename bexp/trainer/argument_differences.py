@@ -97,4 +97,6 @@ def _order(args: Any) -> str | None:
 def _texts(batching: str | None) -> str:
     if batching == "packed":
         return "packed documents that attend to themselves alone"
+    if batching == "token_budget":
+        return "whole texts in one row, up to a number of tokens"
     return "whole sequences" if batching in (None, "full") else "texts that are padded"

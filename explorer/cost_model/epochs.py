@@ -42,6 +42,19 @@ def grouped_epoch(lengths: Places, size: int) -> Epoch:
     return order
 
 
+def fill(lengths: Sequence[int], budget: int) -> list[list[int]]:
+    """Return rows of whole texts in the order given, each of as many as `budget` tokens hold; none is longer."""
+    rows: list[list[int]] = []
+    left = 0
+    for length in lengths:
+        if length > left:
+            rows.append([])
+            left = budget
+        rows[-1].append(length)
+        left -= length
+    return rows
+
+
 def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Return rows of at most `capacity` tokens, each text whole in the row that it fills best, the longest texts first.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from bexp.explorer.spec.lengths import Batching, CutLengths, Lengths
+from bexp.explorer.spec.lengths import PACKED, Batching, CutLengths, Lengths
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -29,14 +29,14 @@ def tokens_per_sequence(model: ExploredModel, request: ExplorationRequest) -> fl
     """Return the tokens of texts, without padding, that a sequence has in the mean: a text, or a packed row."""
     if request.lengths is None:
         return float(model.seq_length)
-    if request.batching == "packed":
+    if request.batching in PACKED:
         return _packed_tokens(request.lengths, request.seq_length)
     return _cut(request.lengths, request.seq_length).mean
 
 
 def widest(model: ExploredModel, request: ExplorationRequest) -> int:
     """Return the tokens of the longest sequence, which memory is counted for."""
-    if request.lengths is None or request.batching == "packed":
+    if request.lengths is None or request.batching in PACKED:
         return model.seq_length
     return min(model.seq_length, _cut(request.lengths, request.seq_length).lengths[-1])
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 
 import numpy as np
 
-from bexp.explorer.cost_model.epochs import FEWEST_SIMULATED, Places, cut_epochs, grouped_epoch, pack
+from bexp.explorer.cost_model.epochs import FEWEST_SIMULATED, Places, cut_epochs, fill, grouped_epoch, pack
 from bexp.explorer.cost_model.expectation import Figures, expect
 from bexp.explorer.spec.lengths import Batching, CutLengths
 
@@ -78,12 +78,15 @@ class TextBatches:
     """The micro-batches of one size. `measured` are those to measure: usual ones, in the shares of an epoch, and last
     the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
 
-    `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch.
+    `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch. With a
+    token budget, the mean is that of as many tokens as the same number of packed rows has.
     """
 
     def __init__(self, texts: CutLengths, batching: Batching, seq_length: int, size: int, step_size: int) -> None:
         if batching == "packed":
             made = _packed(texts, seq_length, size)
+        elif batching == "token_budget":
+            made = _budgeted(texts, seq_length, size)
         else:
             made = _padded(texts, size) if batching == "padded" else _grouped(texts, size, step_size)
         work_NA, self.share_N, batch_at, self.longest = made
@@ -93,6 +96,8 @@ class TextBatches:
         drawn = [batch_at(int(ranked[np.searchsorted(below, (i + 0.5) / NUM_DRAWN)])) for i in range(NUM_DRAWN)]
         longest = np.array([self.longest.positions, self.longest.pairs], float)
         mean = self.share_N @ work_NA
+        if batching == "token_budget":  # rows of more texts are a little fuller, and a step has as many tokens
+            mean *= size * seq_length * packed_share(texts, seq_length) / mean[0]
         self.varies = bool((np.abs(longest - mean) > VARIES * mean).any())
         self.measured = (*drawn, self.longest) if self.varies else (self.longest,)
         self._mean_A = mean
@@ -182,6 +187,18 @@ def _packed(texts: CutLengths, seq_length: int, size: int) -> Made:
     share_N = np.full(len(pairs_N), 1 / len(pairs_N))
     work_NA = np.column_stack([np.full(len(pairs_N), float(size * seq_length)), pairs_N])
     return work_NA, share_N, batch_at, batch_at(int(pairs_N.argmax()))
+
+
+def _budgeted(texts: CutLengths, seq_length: int, size: int) -> Made:
+    """One row of whole texts, as many as `size` full sequences have tokens for; the longest has so many tokens."""
+    rows: list[list[int]] = []
+    while len(rows) < FEWEST_SIMULATED:
+        rows += fill(np.random.default_rng(len(rows)).permutation(_epoch(texts)).tolist(), size * seq_length)
+    made = [TextBatch((tuple(row),), sum(row), is_packed=True, is_flattened=True) for row in rows]
+    work_NA = np.array([[batch.positions, batch.pairs] for batch in made], float)
+    fullest = rows[int(work_NA[:, 1].argmax())]
+    longest = TextBatch((tuple(fullest),), size * seq_length, is_packed=True, is_flattened=True)
+    return work_NA, np.full(len(rows), 1 / len(rows)), made.__getitem__, longest
 
 
 def _padded_work(widths: Figures | Places, size: int) -> Figures:

@@ -262,6 +262,7 @@ def _length_line(request: ExplorationRequest, known: Recommendation, candidate: 
         "padded": "padded to the longest of their micro-batch",
         "grouped": "grouped by length, then padded to the longest of their micro-batch",
         "packed": f"packed whole into rows of {request.seq_length} tokens, with positions and attention of their own",
+        "token_budget": "whole beside one another in one row, with positions and attention of their own",
     }[batching]
     is_own = texts is not None and candidate.micro_batch_size == known.candidate.micro_batch_size
     share = f" ({texts.padding_share:.0%} padding)" if texts is not None and is_own else ""

@@ -119,6 +119,7 @@ class TextFigures(Frozen):
     num_texts: int = Field(description="Texts of an epoch.")
     num_cut: int = Field(description="Those that are longer than a sequence and are cut at its length.")
     counted: bool = Field(description="False if the texts follow from a distribution, whose epoch is assumed.")
+    budget_tokens: int | None = Field(None, description="The most tokens of a micro-batch, where that is the rule.")
     tokens_per_sequence: float = Field(description="Tokens of texts in a padded or packed row, in the mean.")
     padding_share: float = Field(description="Share of the computed tokens that are padding.")
     expected_peak_bytes: int

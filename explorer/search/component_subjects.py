@@ -16,6 +16,7 @@ from typing import Any
 from bexp.explorer.cost_model.collectives import is_communication_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import LayerPart, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
@@ -101,8 +102,8 @@ def _describe(kind: ComponentKind, part: str | None, request: ExplorationRequest
         "num_processes": request.num_devices if is_communication_timed(request, report.hardware) else 1,
         "num_devices": request.num_devices if steps else None,
     }
-    if request.batching == "packed":
-        document["flattened"] = request.runner.flattens
+    if request.batching in PACKED:
+        document["flattened"] = request.flattens
     if report.parts is None:
         return document | {"model": _describe_spec(kind, request.shapes)}
     return document | {"model": _describe_parts(kind, part, report.parts, request.hf_config or {})}

@@ -24,6 +24,7 @@ def text_figures(posterior: Posterior, row: int) -> TextFigures | None:
         num_texts=round(texts.num_texts),
         num_cut=round(texts.num_cut),
         counted=texts.is_counted,
+        budget_tokens=size * request.seq_length if batching == "token_budget" else None,
         tokens_per_sequence=tokens,
         padding_share=max(0.0, 1.0 - size * tokens / batches.expected_positions),
         expected_peak_bytes=round(factor * expected),

@@ -169,7 +169,7 @@ def has_other_rows(trainer: Trainer, request: ExplorationRequest, attention: str
         return True
     if (attention or "").startswith("flash_attention"):
         return False
-    return trainer.flattens is not request.runner.flattens
+    return trainer.flattens is not request.flattens
 
 
 def _is_other_precision(

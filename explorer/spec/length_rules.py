@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.target import TRANSFORMERS
 
 if TYPE_CHECKING:
@@ -29,5 +30,5 @@ def check_lengths(request: ExplorationRequest) -> None:
             field,
             "lengths",
         )
-    if request.batching == "packed" and request.bta.is_named:
+    if request.batching in PACKED and request.bta.is_named:
         raise RuleError("attention tiles divide padded rows, not packed ones", "bta", "batching")

@@ -22,7 +22,9 @@ RARE = 1e-3
 """An epoch without a number of texts meets a longer one than counts here with at most this probability."""
 LOGNORMAL = re.compile(r"lognormal\(\s*([^,()]+?)\s*,\s*([^,()]+?)\s*\)")
 
-Batching = Literal["padded", "grouped", "packed"]
+Batching = Literal["padded", "grouped", "packed", "token_budget"]
+PACKED: frozenset[Batching] = frozenset({"packed", "token_budget"})
+"""Whole texts beside one another: in each row of a micro-batch, or in one row that is the whole micro-batch."""
 Length = Annotated[int, Field(ge=1, le=MAX_LENGTH)]
 TextCount = Annotated[int, Field(ge=1, le=MAX_TEXTS)]
 

@@ -85,7 +85,8 @@ class ExplorationRequest(Frozen):
     batching: Batching | None = Field(
         None,
         description="How they become micro-batches: `padded` to the longest, `grouped` by length and padded, or "
-        "`packed` into full sequences, with attention within each text. Null: `padded`.",
+        "`packed` into full sequences, with attention within each text, or `token_budget`: as many whole texts in one "
+        "row as micro_batch_size full sequences have tokens. Null: `padded`.",
         exclude_if=is_null,
     )
     quantization: QuantizationName | None = Field(
@@ -315,6 +316,11 @@ class ExplorationRequest(Frozen):
     def runner(self) -> Trainer:
         """What the trainer that will run the answer can be told; that of `bexp.apply` if none is named."""
         return TRAINERS[self.trainer or TrainerName.BEXP]
+
+    @property
+    def flattens(self) -> bool:
+        """Whether any attention gets a packed micro-batch as one row."""
+        return self.runner.flattens or self.batching == "token_budget"
 
     @property
     def effective_batch_size(self) -> int:

@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Literal
 
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.lengths import Batching
+from bexp.explorer.spec.lengths import PACKED, Batching
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.target import TRANSFORMERS
@@ -166,6 +166,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         chunked_loss=True,
         compiled_layers=True,
         graphs=True,
+        batchings=frozenset({"padded", "grouped", *PACKED}),
         liger=True,
         targets=_LIBRARY_RUNS_IT,
     ),

@@ -112,6 +112,19 @@ def test_the_mean_over_an_epoch_follows_from_tokens_and_pairs(batching: str, siz
     assert error <= 0.02 * mean
 
 
+def test_a_token_budget_is_filled_by_whole_texts_in_one_row_without_padding() -> None:
+    packed, found = batches("packed", 8), batches("token_budget", 8)
+    *drawn, longest = found.measured
+    assert all(batch.size == 1 and batch.is_flattened for batch in found.measured)
+    assert all(sum(batch.rows[0]) == batch.width <= 8 * 32 for batch in drawn)
+    assert longest.positions == 8 * 32
+    assert longest.pairs >= found.pairs_N.max()
+    assert found.expected_positions < packed.expected_positions, "of as many tokens, without padding"
+    assert found.expected_positions == pytest.approx(8 * tokens_per_sequence(parts(), asked("packed")))
+    assert tokens_per_sequence(parts(), asked("token_budget")) == tokens_per_sequence(parts(), asked("packed"))
+    assert widest(parts(), asked("token_budget")) == 32
+
+
 def test_groups_pad_no_more_than_random_order_does_and_the_rarest_text_is_still_the_longest() -> None:
     rare = {"lengths": {100: 1_000_000, 4000: 10}, "seq_length": 4096}
     padded, grouped = batches("padded", 256, **rare), batches("grouped", 256, **rare)

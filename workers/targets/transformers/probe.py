@@ -16,6 +16,7 @@ from bexp.explorer.cost_model.request_texts import text_batches
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.spec.execution import WAITING_EXPERTS, Kernels
 from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
+from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.graphs.recorder import CudaRecorder
 from bexp.out_of_memory import is_out_of_memory
@@ -128,7 +129,7 @@ class SettingsProbe:
         self._request = request
         self._device: torch.device = builder.device
         self._space = request.space_on(self._device.type)
-        batches = text_batches(request, 1 if request.batching == "packed" else 2)  # of one text none is padded
+        batches = text_batches(request, 1 if request.batching in PACKED else 2)  # of one text none is padded
         self._texts = TextBatch.whole(1, request.seq_length) if batches is None else batches.longest
 
     @property
@@ -176,16 +177,16 @@ class SettingsProbe:
                     name=name, usable=reason is None, reason=reason, stock=stock, only_when_named=not is_default
                 )
             )
-        return tuple(map(self._kept_apart, supports)) if self._request.batching == "packed" else tuple(supports)
+        return tuple(map(self._kept_apart, supports)) if self._request.batching in PACKED else tuple(supports)
 
     def _arranged(self, attention: str) -> TextBatch:
-        return arranged(self._texts, attention, flattens=self._request.runner.flattens)
+        return arranged(self._texts, attention, flattens=self._request.flattens)
 
     def _kept_apart(self, support: BackendSupport) -> BackendSupport:
         """A back end that can be had, unless packed texts see one another with it."""
         reason = (
             self._resolved.find_leak(
-                self._device, support.name, flattened=self._request.runner.flattens or is_flattened(support.name)
+                self._device, support.name, flattened=self._request.flattens or is_flattened(support.name)
             )
             if support.usable
             else None

@@ -18,6 +18,7 @@ from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.hardware import HardwareSpec
+from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routing import RoutingSpec
@@ -133,7 +134,7 @@ class TransformersTarget:
         weights = None if quantization is None else count_quantized(self._parts(), quantization)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
-        if self._request.batching == "packed" and not any(one.usable for one in attention):
+        if self._request.batching in PACKED and not any(one.usable for one in attention):
             leaks = [one for one in attention if LEAK in (one.reason or "")] or attention
             reasons = "; ".join(f"{one.name}: {one.reason}" for one in leaks)
             raise UnsupportedTrialError(f"{self._resolved.config.model_type} cannot train on packed texts: {reasons}")
@@ -198,7 +199,7 @@ class TransformersTarget:
         texts = (
             component.micro_batch_size
             if batch is None
-            else arranged(batch, settings.attention, flattens=request.runner.flattens)
+            else arranged(batch, settings.attention, flattens=request.flattens)
         )
         try:
             if component.kind is ComponentKind.SHELL:
@@ -278,7 +279,7 @@ class TransformersTarget:
     def _check_class(self) -> None:
         check = self._resolved.check
         if check.runs and check.by_parts and self._resolved.kinds:
-            is_padded = self._request.lengths is not None and self._request.batching != "packed"
+            is_padded = self._request.lengths is not None and self._request.batching not in PACKED
             padded = check.failures.get("padded_text") if is_padded else None
             if padded is None:
                 return
@@ -319,7 +320,7 @@ class TransformersTarget:
         except (SettingsError, UnsupportedModelError) as error:
             raise UnsupportedTrialError(str(error)) from error
         seed = self._build.seed + group.rank
-        flattens = request.runner.flattens
+        flattens = request.flattens
         rows = [arranged(one, settings.attention, flattens=flattens) for one in texts]
         made = [make_batch(config.config, one, self._device, seed=seed) for one in rows]
         batches = made * (DATA_PARALLEL_MICRO_STEPS if is_data_parallel else MICRO_STEPS) if len(made) == 1 else made
