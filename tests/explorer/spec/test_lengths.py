@@ -85,7 +85,7 @@ def test_a_sentence_says_what_is_no_length(given: Any, sentence: str) -> None:
             "cannot be told packed texts; these can",
         ),
         ({"lengths": {8: 1}, "trainer": "megatron"}, "cannot be told padded texts"),
-        ({"lengths": {8: 1}, "batching": "token_budget"}, "'padded', 'grouped' or 'packed'"),
+        ({"lengths": {8: 1}, "batching": "by_tokens"}, "'padded', 'grouped', 'packed' or 'token_budget'"),
     ],
 )
 def test_a_rule_says_what_does_not_go_with_texts_of_unequal_length(fields: dict[str, Any], sentence: str) -> None:
