@@ -14,6 +14,7 @@ import typer
 from pydantic import BaseModel
 
 from bexp.api.answer import is_provisional, render_answer, render_recommendation
+from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import ExitCode, say
 from bexp.api.summary import render_summary, surer_text
 from bexp.api.text import WIDTH, rate_text, row, wrap
@@ -92,14 +93,16 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
 
 
 def document(client: Explorations, job: Exploration) -> dict[str, Any]:
-    """Return a job with its recommendation, its answer, and what real runs reached, as JSON."""
-    result = client.result(job.id)
+    """Return a job with its recommendation, its answer, its certainty, and what real runs reached, as JSON."""
+    result, reports = client.result(job.id), client.run_reports(job.id)
+    best, answer = (None, None) if result is None else (result.recommendation, result.answer)
     return {
         **({} if result is None else result.model_dump(include=MEASURED)),
         "job": job.model_dump(mode="json", exclude={"recommendation", "answer"}),
-        "recommendation": None if result is None else _dump(result.recommendation),
-        "answer": None if result is None else _dump(result.answer),
-        "run_reports": [report.model_dump(mode="json") for report in client.run_reports(job.id)],
+        "recommendation": _dump(best),
+        "certainty": describe_certainty(job, result, len(reports)),
+        "answer": _dump(answer),
+        "run_reports": [report.model_dump(mode="json") for report in reports],
     }
 
 

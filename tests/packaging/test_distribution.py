@@ -135,7 +135,7 @@ def walk_requirements() -> set[str]:
 def test_every_dependency_is_pinned_to_a_version_that_it_allows() -> None:
     pins = read_pins()
     extras = PROJECT["project"]["optional-dependencies"]
-    texts = PROJECT["project"]["dependencies"] + extras["service"] + extras["dev"]
+    texts = PROJECT["project"]["dependencies"] + extras["service"] + extras["mcp"] + extras["dev"]
     for requirement in map(Requirement, texts):
         name = canonicalize_name(requirement.name)
         if name == "bexp":
