@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from bexp.api.answer import is_provisional
-from bexp.api.summary import surer_text
 from bexp.client.explorations import Exploration, Result
+from bexp.explorer.answers.answer import is_provisional
+from bexp.explorer.answers.summary import surer_text
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -36,7 +36,7 @@ def describe_certainty(job: Exploration, result: Result | None, num_reports: int
 
 
 def _not_measured(best: Recommendation, request: ExplorationRequest | None, num_reports: int) -> Iterable[str]:
-    if best.whole_model is None:
+    if best.whole_model is None and not best.candidate.is_whole:
         yield "the recommended candidate as a whole model; its figures follow from measured parts"
     if best.run_noise is None:
         yield "the noise between runs"

@@ -7,11 +7,11 @@ from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.api.text import rate_text, row, seconds_text
 from bexp.client.explorations import Explorations
+from bexp.explorer.answers.text import rate_text, row, seconds_text
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.comparison import KNOWN, ComparedSide, MeasuredCandidate, compare
+from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare
 from bexp.explorer.spec.base import Frozen
 
 NOT_COMPARED = {"budget", "fresh", "labels", "notices", "sampler", "seed", "verify"}
@@ -71,7 +71,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     sides = {"A": _Known(client, a), "B": _Known(client, b)}
     found = compare(sides["A"].side, sides["B"].side)
     differences = list(_differences(sides["A"].flat(), sides["B"].flat()))
-    missing = [line for name, known in sides.items() for line in _not_measured(name, known.side)]
+    missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
     seconds = (
         None if found.runs_needed is None or None in taken else found.runs_needed * sum(each or 0 for each in taken)
@@ -106,8 +106,11 @@ def _describe(known: _Known) -> str:
     )
 
 
-def _not_measured(name: str, side: ComparedSide) -> Iterator[str]:
-    if side.num_runs == 0:
+def _not_measured(name: str, known: _Known) -> Iterator[str]:
+    side = known.side
+    if known.chosen.candidate.is_whole and side.num_runs == 0:
+        yield f"{name} in a run of its own; its speed is that of the search's steps"
+    elif side.num_runs == 0:
         yield f"{name} as a whole model; its speed follows from measured parts"
     elif side.num_runs == 1:
         yield f"the noise between whole runs of {name}, of which there is one; that of its parts stands in for it"

@@ -9,7 +9,7 @@ import typer
 from bexp.api.cli.arguments import AsJson
 from bexp.api.cli.connection import connect
 from bexp.api.cli.results import print_json, terminal_width
-from bexp.api.text import wrap
+from bexp.explorer.answers.text import wrap
 
 Side = Annotated[str, typer.Argument(metavar="ID", help="An exploration; ID,ID adds further runs of its answer.")]
 

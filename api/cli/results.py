@@ -13,13 +13,13 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
-from bexp.api.answer import is_provisional, render_answer, render_recommendation
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import ExitCode, say
-from bexp.api.summary import render_summary, surer_text
-from bexp.api.text import WIDTH, rate_text, row, wrap
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Explorations, Result
+from bexp.explorer.answers.answer import is_provisional, render_answer, render_recommendation
+from bexp.explorer.answers.summary import render_summary, surer_text
+from bexp.explorer.answers.text import WIDTH, rate_text, row, wrap
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.api.answer import render_answer, render_recommendation
 from bexp.api.cli.results import usage_rows
-from bexp.api.summary import render_summary
-from bexp.api.text import bytes_text
 from bexp.client.explorations import Exploration
+from bexp.explorer.answers.answer import render_answer, render_recommendation
+from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.answers.text import bytes_text
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
