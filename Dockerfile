@@ -42,7 +42,7 @@ COPY explorer ./explorer
 COPY storage ./storage
 COPY workers ./workers
 COPY api ./api
-RUN /opt/bexp/bin/pip install --constraint constraints.txt ".${EXTRAS:+[${EXTRAS}]}"
+RUN /opt/bexp/bin/pip install --constraint constraints.txt ".[service${EXTRAS:+,${EXTRAS}}]"
 
 FROM python:${PYTHON_VERSION}-slim AS runtime
 

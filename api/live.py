@@ -14,9 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from bexp.api.answer import memory_parts
 from bexp.api.live_chart import RateChart
-from bexp.api.text import bytes_text, clock_text
+from bexp.explorer.answers.answer import memory_parts
+from bexp.explorer.answers.text import bytes_text, clock_text
 from bexp.explorer.records.event import Event, EventCode, render_message
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.request import ExplorationRequest

@@ -15,11 +15,13 @@ import sys
 from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import dataclass
-
-from starlette.datastructures import Headers
-from starlette.types import Scope
+from typing import TYPE_CHECKING
 
 from bexp.client.address import is_loopback
+
+if TYPE_CHECKING:  # commands read settings without the service's packages
+    from starlette.datastructures import Headers
+    from starlette.types import Scope
 
 Address = tuple[str, int | None]
 """Host and port."""

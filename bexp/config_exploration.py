@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -15,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 from bexp.child_process import module_command, safe_environment
 from bexp.client.client import Client
 from bexp.client.configuration import Configuration, read_configuration
-from bexp.client.explorations import Exploration
+from bexp.client.explorations import Exploration, Result
+from bexp.client.progress import in_notebook, is_watched, print_event
 from bexp.client.view import ExplorationView
 from bexp.explorer.records.event import Event
 
@@ -24,15 +24,17 @@ if TYPE_CHECKING:
 
 SESSION = "bexp.api.session"
 GRACE_SECONDS = 15.0
+Show = Callable[[ExplorationView, Event | None], None]
+"""Shows a view after an event, and once more at the end."""
 
 
 class ExplorationError(Exception):
     """The exploration could not be run; the message says why."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class ExplorationResult:
-    """An exploration that has ended. In a notebook it shows its table and its bars.
+    """An exploration that has ended. It prints as the lines of the answer; in a notebook it shows a table with bars.
 
     `recommendation` is what `bexp.apply` takes: the candidate that divides a stated batch, as exports take it; it is
     None if nothing fits. `trials` are the service's documents of
@@ -45,8 +47,13 @@ class ExplorationResult:
     document: Mapping[str, Any] | None
     view: ExplorationView
 
-    def __str__(self) -> str:
-        return str(self.view)
+    def __repr__(self) -> str:
+        answer = None if self.document is None else Result.model_validate(self.document).answer
+        if answer is None:
+            return str(self.view)
+        from bexp.explorer.answers.summary import render_summary  # noqa: PLC0415 - for those who print it
+
+        return render_summary(answer, self.exploration.id, self.exploration.request)
 
     def _repr_html_(self) -> str:
         return self.view._repr_html_()
@@ -65,6 +72,7 @@ def explore_config(
     url: str | None = None,
     token: str | None = None,
     on_update: Callable[[ExplorationView], None] | None = None,
+    progress: bool | None = None,
     **fields: Any,
 ) -> ExplorationResult:
     """Explore a configuration, wait for the end and return the result.
@@ -74,7 +82,9 @@ def explore_config(
         device: cpu, cuda:0, cuda:0-3 or replay:TABLE, for a worker that this call starts on this machine.
         url: of the service; default: BEXP_API_URL. Without both, or with `device`, the exploration runs here.
         token: of the service; default: BEXP_API_TOKEN.
-        on_update: called with the view after each event. The default shows a live table in a notebook.
+        on_update: called with the view after each event.
+        progress: whether to show a live table in a notebook, and elsewhere a line on stderr for each event, as
+            `bexp explore` prints it. Default: in a notebook, or if stderr is a terminal, without `on_update`.
         fields: fields of the request, such as `batch_size=512` or `budget={"max_seconds": 60}`.
 
     Raises:
@@ -83,19 +93,19 @@ def explore_config(
         KeyboardInterrupt: an exploration on this machine is cancelled then; one on a service goes on.
     """
     document = read_configuration(config, **fields)
-    update = on_update or _notebook_display()
+    show = _shower(progress=on_update is None and is_watched() if progress is None else progress, update=on_update)
     url = url or os.environ.get("BEXP_API_URL")
     if not url or device is not None:
-        return _explore_here(document, device, update)
+        return _explore_here(document, device, show)
     with Client(url, token) as client:
         exploration = client.submit(document)
         view = ExplorationView(exploration.id, exploration.model)
         for event in client.events(exploration.id):
             view.show(event)
-            update(view)
+            show(view, event)
         ended, trials = client.get(exploration.id), client.trials(exploration.id)
         documents = [trial.model_dump(mode="json") for trial in trials]
-        return _result(ended, documents, client.answer(ended.id), view, update)
+        return _result(ended, documents, client.answer(ended.id), view, show)
 
 
 def _result(
@@ -103,7 +113,7 @@ def _result(
     trials: Sequence[Mapping[str, Any]],
     result: Mapping[str, Any] | None,
     view: ExplorationView,
-    update: Callable[[ExplorationView], None],
+    show: Show,
 ) -> ExplorationResult:
     from bexp.trainer.recommended_setup import RecommendedSetup  # noqa: PLC0415 - for those who ask for it
 
@@ -111,15 +121,27 @@ def _result(
     recommendation = None if document is None else RecommendedSetup.read(document)
     if document is not None:
         view.conclude(document["recommendation"])
-        update(view)
+        show(view, None)
     return ExplorationResult(ended, recommendation, trials, document, view)
 
 
+def _shower(*, progress: bool, update: Callable[[ExplorationView], None] | None) -> Show:
+    """Return what shows a view after an event: one output of a notebook that changes, or lines elsewhere."""
+    display = _notebook_display() if progress and in_notebook() else None
+
+    def show(view: ExplorationView, event: Event | None) -> None:
+        if display is not None:
+            display(view)
+        elif progress and event is not None:
+            print_event(event)
+        if update is not None:
+            update(view)
+
+    return show
+
+
 def _notebook_display() -> Callable[[ExplorationView], None]:
-    """Return what shows a view: one output of a notebook that changes, or nothing elsewhere."""
-    shell = sys.modules.get("IPython")
-    if shell is None or shell.get_ipython() is None:
-        return lambda _: None
+    """Return what shows a view in one output of a notebook."""
     from IPython.display import display  # noqa: PLC0415 - IPython has been imported by the notebook
 
     handle: Any = None
@@ -134,9 +156,7 @@ def _notebook_display() -> Callable[[ExplorationView], None]:
     return update
 
 
-def _explore_here(
-    document: Mapping[str, Any], device: str | None, update: Callable[[ExplorationView], None]
-) -> ExplorationResult:
+def _explore_here(document: Mapping[str, Any], device: str | None, show: Show) -> ExplorationResult:
     """Run one exploration in a child process, which has what this process should not import: SQL, and the device."""
     view: ExplorationView | None = None
     with _session(document, device) as messages:
@@ -145,13 +165,13 @@ def _explore_here(
                 raise ExplorationError(message["error"])
             if "event" in message:
                 assert view is not None, "the exploration comes first"
-                view.show(Event.model_validate(message["event"]))
-                update(view)
+                view.show(event := Event.model_validate(message["event"]))
+                show(view, event)
                 continue
             exploration = Exploration.model_validate(message["exploration"])
             if "trials" in message:
                 assert view is not None, "the exploration comes first"
-                return _result(exploration, message["trials"], message["result"], view, update)
+                return _result(exploration, message["trials"], message["result"], view, show)
             view = ExplorationView(exploration.id, exploration.model)
     raise ExplorationError("the exploration ended without a word")
 

@@ -214,7 +214,7 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
         limits: on waiting and on connections; None for those of the drivers.
 
     Raises:
-        ValueError: the URL is malformed or names another kind of database.
+        ValueError: the URL is malformed, or names another kind of database, or one whose driver is missing.
     """
     try:
         parsed = sa.make_url(url)
@@ -224,7 +224,10 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
         # SQLAlchemy ends the password at the first @, so what follows would be shown as the name of a host
         raise ValueError("the database URL cannot be read; write an @ of the password as %40, and a / as %2F")
     if parsed.drivername in {"postgresql", "postgres", "postgresql+psycopg"}:
-        return _open_postgresql(parsed.set(drivername="postgresql+psycopg"), limits)
+        try:
+            return _open_postgresql(parsed.set(drivername="postgresql+psycopg"), limits)
+        except ModuleNotFoundError as error:
+            raise ValueError(f"PostgreSQL needs {error.name}, which is missing: pip install 'bexp[service]'") from error
     if parsed.drivername in {"sqlite", "sqlite+pysqlite"}:
         return _open_sqlite(parsed, limits)
     raise ValueError(f"database '{parsed.drivername}' is not supported; use sqlite:///PATH or postgresql://...")

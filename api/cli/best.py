@@ -8,17 +8,17 @@ from typing import Annotated
 
 import typer
 
-from bexp.api.answer import is_provisional
-from bexp.api.answer_choices import no_dividing_text
-from bexp.api.answer_runs import render_run_report
 from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import answer_text, document, print_json
-from bexp.api.text import slower_text
 from bexp.client.explorations import Exploration, Explorations, Export, Result
+from bexp.explorer.answers.answer import is_provisional
+from bexp.explorer.answers.choices import no_dividing_text
+from bexp.explorer.answers.runs import render_run_report
+from bexp.explorer.answers.text import slower_text
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation

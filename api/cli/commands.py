@@ -28,6 +28,10 @@ COMMANDS = {
     "watch": ("jobs:watch", "Follow an exploration to its end and print its answer."),
     "resume": ("resume:resume", "Go on with an exploration that was interrupted, cancelled or has failed."),
     "best": ("best:best", "Print the best micro_batch_size so far, and what real runs with it have reached."),
+    "compare": (
+        "compare:compare",
+        "Say how likely the answer of a second exploration is faster than that of a first, and what differs.",
+    ),
     "log": ("log:log", "Print the log of an exploration so far, a BEXP line for each event."),
     "list": ("jobs:list_", "List explorations, the newest first."),
     "report": (
@@ -39,6 +43,7 @@ COMMANDS = {
     "workers": ("workers:workers", "List the workers: their devices and versions, and what they do."),
     "serve": ("service:serve", "Serve the REST API."),
     "worker": ("service:worker", "Claim and run explorations until a signal ends the worker."),
+    "mcp": ("mcp:mcp", "Serve tools for an agent over the Model Context Protocol."),
     "doctor": ("service:doctor", "Show which devices and back ends can be used here, and why the others cannot."),
     "study": (
         "administration:study",

@@ -6,7 +6,7 @@ import shutil
 import sys
 from enum import IntEnum
 
-from bexp.api.text import wrap
+from bexp.explorer.answers.text import wrap
 
 
 class ExitCode(IntEnum):

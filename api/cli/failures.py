@@ -9,6 +9,8 @@ from bexp.api.local_worker import WorkerEndedError
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.formats.document import FormatError, Problem, describe_problem
 
+_EXTRAS = dict.fromkeys(("fastapi", "prometheus_client", "starlette", "uvicorn"), "service") | {"mcp": "mcp"}
+"""The extras that install what the base does not need."""
 _TRY_AGAIN = {HTTPStatus.REQUEST_TIMEOUT, HTTPStatus.TOO_EARLY, HTTPStatus.TOO_MANY_REQUESTS}
 
 
@@ -24,6 +26,9 @@ def describe_failure(error: Exception) -> CommandError | None:
         case WorkerEndedError():  # status 2: a --device that cannot be used
             code = ExitCode.USAGE if error.status == ExitCode.USAGE else ExitCode.SERVICE
             return CommandError(code, *str(error).splitlines())
+        case ModuleNotFoundError() if (missing := (error.name or "").partition(".")[0]) in _EXTRAS:
+            reason = f"this command needs {missing}, which is missing: pip install 'bexp[{_EXTRAS[missing]}]'"
+            return CommandError(ExitCode.USAGE, reason)
         case ServiceError():
             return CommandError(ExitCode.SERVICE, *str(error).splitlines())
     return None

@@ -18,8 +18,8 @@ from rich.text import Text
 from bexp.api.cli.errors import say
 from bexp.api.live import LiveView
 from bexp.api.run_log import RunLog, log_path
-from bexp.api.text import wrap
 from bexp.client.explorations import Exploration, Explorations
+from bexp.explorer.answers.text import wrap
 from bexp.explorer.records.event import Event, EventCode, render_line
 from bexp.explorer.records.recommendation import Recommendation
 

@@ -13,12 +13,13 @@ from typing import Any
 import typer
 from pydantic import BaseModel
 
-from bexp.api.answer import is_provisional, render_answer, render_recommendation
+from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import ExitCode, say
-from bexp.api.summary import render_summary, surer_text
-from bexp.api.text import WIDTH, rate_text, row, wrap
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Explorations, Result
+from bexp.explorer.answers.answer import is_provisional, render_answer, render_recommendation
+from bexp.explorer.answers.summary import render_summary, surer_text
+from bexp.explorer.answers.text import WIDTH, rate_text, row, wrap
 from bexp.explorer.exports.registry import formats_for
 from bexp.explorer.records.event import Event, EventCode
 from bexp.explorer.records.recommendation import Answer, Recommendation
@@ -92,14 +93,16 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
 
 
 def document(client: Explorations, job: Exploration) -> dict[str, Any]:
-    """Return a job with its recommendation, its answer, and what real runs reached, as JSON."""
-    result = client.result(job.id)
+    """Return a job with its recommendation, its answer, its certainty, and what real runs reached, as JSON."""
+    result, reports = client.result(job.id), client.run_reports(job.id)
+    best, answer = (None, None) if result is None else (result.recommendation, result.answer)
     return {
         **({} if result is None else result.model_dump(include=MEASURED)),
         "job": job.model_dump(mode="json", exclude={"recommendation", "answer"}),
-        "recommendation": None if result is None else _dump(result.recommendation),
-        "answer": None if result is None else _dump(result.answer),
-        "run_reports": [report.model_dump(mode="json") for report in client.run_reports(job.id)],
+        "recommendation": _dump(best),
+        "certainty": describe_certainty(job, result, len(reports)),
+        "answer": _dump(answer),
+        "run_reports": [report.model_dump(mode="json") for report in reports],
     }
 
 

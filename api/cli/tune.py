@@ -26,8 +26,8 @@ from bexp.api.cli.results import terminal_width
 from bexp.api.cli.tune_answer import TuneAnswer, check_writable
 from bexp.api.cli.tuned_command import TunedCommand
 from bexp.api.cli.worst_batch import describe_training
-from bexp.api.text import wrap
 from bexp.client.explorations import Exploration, Explorations
+from bexp.explorer.answers.text import wrap
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target

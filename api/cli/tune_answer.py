@@ -16,8 +16,8 @@ from typing import Any, NoReturn
 from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
-from bexp.api.text import bytes_text, rate_text, row
 from bexp.client.explorations import Explorations
+from bexp.explorer.answers.text import bytes_text, rate_text, row
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.candidate import Candidate
 from bexp.tune import link

@@ -29,6 +29,12 @@ async def read_docs(if_none_match: IfNoneMatch = None) -> Response:
     return _send(read_assets()["docs.html"], if_none_match)
 
 
+@router.api_route("/llms.txt", methods=["GET", "HEAD"])
+async def read_guide(if_none_match: IfNoneMatch = None) -> Response:
+    """What an agent should know of the service."""
+    return _send(read_assets()["llms.txt"], if_none_match)
+
+
 @router.api_route("/web/{name}", methods=["GET", "HEAD"])
 async def read_asset(name: str, if_none_match: IfNoneMatch = None) -> Response:
     """A script or a style sheet of the pages."""

@@ -35,11 +35,14 @@ function headline(best, exploration) {
     figure(provisional ? "best micro_batch_size so far" : "best micro_batch_size", candidate.micro_batch_size,
       format.settings(candidate)),
     figure("expect per device", format.rate(format.expected(best)),
-      best.whole_model ? "the whole model ran at that speed" : "composed of measured blocks; no whole model has confirmed it"),
+      isOwnCode(candidate) ? "measured in whole steps of its own code"
+        : best.whole_model ? "the whole model ran at that speed" : "composed of measured blocks; no whole model has confirmed it"),
     figure("against the base", `${best.performance.toFixed(2)}x`, best.plan ? baseOfPlan(best) : format.describe(best.base)),
     figure("confidence", best.confidence, within),
   );
 }
+
+const isOwnCode = (candidate) => candidate.attention_backend === "own";
 
 const baseOfPlan = (best) =>
   `${format.mesh(best.plan.base_mesh)} micro_batch_size=${best.base.micro_batch_size} recompute=${best.base.recompute}`;
@@ -51,7 +54,7 @@ function rows(best, exploration) {
   if (request) row("measured", measured(request, report?.parts));
   if (report) row("device", `${report.hardware.device_name}, ${format.bytes(report.hardware.memory_bytes)}`);
   const whole = best.whole_model;
-  if (whole) {
+  if (whole && !isOwnCode(best.candidate)) {
     const shorter = whole.step_error < 0 ? "shorter" : "longer";
     const lower = whole.peak_error < 0 ? "lower" : "higher";
     row("composed", `its blocks compose a step that is ${format.percent(Math.abs(whole.step_error))} ${shorter} than that ` +
@@ -69,7 +72,9 @@ function rows(best, exploration) {
   row("step", format.seconds(whole ? whole.step_seconds : best.step_seconds));
   if (best.plan) planRows(best.plan, row);
   batchRows(best, request, row);
-  row("peak memory", whole
+  row("peak memory", isOwnCode(best.candidate)
+    ? format.bytes(whole ? whole.measurement.peak_bytes : best.measured_peak_bytes)
+    : whole
     ? `${format.bytes(whole.measurement.peak_bytes)} in the whole model, ${format.bytes(best.measured_peak_bytes)} composed`
     : `${format.bytes(best.measured_peak_bytes)} composed, ${format.bytes(best.predicted_peak_bytes)} predicted`);
   row("with reserve", `${format.bytes(best.required_bytes)} of ${format.bytes(best.memory_limit_bytes)}`);

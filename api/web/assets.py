@@ -11,6 +11,7 @@ MEDIA_TYPES = {
     ".html": "text/html; charset=utf-8",
     ".css": "text/css; charset=utf-8",
     ".js": "text/javascript; charset=utf-8",
+    ".txt": "text/plain; charset=utf-8",
 }
 """The types by the end of a file's name. Those of the machine are not asked, because some call scripts plain text."""
 

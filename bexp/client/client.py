@@ -29,8 +29,8 @@ DEFAULT_URL = "http://127.0.0.1:8642"
 class Client:
     """The explorations of one service, see `bexp.client.explorations.Explorations`. Close it, or use it in a `with`.
 
-    `url` and `token` are those of BEXP_API_URL and BEXP_API_TOKEN if they are not given. `timeout` is in seconds, for
-    one request.
+    `url` and `token` are those of BEXP_API_URL and BEXP_API_TOKEN if they are not given; an empty `token` sends none.
+    `timeout` is in seconds, for one request.
     """
 
     def __init__(
@@ -43,7 +43,8 @@ class Client:
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
         address = url or os.environ.get("BEXP_API_URL") or DEFAULT_URL
-        self.connection = Connection(address, token or os.environ.get("BEXP_API_TOKEN"), timeout, transport=transport)
+        sent = os.environ.get("BEXP_API_TOKEN") if token is None else token
+        self.connection = Connection(address, sent, timeout, transport=transport)
         self._sleep = sleep
 
     def __enter__(self) -> Self:

@@ -7,6 +7,7 @@ from html import escape
 from typing import Any
 
 from bexp.explorer.records.event import Event, EventCode
+from bexp.explorer.spec.target import OWN_ATTENTION
 
 GIB = 1 << 30
 _CELL = "text-align:left;padding:2px 8px"
@@ -57,7 +58,7 @@ class ExplorationView:
 
     @property
     def rates(self) -> dict[int, float]:
-        """The composed tokens per second of one device by micro-batch size: the best that was measured for each."""
+        """Tokens per second of one device by micro-batch size, the best of each; of a model's measured blocks."""
         return {size: max(rates.values()) for size, rates in sorted(self._rates.items())}
 
     def __str__(self) -> str:
@@ -129,7 +130,8 @@ class ExplorationView:
             else:
                 cells = [str(size), "", "", escape(self._failures[size].replace("_", " "))]
             rows.append("<tr>" + "".join(f'<td style="{_CELL}">{cell}</td>' for cell in cells) + "</tr>")
-        names = ("micro_batch_size", "", "composed tokens/s", "")
+        own = self.best is not None and self.best["candidate"].get("attention_backend") == OWN_ATTENTION
+        names = ("micro_batch_size", "", "tokens/s" if own else "composed tokens/s", "")
         head = "".join(f'<th style="{_CELL}">{name}</th>' for name in names)
         return f"<table><thead><tr>{head}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
 

@@ -16,11 +16,13 @@ import torch
 from torch import nn
 
 from bexp.allocator import current_allocator
+from bexp.client.progress import is_watched, numbered_printer
+from bexp.explorer.records.event import EventCode, EventDraft
 from bexp.explorer.records.measurement import Outcome, SizeResult
 from bexp.explorer.search.step_exploration import StepAnswer, StepDescription, search_step
 from bexp.step.agreement import Alone, BrokenGroupError, Together, num_processes
 from bexp.step.measuring import OptimizerState, TrainingStep, left_alone
-from bexp.step.results import StepRecommendation
+from bexp.step.results import StepRecommendation, describe_result
 
 SCATTERED = 0.15
 """Relative standard deviation between measurements of one size, from which on a note says that timings scattered."""
@@ -39,6 +41,7 @@ def explore(
     repeats: int = 5,
     deadline_seconds: float = 60.0,
     max_seconds: float = 300.0,
+    progress: bool | None = None,
 ) -> StepRecommendation:
     """Measure a step at several sizes and recommend the best one.
 
@@ -47,6 +50,9 @@ def explore(
     module. `optimizer(parameters)` makes an optimizer like the one used in training. It takes steps of size zero here,
     and its state is discarded. `effective_batch_size` is the number of sequences in a whole step over all processes.
     Only sizes that divide a process's share of it are tried, and the optimizer's time is spread over the micro-batches.
+
+    With `progress`, the first process prints a line on stderr for each event, as `bexp explore` does; by default it
+    does so in a notebook, or if stderr is a terminal.
 
     The search chooses the sizes to measure, and computes the confidence. The size and its speed agree with the
     measurements. If these scatter, the confidence is low, and a note says so. If the search fails, all sizes are
@@ -73,7 +79,8 @@ def explore(
     try:
         with left_alone(measured, buffers):
             state = OptimizerState.open(optimizer, measured, processes)
-            exploration = _Exploration(measured, processes, asked, state, effective_batch_size, max_seconds)
+            tell = numbered_printer() if (is_watched() if progress is None else progress) else _say_nothing
+            exploration = _Exploration(measured, processes, asked, state, effective_batch_size, max_seconds, tell)
             return exploration.run()
     finally:
         processes.close()
@@ -90,8 +97,10 @@ class _Exploration:
         state: OptimizerState,
         effective_batch_size: int | None,
         max_seconds: float,
+        tell: Callable[[EventDraft], None],
     ) -> None:
         self._step = step
+        self._tell = tell
         self._processes = processes
         self._sizes = sizes
         self._state = state
@@ -122,7 +131,7 @@ class _Exploration:
         if first.outcome is Outcome.OUT_OF_MEMORY:
             return StepAnswer()
         try:
-            return search_step(self._describe(first), lambda size: None if self._is_over() else self._decide(size))
+            return search_step(self._describe(first), self._decide_in_time, self._tell_recommendation)
         except BrokenGroupError:
             raise
         except Exception as error:  # noqa: BLE001 - other processes wait, and plain measurements need no search
@@ -135,9 +144,20 @@ class _Exploration:
             self._decide(left[0])
         return StepAnswer()
 
+    def _tell_recommendation(self, event: EventDraft) -> None:
+        """Tell what is recommended; the other events of the search speak of a model's parts."""
+        if event.code is EventCode.RECOMMENDATION:
+            self._tell(event)
+
+    def _decide_in_time(self, size: int) -> SizeResult | None:
+        return None if self._is_over() else self._decide(size)
+
     def _decide(self, size: int) -> SizeResult:
         self._processes.share(size)
-        return self._measure(size)
+        result = self._measure(size)
+        ok, message = result.outcome is Outcome.OK, f"micro_batch_size={size}: {describe_result(result)}"
+        self._tell(EventDraft(code=EventCode.TRIAL if ok else EventCode.INFEASIBLE, message=message))
+        return result
 
     def _measure(self, size: int) -> SizeResult:
         self._results.append(self._step.measure(size, self._processes))
@@ -218,6 +238,10 @@ class _Exploration:
         seconds = [r.mean_seconds for r in self._results if r.micro_batch_size == size and r.outcome is Outcome.OK]
         overhead = self._state.seconds * size / self._share if self._share else 0.0
         return size / (sum(seconds) / len(seconds) + overhead)
+
+
+def _say_nothing(_: EventDraft) -> None:
+    """Take an event that nobody watches."""
 
 
 def _sizes(sizes: Iterable[int], effective_batch_size: int | None) -> tuple[int, ...]:

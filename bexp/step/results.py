@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from html import escape
 from typing import Any
 
-from bexp.explorer.records.measurement import SizeResult
+from bexp.explorer.answers.text import bytes_text, rate_text, row, wrap
+from bexp.explorer.records.measurement import Outcome, SizeResult
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class StepRecommendation:
-    """The best size, and what is known of all that were tried.
+    """The best size, and what is known of all that were tried. It prints as an answer in a few lines.
 
     `confidence` is the probability, rounded down to 0..99, that the throughput of the size is within 1% of the best of
     all requested sizes, measurement errors included. It is None if the search failed. A size that was
@@ -40,3 +43,45 @@ class StepRecommendation:
             "batch_size": self.effective_batch_size,
             "measured_peak_bytes": self.peak_bytes,
         }
+
+    def __repr__(self) -> str:
+        return "\n".join(wrap(self._lines()))
+
+    def _repr_html_(self) -> str:
+        return f"<pre>{escape(repr(self))}</pre>"
+
+    def _lines(self) -> Iterator[str]:
+        if self.micro_batch_size is None:
+            yield "No recommendation"
+        else:
+            yield f"Recommended micro_batch_size: {self.micro_batch_size}"
+            if self.grad_accum_steps is not None:
+                devices = f" on each of {self.num_devices} devices" if self.num_devices > 1 else ""
+                steps = f"{self.grad_accum_steps} accumulation step{'' if self.grad_accum_steps == 1 else 's'}"
+                yield row("batch", f"batch_size {self.effective_batch_size} in {steps}{devices}")
+            yield row("speed", f"{_rate(self.sequences_per_second or 0.0)} per device")
+            if self.peak_bytes is not None:
+                yield row("memory", f"{bytes_text(self.peak_bytes)} at the peak")
+            sure = "not known" if self.confidence is None else f"{self.confidence} out of 100"
+            yield row("confidence", f"{sure} that none of the sizes is more than 1% faster")
+        if self.results:
+            yield row("without optimizer", ", ".join(self._tried()))
+        for note in self.notes:
+            yield row("note", note)
+
+    def _tried(self) -> Iterator[str]:
+        """Yield each size that was tried, with its speed or how it ended, the last time."""
+        last = {result.micro_batch_size: result for result in self.results}
+        for size, result in sorted(last.items()):
+            yield f"{size}: {describe_result(result)}"
+
+
+def describe_result(result: SizeResult) -> str:
+    """Return the speed of one measurement of a size, forward and backward alone, or how it ended."""
+    if result.outcome is not Outcome.OK:
+        return result.outcome.replace("_", " ")
+    return _rate(result.micro_batch_size / result.mean_seconds)
+
+
+def _rate(sequences_per_second: float) -> str:
+    return rate_text(sequences_per_second).replace("tokens", "sequences")

@@ -223,7 +223,13 @@ class Recommendation(Frozen):
         "where `run_noise` is null.",
         exclude_if=operator.not_,
     )
-
+    expected_regret: float | None = Field(
+        None,
+        description="The share of its tokens/s by which the best candidate is faster, in the mean of what is believed: "
+        "what knowing every candidate exactly would gain, so that no further measurement is worth more. Null where "
+        "`run_noise` is null.",
+        exclude_if=is_null,
+    )
     texts: TextFigures | None = Field(None, description="Null if every sequence is full.", exclude_if=is_null)
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_

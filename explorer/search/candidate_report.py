@@ -131,6 +131,7 @@ def build_recommendation(
         dropped_share=_dropped_share(table.model, candidate, request),
         run_noise=noise.run_noise,
         confidences=noise.confidences,
+        expected_regret=noise.expected_regret,
         weights=report.parts.weights if report.parts is not None else (),
     )
 

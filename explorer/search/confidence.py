@@ -109,6 +109,14 @@ class Contenders:
         own = max(float(own_N1.mean()), 1e-9)
         return np.asarray(np.clip((self.tokens_NA - own_N1) / own, 0.0, most).mean(axis=0))
 
+    def expected_regret(self, position: int) -> float:
+        """By which share of the expected throughput of the contender at `position` the best one is faster, in the mean.
+
+        It is what knowing every candidate exactly would be worth (the expected value of perfect information).
+        """
+        own_N = self.tokens_NA[:, position]
+        return float((self.tokens_NA.max(axis=1) - own_N).mean() / max(float(own_N.mean()), 1e-9))
+
     def probability_faster(self, position: int, margin: float) -> Floats:
         """Probability that each contender is faster than the one at `position` by more than `margin`, shape (A,)."""
         return np.asarray((self.tokens_NA > (1.0 + margin) * self.tokens_NA[:, [position]]).mean(axis=0))

@@ -50,11 +50,12 @@ class _Reach:
 class NoiseFigures:
     """The relative standard deviation between two runs of a micro-step, and the confidence as it is printed.
 
-    `confidences` has the tolerance with two decimals as its key.
+    `confidences` has the tolerance with two decimals as its key. `expected_regret` is a share of the tokens/s.
     """
 
     run_noise: float
     confidences: dict[str, int]
+    expected_regret: float
 
 
 class NoiseLimit:
@@ -148,10 +149,10 @@ def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:
 
 def noise_figures(posterior: Posterior, row: int) -> NoiseFigures:
     """Return the noise between runs of a contender, and the confidence in it for each of LEVELS."""
-    (position,) = np.flatnonzero(posterior.contenders.rows == row)
-    confidence = posterior.contenders.confidence
-    found = {f"{level:.2f}": confidence_score(confidence(int(position), level)) for level in LEVELS}
-    return NoiseFigures(run_noise(posterior, row), found)
+    (position,) = map(int, np.flatnonzero(posterior.contenders.rows == row))
+    contenders = posterior.contenders
+    found = {f"{level:.2f}": confidence_score(contenders.confidence(position, level)) for level in LEVELS}
+    return NoiseFigures(run_noise(posterior, row), found, contenders.expected_regret(position))
 
 
 def shown_noise(posterior: Posterior, row: int) -> float:

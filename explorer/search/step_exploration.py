@@ -9,6 +9,7 @@ from typing import Literal
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, required_bytes, static_parts
 from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.event import EventDraft
 from bexp.explorer.records.measurement import (
     ComponentMeasurement,
     Measurement,
@@ -82,8 +83,14 @@ class _StoppedError(Exception):
     """Nothing is measured any more."""
 
 
-def search_step(description: StepDescription, ask: Callable[[int], SizeResult | None]) -> StepAnswer:
+def search_step(
+    description: StepDescription,
+    ask: Callable[[int], SizeResult | None],
+    tell: Callable[[EventDraft], None] = lambda _: None,
+) -> StepAnswer:
     """Return the size to recommend. `ask` measures a size, and returns None to end the search with what is known.
+
+    `tell` takes each event of the search.
 
     Raises ValueError for more than 64 sizes, or for one above 256.
     """
@@ -101,6 +108,8 @@ def search_step(description: StepDescription, ask: Callable[[int], SizeResult | 
     reason = None
     try:
         for progress in explore(request, report, measurer, prune=prune):
+            for event in progress.events:
+                tell(event)
             best = progress.recommendation or best
             if progress.answer is not None:
                 best, reason = progress.answer.recommendation, progress.answer.variants[0].reason

@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+import json
+import re
+
 import pytest
 from fastapi.testclient import TestClient
 
 from bexp.api.web.assets import CONTENT_SECURITY_POLICY, read_assets
 from bexp.api.web.report import render_report
+from bexp.explorer.records.recommendation import Recommendation
 
 
 @pytest.mark.parametrize(
@@ -13,6 +17,7 @@ from bexp.api.web.report import render_report
         ("/", "text/html; charset=utf-8"),
         ("/docs", "text/html; charset=utf-8"),
         ("/web/app.js", "text/javascript; charset=utf-8"),
+        ("/llms.txt", "text/plain; charset=utf-8"),
         ("/web/style.css", "text/css; charset=utf-8"),
     ],
 )
@@ -38,6 +43,17 @@ def test_pages_refer_to_nothing_outside_of_their_folder() -> None:
         text = asset.body.decode().replace("http://www.w3.org/", "").replace("'http:", "'")
         assert "http:" not in text and "https:" not in text, name
         assert 'src="/' not in text and 'href="/' not in text, name
+
+
+def test_what_agents_are_told_is_there(client: TestClient) -> None:
+    text = client.get("/llms.txt").text
+    for link in re.findall(r"\]\((/[^)]*)\)", text):
+        assert client.get(link).status_code == 200, link
+    paths = client.get("/openapi.json").json()["paths"]
+    for method, path in re.findall(r"`(GET|POST) (/v1/[^`?]+)", text):
+        assert method.lower() in paths[path.replace("ID", "{exploration_id}")], path
+    fields = json.dumps(Recommendation.model_json_schema())
+    assert all(f'"{name}"' in fields for name in ("confidence", "run_noise", "expected_regret", "dividing"))
 
 
 def test_data_of_a_report_cannot_end_its_element() -> None:

@@ -10,7 +10,7 @@ import pytest
 from benchmarks import picture
 from benchmarks.gains import gains, summarize
 from benchmarks.replay.ground_truth import GroundTruth
-from bexp.api.answer import render_recommendation
+from bexp.explorer.answers.answer import render_recommendation
 from bexp.explorer.search.explore import explore
 from bexp.workers.replay.device import RecordedDevice, VirtualClock
 

@@ -160,7 +160,7 @@ def test_the_image_can_be_built_with_extras() -> None:
     assert "ARG EXTRAS=transformers" in lines  # a config.json of Hugging Face would wait for ever without it
     (install,) = [line for line in lines if line.startswith("RUN /opt/bexp/bin/pip install")]
     assert lines.index("ARG EXTRAS=transformers") < lines.index(install)
-    assert install.endswith('".${EXTRAS:+[${EXTRAS}]}"')
+    assert install.endswith('".[service${EXTRAS:+,${EXTRAS}}]"')
     assert (
         "--build-arg EXTRAS=transformers,ray --tag bexp:0.1.0-ray"
         in (DEPLOY / "kubernetes/ray/cluster.yaml").read_text()

@@ -8,6 +8,8 @@ import subprocess
 import sys
 import tomllib
 import zipfile
+from email import message_from_string
+from email.message import Message
 from importlib.metadata import PackageNotFoundError, distribution
 from pathlib import Path
 from typing import Any
@@ -15,6 +17,10 @@ from typing import Any
 import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
+from typer.testing import CliRunner
+
+from bexp.api.cli import app
+from bexp.storage.database import open_database
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -35,8 +41,8 @@ def list_files() -> list[Path]:
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
-    """The files of the wheel that is built from the files of this checkout."""
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> zipfile.Path:
+    """The wheel that is built from the files of this checkout."""
     source, built = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("wheel")
     for name in ("pyproject.toml", "setup.py", "README.md"):
         shutil.copy(ROOT / name, source)
@@ -45,14 +51,56 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> set[str]:
     code = "import sys; from setuptools import build_meta; build_meta.build_wheel(sys.argv[1])"
     subprocess.run([sys.executable, "-W", "ignore", "-c", code, built], cwd=source, check=True, capture_output=True)
     (path,) = built.glob("*.whl")
-    return set(zipfile.ZipFile(path).namelist())
+    return zipfile.Path(path)
 
 
-def test_the_wheel_installs_one_name_with_every_module_and_data_file(wheel: set[str]) -> None:
+@pytest.fixture(scope="module")
+def metadata(wheel: zipfile.Path) -> Message:
+    (folder,) = [entry for entry in wheel.iterdir() if entry.name.endswith(".dist-info")]
+    return message_from_string((folder / "METADATA").read_text(encoding="utf-8"))
+
+
+def test_the_wheel_installs_one_name_with_every_module_and_data_file(wheel: zipfile.Path) -> None:
     """Folders called `api` or `workers` in site-packages would hide a person's own, or be hidden by them."""
     expected = {path.as_posix() if path.parts[0] == "bexp" else f"bexp/{path.as_posix()}" for path in list_files()}
-    assert {name for name in wheel if not name.startswith("bexp-")} == expected
+    files = {name for name in wheel.root.namelist() if not name.endswith("/")}
+    assert {name for name in files if not name.startswith("bexp-")} == expected
     assert not {f"bexp/{name}" for name in SERVICE} & {path.as_posix() for path in list_files()}
+
+
+def requirements(metadata: Message, extra: str) -> set[str]:
+    """The distributions that an extra adds to the base; those of the base if it is empty."""
+    found = [Requirement(text) for text in metadata.get_all("Requires-Dist", [])]
+    base = {one.name for one in found if one.marker is None}
+    chosen = {one.name for one in found if one.marker is not None and one.marker.evaluate({"extra": extra})}
+    return chosen if extra else base
+
+
+def test_a_trainer_installs_no_service(metadata: Message) -> None:
+    service = requirements(metadata, "service")
+    assert service == {"fastapi", "prometheus-client", "psycopg", "uvicorn"}
+    assert {"torch", "optuna", "sqlalchemy", "alembic", "typer"} <= requirements(metadata, "")
+    assert not service & requirements(metadata, "")
+
+
+def test_the_metadata_is_whole_and_claims_no_licence(metadata: Message) -> None:
+    assert metadata["Summary"] and metadata["Keywords"] and metadata["Description-Content-Type"] == "text/markdown"
+    python = [text.rpartition(" ")[2] for text in metadata.get_all("Classifier", []) if ":: Python ::" in text]
+    (least, beyond) = re.findall(r"\((3, \d+)\)", (ROOT / "Makefile").read_text())
+    assert python == [f"3.{minor}" for minor in range(int(least[3:]), int(beyond[3:]))]
+    assert not any("licen" in f"{name}{value}".lower() for name, value in metadata.items() if name != "Description")
+
+
+def test_what_needs_the_service_names_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    """import-linter checks that nothing else needs it."""
+    monkeypatch.delitem(sys.modules, "bexp.api.serve", raising=False)
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    ended = CliRunner().invoke(app, ["serve"])
+    said = "bexp: this command needs uvicorn, which is missing: pip install 'bexp[service]'\n"
+    assert (ended.exit_code, ended.stderr) == (2, said)
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ValueError, match=r"PostgreSQL needs psycopg, .*bexp\[service\]"):
+        open_database("postgresql://bexp@127.0.0.1/bexp")
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -86,9 +134,12 @@ def walk_requirements() -> set[str]:
 
 def test_every_dependency_is_pinned_to_a_version_that_it_allows() -> None:
     pins = read_pins()
-    texts = PROJECT["project"]["dependencies"] + PROJECT["project"]["optional-dependencies"]["dev"]
+    extras = PROJECT["project"]["optional-dependencies"]
+    texts = PROJECT["project"]["dependencies"] + extras["service"] + extras["mcp"] + extras["dev"]
     for requirement in map(Requirement, texts):
         name = canonicalize_name(requirement.name)
+        if name == "bexp":
+            continue
         assert name in pins, f"constraints.txt does not pin {name}"
         assert requirement.specifier.contains(pins[name]), f"{name}=={pins[name]} is not {requirement}"
 

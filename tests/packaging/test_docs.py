@@ -19,7 +19,8 @@ from bexp.explorer.formats.request import parse_request
 
 ROOT = Path(__file__).parents[2]
 DOCS = sorted((ROOT / "docs").glob("*.md"))
-PAGES = [*DOCS, *(ROOT / name for name in ("README.md", "CHANGELOG.md", "benchmarks/README.md"))]
+OTHERS = ("README.md", "CHANGELOG.md", "benchmarks/README.md", "docs/skills/bexp/SKILL.md")
+PAGES = [*DOCS, *(ROOT / name for name in OTHERS)]
 LONGEST_README = 150
 MOST_WORDS = 30_000
 """Of all pages in docs/ together."""

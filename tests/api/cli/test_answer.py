@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.api.answer import render_answer, render_recommendation
 from bexp.api.cli.results import usage_rows
-from bexp.api.summary import render_summary
-from bexp.api.text import bytes_text
 from bexp.client.explorations import Exploration
+from bexp.explorer.answers.answer import render_answer, render_recommendation
+from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.answers.text import bytes_text
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.plan import MeshAlternative, MeshPlan, PipelinePicture, PlanPart
 from bexp.explorer.records.recommendation import (
@@ -76,7 +76,7 @@ def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_ru
 
 
 def test_more_trials_are_not_advised_where_noise_has_ended_the_search() -> None:
-    noisy = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}), 95)
+    noisy = describe_noise(NoiseFigures(0.2, {"0.01": 3, "0.05": 18, "0.10": 48}, 0.15), 95)
     best = RECOMMENDATION.model_copy(update={"confidence": 3, "notes": (noisy,)})
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
     advice = usage_rows(Exploration.model_validate(job_document()), answer, best)[0]

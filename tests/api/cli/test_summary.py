@@ -4,9 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.api.summary import render_summary
-from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation, VariantAnswer
+import pytest
+
+from bexp.explorer.answers.answer import render_answer
+from bexp.explorer.answers.summary import render_summary
+from bexp.explorer.records.recommendation import (
+    NOISE_ENDS_SEARCH,
+    Answer,
+    Recommendation,
+    VariantAnswer,
+    WholeModelCheck,
+)
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import OWN_ATTENTION
 from tests.api.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
 
 
@@ -62,3 +73,13 @@ def test_without_a_recommendation_the_reason_is_all() -> None:
         {**ANSWER.variants[0].model_dump(mode="json"), "recommendation": None, "reason": "nothing fits"}
     )
     assert render_summary(Answer(variants=(nothing,)), "a1b2", REQUEST) == "No recommendation: nothing fits"
+
+
+@pytest.mark.parametrize("whole_model", [None, RECOMMENDATION.whole_model])
+def test_code_of_a_persons_own_is_measured_whole(whole_model: WholeModelCheck | None) -> None:
+    own = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
+    best = RECOMMENDATION.model_copy(update={"candidate": own, "whole_model": whole_model, "runner_up": None})
+    answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
+    whole, summary = render_answer(answer, REQUEST), render_summary(answer, "job1", REQUEST)
+    assert "in whole steps of its own code" in whole
+    assert not {"composed", "blocks", "about"} & set(f"{whole} {summary}".split())

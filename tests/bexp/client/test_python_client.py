@@ -94,7 +94,7 @@ def test_a_notebook_shows_one_output_that_changes(
 
 
 def test_what_python_shows_names_the_size_that_a_trainer_takes_for_the_batch(
-    sqlite_url: str, monkeypatch: pytest.MonkeyPatch
+    sqlite_url: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a list, sizes are independent of the batch; the one for the batch stands below, and trainers take it."""
     monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_url)
@@ -106,15 +106,23 @@ def test_what_python_shows_names_the_size_that_a_trainer_takes_for_the_batch(
             tables / "tables/olmoe-zipf.yaml",
             device=f"replay:{tables}/results/tables/olmoe-zipf.jsonl",
             on_update=lambda view: shown.append(str(view)),
+            progress=batch_size == 12,
             micro_batch_size=sizes,
             batch_size=batch_size,
         )
         assert result.recommendation is not None
         assert (result.exploration.micro_batch_size, result.recommendation.micro_batch_size) == (recommended, taken)
-        lines = str(result).splitlines()
+        lines = str(result.view).splitlines()
         assert f"Recommended: micro_batch_size {recommended}" in lines[0]
         assert lines[1].startswith(f"For the batch: micro_batch_size {taken} in {batch_size}") == (taken != recommended)
-        assert shown[-1] == str(result)
+        assert shown[-1] == str(result.view)
+        answer = repr(result).splitlines()
+        assert answer[0].startswith(f"Recommended micro_batch_size: {recommended} for ")
+        assert f"batch_size {batch_size}" in answer[1] and len(answer) <= 12
+        assert str(result) == repr(result)
+        told = capsys.readouterr().err.splitlines()
+        assert bool(told) == (batch_size == 12)
+        assert all(line.startswith("BEXP") for line in told)
         fields = bexp.training_arguments(result.recommendation)
         assert fields["per_device_train_batch_size"] * fields["gradient_accumulation_steps"] == batch_size
 

@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import pickle
 import random
+import re
 import signal
 import time
 from datetime import timedelta
@@ -89,6 +90,27 @@ def test_the_search_recommends_the_fastest_size_and_says_how_sure_it_is(clock: C
     assert (fields["per_device_train_batch_size"], fields["gradient_accumulation_steps"]) == (8, 2)
 
 
+def test_it_says_what_it_does_and_prints_as_an_answer(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    def step(x: torch.Tensor) -> torch.Tensor:
+        if len(x) > 4:
+            raise MemoryError("out of memory")
+        return example.step(x)
+
+    example = Example(clock)
+    found = explore(example, step=step, effective_batch_size=16, progress=True)
+    told = capsys.readouterr().err
+    assert re.search(r"^BEXP201 \d\d:\d\d:\d\d GMT  micro_batch_size=4: 250 sequences/s$", told, re.MULTILINE)
+    assert "micro_batch_size=8: out of memory" in told
+    assert "Current recommended micro_batch_size: 4, estimated performance" in told
+    lines = repr(found).splitlines()
+    assert lines[:2] == ["Recommended micro_batch_size: 4", "  batch             batch_size 16 in 4 accumulation steps"]
+    assert "250 sequences/s per device" in lines[2] and f"{found.confidence} out of 100" in lines[3]
+    assert "4: 250 sequences/s, 8: out of memory" in " ".join(repr(found).split())
+    assert found._repr_html_() == f"<pre>{found!r}</pre>"
+    explore(example, step=step)
+    assert capsys.readouterr().err == "", "nobody watches"
+
+
 def test_a_note_says_that_timings_scattered(clock: Clock) -> None:
     example, slowdowns = Example(clock), itertools.cycle([1, 1.6, 1, 1.3, 2.2, 1, 1.7])
 
@@ -104,7 +126,7 @@ def test_a_note_says_that_timings_scattered(clock: Clock) -> None:
 def test_a_search_that_fails_in_the_middle_leaves_the_rest_to_the_plain_rule(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def search(_: Any, ask: Any) -> Any:
+    def search(_: Any, ask: Any, __: Any) -> Any:
         assert ask(4).outcome is Outcome.OK
         raise RuntimeError("the search broke")
 

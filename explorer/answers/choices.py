@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.api.text import bytes_text, joined, rate_text, row, slower_text, steps_text
+from bexp.explorer.answers.text import bytes_text, joined, rate_text, row, slower_text, steps_text
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.request import ExplorationRequest
 

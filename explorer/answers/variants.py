@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from bexp.api.text import bytes_text
+from bexp.explorer.answers.text import bytes_text
 from bexp.explorer.records.recommendation import VariantAnswer
 
 

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from bexp.api.answer import is_provisional, remedy_rows, texts_text
-from bexp.api.answer_choices import second_figure
-from bexp.api.answer_plan import mesh_text
-from bexp.api.answer_variants import variant_lines
-from bexp.api.text import WIDTH, bytes_text, rate_text, row, wrap
+from bexp.explorer.answers.answer import is_provisional, remedy_rows, texts_text
+from bexp.explorer.answers.choices import second_figure
+from bexp.explorer.answers.plan import mesh_text
+from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, wrap
+from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
@@ -39,7 +39,7 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
         yield row("mesh", mesh_text(best.plan))
     changed = changed_settings(best.candidate, best.base)
     yield row("settings", changed or "nothing else to change")
-    about = "about " if best.whole_model is None else ""
+    about = "" if best.whole_model is not None or best.candidate.is_whole else "about "
     yield row("speed", f"{about}{rate_text(best.expected_tokens_per_second)} per device, {_gain(best)}")
     if best.dropped_share is not None:
         yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")

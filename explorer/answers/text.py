@@ -9,7 +9,7 @@ from collections.abc import Iterable
 LABEL_WIDTH = 18
 WIDTH = 80
 NO_BREAK = "\N{NO-BREAK SPACE}"
-FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|KiB|MiB|GiB|TiB|tokens/s)\b)")
+FIGURE = re.compile(r"(?<=\d) (?=(?:us|ms|s|B|KiB|MiB|GiB|TiB|(?:tokens|samples|sequences)/s)\b)")
 
 
 def row(label: str, text: str) -> str:

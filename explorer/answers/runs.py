@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from bexp.api.text import bytes_text, rate_text
+from bexp.explorer.answers.text import bytes_text, rate_text
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.run_report import RunReport
 

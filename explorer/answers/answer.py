@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from bexp.api.answer_choices import batch_rows, saving_rows, second_figure
-from bexp.api.answer_plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
-from bexp.api.answer_variants import variant_lines
-from bexp.api.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
+from bexp.explorer.answers.choices import batch_rows, saving_rows, second_figure
+from bexp.explorer.answers.plan import base_text, expert_mode_rows, mesh_rows, other_mesh_rows, picture_rows
+from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, seconds_text, wrap
+from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.records.recommendation import (
     Alternative,
@@ -195,7 +195,10 @@ def _noise_rows(best: Recommendation) -> Iterable[str]:
 def _throughput_rows(best: Recommendation) -> Iterable[str]:
     """Yield the tokens/s to expect: those of the whole model if it was run, whatever its blocks compose."""
     per_device, whole = f"{rate_text(best.expected_tokens_per_second)} per device", best.whole_model
-    if whole is None:
+    if best.candidate.is_whole:
+        yield row("throughput", f"expect {per_device}, {best.ratio_text(best.performance)} base")
+        yield row("  measured", "in whole steps of its own code")
+    elif whole is None:
         yield row("throughput", f"expect about {per_device}, {best.ratio_text(best.performance)} base")
         yield row("  composed", "of measured blocks; no whole model has confirmed it")
     else:
@@ -219,7 +222,10 @@ def _off(error: float, less: str, more: str) -> str:
 
 def _peak(best: Recommendation) -> str:
     """Return the peak to expect first, then the others."""
-    composed = f"{bytes_text(best.measured_peak_bytes)} composed of measured blocks"
+    measured = bytes_text(best.measured_peak_bytes)
+    if best.candidate.is_whole:
+        return measured if best.whole_model is None else bytes_text(best.whole_model.measurement.peak_bytes)
+    composed = f"{measured} composed of measured blocks"
     predicted = f"{bytes_text(best.predicted_peak_bytes)} predicted by formulas"
     if best.whole_model is None:
         return f"{composed}, {predicted}"
@@ -304,6 +310,8 @@ def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:
         name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
+    if best.candidate.is_whole:
+        return f"{name}: {rate_text(check.tokens_per_second)}{_gain(best, rival.gain)}"
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
     return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival.gain)}"
 

@@ -1,0 +1,181 @@
+"""The tools of an agent. Each does what a command does, and returns what the command prints with --json."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+from mcp.server.mcpserver import Context, MCPServer
+from mcp.server.mcpserver.exceptions import ToolError
+from pydantic import Field
+
+from bexp.api.agents.commands import Command, Commands
+from bexp.api.certainty import describe_certainty
+from bexp.api.cli.connection import connect
+from bexp.api.cli.errors import CommandError
+from bexp.api.cli.failures import describe_failure
+from bexp.api.cli.job_ids import find_job
+from bexp.api.cli.results import document
+from bexp.api.comparison import compare_answers
+from bexp.client.configuration import read_configuration
+from bexp.client.explorations import Exploration, Explorations
+from bexp.explorer.formats.request import parse_request
+
+INSTRUCTIONS = """bexp measures which micro-batch size and settings train a language model fastest on the GPUs here.
+explore takes a model's config, tune a training command; both return an exploration, which goes on if it outlasts
+wait_seconds: ask status and best with its id. Read "certainty" before you use a number: noise, confidence, what was not
+measured, and what the next measurement would be worth. compare says whether one answer is faster than another."""
+POLL_SECONDS = 0.2
+LARGE = {"request", "report", "space", "recommendation", "answer"}
+
+Job = Annotated[str, Field(description="The id of an exploration, its first characters (four or more), or `latest`.")]
+Wait = Annotated[
+    float, Field(ge=0, le=3600, description="Return after so many seconds at the latest; the exploration goes on.")
+]
+Fields = Annotated[
+    dict[str, Any] | None,
+    Field(description="Fields of the request: batch_size, seq_length, micro_batch_size, trainer, target, budget ..."),
+]
+Config = Annotated[
+    dict[str, Any], Field(description="A request, a Hugging Face config.json, or a Cerebras configuration.")
+]
+LocalConfig = Annotated[
+    dict[str, Any] | str, Field(description="A path to a configuration, its text, or an object. See docs/request.md.")
+]
+Device = Annotated[str | None, Field(description="cpu, cuda:0, cuda:0-3 or replay:TABLE, of this machine.")]
+Open = Callable[[Context], AbstractContextManager[Explorations]]
+"""Opens the explorations for one call of a tool, which has the headers of its request if it came over HTTP."""
+
+
+def build_server(open_: Open) -> MCPServer:
+    """Return a server whose tools read explorations and submit them to the workers of a service."""
+    server = MCPServer("bexp", instructions=INSTRUCTIONS, version=metadata.version("bexp"), log_level="WARNING")
+
+    @server.tool()
+    @_known_failures()
+    def status(exploration: Job, ctx: Context) -> dict[str, Any]:
+        """Say in which state an exploration is, and how far its answer can be trusted until now."""
+        with open_(ctx) as client:
+            job = find_job(client, exploration)
+            return {"job": job.model_dump(mode="json", exclude=LARGE), "certainty": _certainty(client, job)}
+
+    @server.tool()
+    @_known_failures()
+    def best(exploration: Job, ctx: Context) -> dict[str, Any]:
+        """Return the best micro-batch size and settings so far, with all that is known of them."""
+        with open_(ctx) as client:
+            return document(client, find_job(client, exploration))
+
+    @server.tool()
+    @_known_failures()
+    def compare(a: Job, b: Job, ctx: Context) -> dict[str, Any]:
+        """Say how likely B's answer is faster than A's, how many more runs would tell, and what differs."""
+        with open_(ctx) as client:
+            return compare_answers(client, a, b).document
+
+    @server.tool()
+    @_known_failures()
+    def trials(exploration: Job, ctx: Context) -> dict[str, Any]:
+        """Return every measurement of an exploration, with the state of the device meanwhile."""
+        with open_(ctx) as client:
+            job = find_job(client, exploration)
+            found = [trial.model_dump(mode="json") for trial in client.trials(job.id)]
+            return {"exploration": job.id, "certainty": _certainty(client, job), "trials": found}
+
+    return server
+
+
+def add_remote_tools(server: MCPServer, open_: Open) -> None:
+    """Add the tools that leave all work to a service: they read no file of this machine and start nothing on it."""
+
+    @server.tool()
+    @_known_failures()
+    def explore(config: Config, ctx: Context, fields: Fields = None, wait_seconds: Wait = 30.0) -> dict[str, Any]:
+        """Explore a model on the service's workers."""
+        with open_(ctx) as client:
+            return _submit(client, read_configuration(config, **(fields or {})), wait_seconds)
+
+    @server.tool()
+    @_known_failures()
+    def doctor(ctx: Context) -> dict[str, Any]:
+        """List the service's workers: their devices, versions and targets, and what they do."""
+        with open_(ctx) as client:
+            return {"workers": [worker.model_dump(mode="json") for worker in client.workers()]}
+
+
+def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> None:
+    """Add the tools that work on this machine; `service` says that explorations go to a service all the same."""
+
+    @server.tool()
+    @_known_failures()
+    def explore(
+        config: LocalConfig, fields: Fields = None, device: Device = None, wait_seconds: Wait = 30.0
+    ) -> dict[str, Any]:
+        """Explore a model: on the service that BEXP_API_URL names, else, or with a device, on this machine."""
+        given = read_configuration(config, **(fields or {}))
+        if service and device is None:
+            with connect() as client:
+                return _submit(client, given, wait_seconds)
+        chosen = [] if device is None else ["--device", device]
+        return _follow(commands.start("explore", "-", "--json", *chosen, stdin=json.dumps(given)), wait_seconds)
+
+    @server.tool()
+    @_known_failures()
+    def tune(
+        command: Annotated[list[str], Field(description="The arguments of the training command.", min_length=1)],
+        options: Annotated[
+            list[str] | None, Field(description="Options of `bexp tune`, such as --batch-size 64 --max-seconds 120.")
+        ] = None,
+        folder: Annotated[str | None, Field(description="Where it runs; default: the server's folder.")] = None,
+        wait_seconds: Wait = 30.0,
+    ) -> dict[str, Any]:
+        """Find the best micro-batch size of a training command, by running a few steps of it at several sizes."""
+        arguments = ("tune", "--json", *(options or []), "--", *command)
+        place = None if folder is None else Path(folder)
+        return _follow(commands.start(*arguments, folder=place), wait_seconds)
+
+    @server.tool()
+    @_known_failures()
+    def doctor() -> dict[str, Any]:
+        """Show which devices and back ends can be used on this machine, and why the others cannot."""
+        found = commands.start("doctor", "--json").wait(0.0)
+        assert found is not None, "it has no exploration that could go on"
+        return found
+
+
+def _submit(client: Explorations, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:
+    job = client.submit(parse_request(given))
+    deadline = time.monotonic() + seconds
+    while not job.is_final and time.monotonic() < deadline:
+        time.sleep(POLL_SECONDS)
+        job = client.get(job.id)
+    return document(client, job)
+
+
+def _follow(command: Command, seconds: float) -> dict[str, Any]:
+    found = command.wait(seconds)
+    if found is not None:
+        return found
+    with connect() as client:
+        return document(client, find_job(client, command.job_id or ""))
+
+
+def _certainty(client: Explorations, job: Exploration) -> dict[str, Any] | None:
+    return describe_certainty(job, client.result(job.id), len(client.run_reports(job.id)))
+
+
+@contextmanager
+def _known_failures() -> Iterator[None]:
+    """Tell the agent what a command would print; a defect stays an error of the server."""
+    try:
+        yield
+    except Exception as error:
+        known = error if isinstance(error, CommandError) else describe_failure(error)
+        if known is None and not isinstance(error, OSError | ValueError):
+            raise
+        raise ToolError(str(error) if known is None else "\n".join(known.lines)) from error

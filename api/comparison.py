@@ -1,0 +1,148 @@
+"""Two answers side by side: how likely the second one is faster, what differs between them, and what is not known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.job_ids import find_job
+from bexp.client.explorations import Explorations
+from bexp.explorer.answers.text import rate_text, row, seconds_text
+from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare
+from bexp.explorer.spec.base import Frozen
+
+NOT_COMPARED = {"budget", "fresh", "labels", "notices", "sampler", "seed", "verify"}
+"""Fields of a request that change how an answer is found, and not what it is about."""
+
+
+class _Known:
+    """One of the two answers: the candidate that exports take, and every run of it in the explorations `given`.
+
+    `given` are ids, separated by commas. The answer is that of the first one.
+    """
+
+    def __init__(self, client: Explorations, given: str) -> None:
+        self.jobs = [client.get(find_job(client, each).id) for each in given.split(",")]
+        self.job = self.jobs[0]
+        result = client.result(self.job.id)
+        best = None if result is None else result.recommendation
+        if best is None:
+            raise CommandError(ExitCode.NO_ANSWER, f"exploration {self.job.id} has no recommendation")
+        self.chosen: Recommendation | DividingCandidate = best.dividing or best
+        self.trials: list[Trial] = [] if best.plan else [t for job in self.jobs for t in client.trials(job.id)]
+        self.device: Mapping[str, Any] = (self.job.report or {}).get("hardware") or {}
+        kind = "cpu" if self.device.get("device_kind") == "cpu" else "cuda"
+        self.side = MeasuredCandidate(self.chosen, best.run_noise, self.trials, kind).side()
+
+    @property
+    def run_seconds(self) -> float | None:
+        """What a run of a whole model took, in the mean; None if there was none."""
+        taken = [trial.seconds for trial in self.trials if trial.kind is TrialKind.WHOLE_MODEL]
+        return sum(taken) / len(taken) if taken else None
+
+    def document(self) -> dict[str, Any]:
+        """Return what is known of it, as JSON."""
+        candidate = self.chosen.candidate.model_dump(mode="json")
+        about = {"explorations": [job.id for job in self.jobs], "model": self.job.model, "candidate": candidate}
+        return {**about, "confidence": self.chosen.confidence, **self.side.model_dump(mode="json")}
+
+    def flat(self) -> dict[str, Any]:
+        """What the answer depends on, by dotted names."""
+        request = {} if self.job.request is None else self.job.request.model_dump(mode="json", exclude=NOT_COMPARED)
+        names = ("device_name", "num_devices", "versions")
+        return dict(_flatten({**request, "device": {name: self.device.get(name) for name in names}}))
+
+
+class ComparisonText(Frozen):
+    """A comparison, as a document and in lines."""
+
+    document: dict[str, Any]
+    lines: tuple[str, ...]
+
+
+def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
+    """Compare two answers; `a` and `b` are ids, and further ids behind commas bring more runs of the same candidate.
+
+    Raises CommandError if there is no answer yet, and ProblemError if an id is not known.
+    """
+    sides = {"A": _Known(client, a), "B": _Known(client, b)}
+    found = compare(sides["A"].side, sides["B"].side)
+    differences = list(_differences(sides["A"].flat(), sides["B"].flat()))
+    missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
+    taken = [known.run_seconds for known in sides.values()]
+    seconds = (
+        None if found.runs_needed is None or None in taken else found.runs_needed * sum(each or 0 for each in taken)
+    )
+    advice = _advice(found.runs_needed, seconds)
+    document = {
+        **found.model_dump(mode="json", exclude={"a", "b"}),
+        "a": sides["A"].document(),
+        "b": sides["B"].document(),
+        "differences": differences,
+        "not_measured": missing,
+        "next_measurement": {"runs_of_each": found.runs_needed, "seconds": seconds, "advice": advice},
+    }
+    least, most = found.speedup_90_percent
+    lines = [
+        f"B is faster than A with a probability of {found.probability_b_faster:.0%}: {found.speedup:.3f}x its speed, "
+        f"{least:.3f}x to {most:.3f}x with 90%",
+        *(row(name, _describe(known)) for name, known in sides.items()),
+        *(row("different", line) for line in differences),
+        *(row("not measured", line) for line in missing),
+        row("next", advice),
+    ]
+    return ComparisonText(document=document, lines=tuple(lines))
+
+
+def _describe(known: _Known) -> str:
+    side, ids = known.side, ", ".join(job.id for job in known.jobs)
+    runs = f"{side.num_runs or 'no'} whole run{'' if side.num_runs == 1 else 's'}"
+    candidate = known.chosen.candidate.describe()
+    return (
+        f"{known.job.model} {ids}, {candidate}: {rate_text(side.tokens_per_second)}, {runs}, noise {side.run_noise:.1%}"
+    )
+
+
+def _not_measured(name: str, known: _Known) -> Iterator[str]:
+    side = known.side
+    if known.chosen.candidate.is_whole and side.num_runs == 0:
+        yield f"{name} in a run of its own; its speed is that of the search's steps"
+    elif side.num_runs == 0:
+        yield f"{name} as a whole model; its speed follows from measured parts"
+    elif side.num_runs == 1:
+        yield f"the noise between whole runs of {name}, of which there is one; that of its parts stands in for it"
+
+
+def _advice(needed: int | None, seconds: float | None) -> str:
+    if needed == 0:
+        return "none: which one is faster is known"
+    if needed is None:
+        return "none: so many runs would be needed that the difference hardly matters; take either"
+    about = "" if seconds is None else f", about {seconds_text(seconds)},"
+    runs = f"{needed} more run{'' if needed == 1 else 's'} of each"
+    return (
+        f"{runs}{about} would tell them apart with {KNOWN:.0%} if the difference stays: explore both again with "
+        "--fresh, and compare ID,ID with ID,ID"
+    )
+
+
+def _flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    for name, value in document.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+    for name in dict.fromkeys((*a, *b)):
+        if a.get(name) != b.get(name):
+            yield f"{name}: {_short(a.get(name))} in A, {_short(b.get(name))} in B"
+
+
+def _short(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -1,0 +1,1 @@
+"""The answer as text for a person."""

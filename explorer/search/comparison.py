@@ -1,0 +1,135 @@
+"""Whether one measured candidate is faster than another, and how many more runs it would take to know.
+
+The two may come from different explorations. Each is known by the runs of its whole model, whose noise is estimated as
+the search does it, or else by what its measured blocks compose.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from pydantic import Field
+from scipy.special import stdtr, stdtrit
+
+from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
+from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.records.trial import Trial
+from bexp.explorer.spec.base import Frozen
+from bexp.explorer.surrogate.whole_model_error import COMMON_STD
+from bexp.explorer.surrogate.whole_model_runs import NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
+
+KNOWN = 0.95
+"""With this probability of being the faster one, it is known which one is."""
+MOST_RUNS = 100
+LEAST_VARIANCE = 1e-12
+COMPOSED_DEGREES = 3.0
+"""Degrees of freedom of what measured blocks compose: its error has heavy tails."""
+
+
+class ComparedSide(Frozen):
+    """What is known of the speed of one candidate."""
+
+    tokens_per_second: float = Field(description="Of one device: the geometric mean of its runs.")
+    num_runs: int = Field(description="Runs of its whole model; 0 if measured blocks compose its speed.")
+    standard_error: float = Field(description="Relative, of the tokens/s.")
+    run_noise: float = Field(description="Relative standard deviation between two such runs, as it is estimated.")
+    degrees: float = Field(description="Degrees of freedom of that estimate.")
+
+
+class Comparison(Frozen):
+    """How likely it is that candidate B is faster than candidate A."""
+
+    a: ComparedSide
+    b: ComparedSide
+    probability_b_faster: float = Field(description="0..1, by Student's t distribution.")
+    speedup: float = Field(description="Tokens/s of B over those of A.")
+    speedup_90_percent: tuple[float, float] = Field(description="The interval that holds it with a probability of 90%.")
+    runs_needed: int | None = Field(
+        description=f"Further runs of each until one of them is faster with a probability of {KNOWN:.0%}, if the "
+        f"speedup stays what it is; 0 if that is known, null if {MOST_RUNS} do not suffice."
+    )
+
+
+@dataclass(frozen=True)
+class MeasuredCandidate:
+    """A recommended candidate, with the trials of its explorations and the kind of its device, `cuda` or `cpu`."""
+
+    chosen: Recommendation | DividingCandidate
+    run_noise: float | None
+    trials: Sequence[Trial]
+    device_kind: str
+
+    def side(self) -> ComparedSide:
+        """Return what its runs say."""
+        whole = self.chosen.whole_model
+        runs = [
+            (trial.tokens_per_second, run)
+            for trial in self.trials
+            if trial.candidate == self.chosen.candidate and trial.measurement.outcome is Outcome.OK
+            if trial.tokens_per_second and (run := trial.measurement.whole_model) is not None
+        ]
+        if not runs and whole is not None:  # an answer that another exploration measured
+            runs = [(whole.tokens_per_second, whole.measurement)]
+        noise = self.run_noise or 0.0
+        if not runs:
+            noise = math.hypot(noise, RUN_STD[self.device_kind])
+            error = math.hypot(noise, 0.0 if self.chosen.candidate.is_whole else COMMON_STD[self.device_kind])
+            return ComparedSide(
+                tokens_per_second=self.chosen.tokens_per_second,
+                num_runs=0,
+                standard_error=error,
+                run_noise=noise,
+                degrees=COMPOSED_DEGREES,
+            )
+        found = WholeModelRun.of([speed for speed, _ in runs], [_relative_error(run) for _, run in runs])
+        error = float(WholeModelNoise(self.device_kind, [found], np.array([noise])).of_means[0])
+        return ComparedSide(
+            tokens_per_second=math.exp(found.log_tokens),
+            num_runs=found.number,
+            standard_error=error,
+            run_noise=error * math.sqrt(found.number),
+            degrees=float(NOISE_RUNS + found.number - 1),
+        )
+
+
+def compare(a: ComparedSide, b: ComparedSide) -> Comparison:
+    """Return how likely it is that B is the faster one."""
+    log_speedup = math.log(b.tokens_per_second / a.tokens_per_second)
+    error, degrees = _error(a, b, 0)
+    reach = float(stdtrit(degrees, 0.95)) * error
+    return Comparison(
+        a=a,
+        b=b,
+        probability_b_faster=_probability(a, b, 0, log_speedup),
+        speedup=math.exp(log_speedup),
+        speedup_90_percent=(math.exp(log_speedup - reach), math.exp(log_speedup + reach)),
+        runs_needed=next(
+            (n for n in range(MOST_RUNS + 1) if _probability(a, b, n, abs(log_speedup)) >= KNOWN),
+            None,
+        ),
+    )
+
+
+def _probability(a: ComparedSide, b: ComparedSide, more: int, log_speedup: float) -> float:
+    error, degrees = _error(a, b, more)
+    return float(stdtr(degrees, log_speedup / error))
+
+
+def _error(a: ComparedSide, b: ComparedSide, more: int) -> tuple[float, float]:
+    """Return the standard error of the logarithm of the speedup after `more` runs of each, and its degrees of freedom.
+
+    The degrees are those of Welch and Satterthwaite.
+    """
+    parts = []
+    for side in (a, b):
+        variance = side.standard_error**2 if more == 0 else side.run_noise**2 / (side.num_runs + more)
+        parts.append((max(variance, LEAST_VARIANCE), side.degrees + more))
+    total = sum(variance for variance, _ in parts)
+    return math.sqrt(total), total**2 / sum(variance**2 / degrees for variance, degrees in parts)
+
+
+def _relative_error(whole: WholeModelMeasurement) -> float:
+    return whole.standard_error_seconds / whole.micro_step_seconds if whole.micro_step_seconds else 0.0

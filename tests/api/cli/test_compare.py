@@ -1,0 +1,92 @@
+"""`bexp compare`, and how far a document says that its answer can be trusted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from bexp.api.certainty import describe_certainty
+from bexp.client.explorations import Exploration, Result
+from bexp.explorer.records.recommendation import Answer
+from tests.api.cli.conftest import Run
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, UNDIVIDED, job_document, result_document
+
+Worker = Callable[..., AbstractContextManager[None]]
+
+
+@pytest.fixture
+def explored(bexp: Run, worker: Worker, tmp_path: Path) -> Callable[..., str]:
+    """Explores, with fields in place of the request's own, and returns the id."""
+
+    def explore(answer: Answer = ANSWER, **fields: Any) -> str:
+        path = tmp_path / "tiny.yaml"
+        path.write_text(yaml.safe_dump({**TINY, **fields}))
+        with worker(answer):
+            done = bexp("submit", path, "--set", "fresh=true", "--watch", "--json")
+        assert done.code == 0, done.stderr
+        job_id: str = json.loads(done.stdout)["job"]["id"]
+        return job_id
+
+    return explore
+
+
+def test_comparing_says_how_surely_and_what_differs(bexp: Run, explored: Callable[..., str]) -> None:
+    a, b = explored(), explored(batch_size=48, budget={"max_seconds": 20})
+    said = json.loads(bexp("compare", a, b, "--json").stdout)
+    assert said["probability_b_faster"] == pytest.approx(0.5)  # the scripted worker has found the same twice
+    assert said["differences"] == ["batch_size: 24 in A, 48 in B"]
+    assert [said[side]["explorations"] for side in "ab"] == [[a], [b]]
+    assert [line[0] for line in said["not_measured"]] == ["t", "t"]
+    assert said["next_measurement"]["runs_of_each"] is None
+    lines = bexp("compare", a, b).stdout
+    assert lines.startswith("B is faster than A with a probability of 50%: 1.000x its speed, ")
+    assert "batch_size: 24 in A, 48 in B" in lines
+    assert bexp("compare", a, "latest").code == 0
+    refused = bexp("compare", a, "unknown")
+    assert refused.code == 2 and "no exploration begins with 'unknown'" in refused.stderr
+
+
+def certainty(job: dict[str, Any] | None = None, reports: int = 0, **changes: Any) -> dict[str, Any]:
+    best = {**RECOMMENDATION.model_dump(mode="json"), **changes}
+    result = Result.model_validate(result_document(recommendation=best))
+    found = describe_certainty(Exploration.model_validate(job or job_document()), result, reports)
+    assert found is not None
+    return found
+
+
+def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> None:
+    known = certainty(reports=1, run_noise=0.02, expected_regret=0.004, confidences={"0.05": 95})
+    assert (known["noise"], known["confidence"], known["confidence_by_tolerance"]) == (0.02, 87, {"0.05": 95})
+    assert known["not_measured"] == [
+        "all parts of the best with stock back ends; its throughput is predicted in part",
+        "whether training converges as well",
+    ]
+    assert known["next_measurement"] == {
+        "worth_at_most": 0.004,
+        "advice": "none: the confidence that was asked for is reached",
+    }
+    unknown = certainty(whole_model=None)["not_measured"]
+    assert unknown[:2] == [
+        "the recommended candidate as a whole model; its figures follow from measured parts",
+        "the noise between runs",
+    ]
+    assert "a training run with this answer; none has been reported" in unknown
+    assert certainty(confidence=20)["next_measurement"]["advice"].startswith("explore again with --fresh")
+    running = certainty(job_document("running"))["next_measurement"]["advice"]
+    assert running == "wait: the exploration has not ended"
+    assert describe_certainty(Exploration.model_validate(job_document()), None, 0) is None
+
+
+def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callable[..., str]) -> None:
+    variant = ANSWER.variants[0].model_copy(update={"recommendation": UNDIVIDED})
+    job_id = explored(ANSWER.model_copy(update={"variants": (variant,)}))
+    said = json.loads(bexp("compare", job_id, job_id, "--json").stdout)
+    assert said["a"]["candidate"]["micro_batch_size"] == 1
+    assert said["a"]["num_runs"] == 0
+    assert "A as a whole model; its speed follows from measured parts" in said["not_measured"]
