@@ -16,6 +16,8 @@ OPERATION_POLICIES = ("activations", "projections")
 """Policies that keep the results of some operators in every layer and recompute the others."""
 MODULE_POLICIES = ("selective", "experts")
 """Policies that recompute one part of every layer: the attention core, or the expert FFN."""
+ON_HOST = "offload"
+"""The policy that keeps what layers save in the host's memory."""
 _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 _ATTENTION = re.compile(r"[a-z][a-z0-9_]*(:(flash|cudnn|efficient|math))?")
 _EXPERTS = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,7 +39,7 @@ class Settings:
     `recompute`: `none`; by layer `full`, `layers_N` (the first N) or `partial_25`, `partial_50`, `partial_75`;
     `groups_N` (groups of N consecutive layers, each recomputed as one); by operation `activations` (keeps the results
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
-    attention core) and `experts`.
+    attention core) and `experts`; `offload` recomputes nothing and keeps what layers save in the host's memory.
     `bta_tile`: sequences of an attention tile, None for no tiling.
     `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
     `graph` replays the micro-step of a whole model as CUDA graphs.
@@ -63,10 +65,12 @@ class Settings:
         if self.experts is not None and not _EXPERTS.fullmatch(self.experts):
             raise SettingsError(f"'{self.experts}' is not the name of an experts implementation")
         if not self._known_policy():
-            known = ", ".join(("none", *LAYER_SHARES, "layers_N", "groups_N", *OPERATION_POLICIES, *MODULE_POLICIES))
+            known = ", ".join((*self._names(), "layers_N", "groups_N"))
             raise SettingsError(f"'{self.recompute}' is not a recomputation policy of a transformers model: {known}")
         if self.group_size is not None and self.compile:
             raise SettingsError(f"compiled layers cannot be recomputed in groups ('{self.recompute}')")
+        if self.recompute == ON_HOST and (self.compile or self.graph):
+            raise SettingsError(f"activations go to the host ('{ON_HOST}') operation by operation, in eager execution")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
         if self.loss not in {"library", "chunked", "liger"}:
@@ -103,5 +107,8 @@ class Settings:
         return asdict(self)
 
     def _known_policy(self) -> bool:
-        named = ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES)
-        return self.recompute in named or _NUMBERED.fullmatch(self.recompute) is not None
+        return self.recompute in self._names() or _NUMBERED.fullmatch(self.recompute) is not None
+
+    @staticmethod
+    def _names() -> tuple[str, ...]:
+        return ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES, ON_HOST)

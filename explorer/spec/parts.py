@@ -200,7 +200,8 @@ class ModelParts(Frozen):
     def offers_policy(self, policy: Recompute, *, named: bool) -> bool:
         """Return whether a policy is to be tried: one that the code can run.
 
-        A policy by operation must be `named` by the request. `layers_N` needs layers that can be recomputed one by one.
+        A policy by operation, or that takes activations to the host, must be `named` by the request. `layers_N` needs
+        layers that can be recomputed one by one.
         """
         can = (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
         return can and (named or not (policy.untiled_only or policy.by_operation))

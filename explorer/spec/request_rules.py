@@ -15,6 +15,7 @@ from bexp.explorer.spec.execution_rules import (
     check_executions,
     check_kernels,
     check_numbered_policies,
+    check_offload,
     check_policies,
     check_policies_of_mode,
 )
@@ -204,6 +205,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_sharding,
     check_attention_backends,
     check_policies,
+    check_offload,
     check_numbered_policies,
     check_expert_modes,
     check_trainer,
@@ -230,6 +232,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_micro_batch_sizes,
     check_tiles,
     check_policies,
+    check_offload,
     check_numbered_policies,
     check_policies_of_mode,
     check_policies_of_tiles,

@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.request_texts import text_batches
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routing import RoutingSpec
 from bexp.explorer.spec.training import Sharding
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Loss, Settings, SettingsError
+from bexp.transformers.settings import ON_HOST, Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
@@ -32,7 +31,14 @@ from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
+from bexp.workers.targets.transformers.host_memory import require_host_memory
 from bexp.workers.targets.transformers.materialize import build_by_layers
+from bexp.workers.targets.transformers.measured_settings import (
+    BY_OPERATION,
+    WHOLE_LAYER,
+    settings_of,
+    settings_of_component,
+)
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
@@ -48,46 +54,6 @@ from bexp.workers.targets.transformers.training_run import (
 from bexp.workers.targets.transformers.weight_bytes import count_quantized
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
-
-BY_OPERATION = {
-    BlockRecompute.SELECTIVE: "selective",
-    BlockRecompute.ACTIVATIONS: "activations",
-    BlockRecompute.PROJECTIONS: "projections",
-}
-WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
-"""What recomputes a layer alone as a whole; a group runs to its end."""
-
-_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
-
-
-def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
-    """What a candidate sets on a whole model."""
-    return Settings(
-        attention=candidate.attention_backend,
-        experts=candidate.expert_backend,
-        recompute=candidate.recompute.value,
-        bta_tile=candidate.bta_tile,
-        loss=_LOSSES.get(candidate.loss, "library"),
-        compile=request.execution_of(candidate).compiles,
-        graph=request.execution_of(candidate).replays,
-        allocator=request.allocator,
-        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
-    )
-
-
-def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
-    """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
-    if component.kind is ComponentKind.SHELL:
-        return Settings(loss=_LOSSES.get(component.setting, "library"))
-    assert component.backend is not None, "a layer names its attention"
-    return Settings(
-        attention=component.attention,
-        experts=component.experts,
-        recompute=BY_OPERATION.get(component.recompute, "none"),
-        bta_tile=component.bta_tile,
-        compile=request.plain_execution.compiles or component.is_compiled,
-        kernels="liger" if component.backend.liger else "library",
-    )
 
 
 class TransformersTarget:
@@ -147,7 +113,9 @@ class TransformersTarget:
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
+                    if name != ON_HOST
                 },
+                ON_HOST: probe.offload_refusal(),
                 **{
                     policy.value: checkpointing or self._resolved.group_problem
                     for policy in named
@@ -210,6 +178,8 @@ class TransformersTarget:
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:
+            if settings.recompute == ON_HOST:
+                require_host_memory(passes, component, model)
             yield passes
         finally:
             passes.release()
