@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from bexp.explorer.spec.optimizers import LIBRARY
 from bexp.explorer.spec.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.trainer.measured_training import is_library_code, read_training
@@ -125,6 +126,12 @@ class RecommendedSetup:
             **read_training(request, dtype, own_code=own_code),
             **_context(document, recommendation, request),
         )
+
+    @property
+    def has_host_optimizer(self) -> bool:
+        """Whether the optimizer stepped in the host's memory, which TrainingArguments have no name for."""
+        known = None if self.optimizer is None else LIBRARY.get(self.optimizer)
+        return known is not None and known.is_on_host
 
     @property
     def load_dtype(self) -> str | None:

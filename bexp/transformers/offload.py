@@ -10,11 +10,16 @@ from torch import Tensor, nn
 from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 
 
+def pinned_bytes(tensor: Tensor) -> int:
+    """Return what a tensor takes in pinned memory, whose allocator rounds up to a power of two."""
+    return 1 << max(0, tensor.numel() * tensor.element_size() - 1).bit_length()
+
+
 class OnHost:
     """The forward of a layer whose saved tensors lie in pinned memory of the host until backward needs them.
 
     torch's `save_on_cpu` copies them, without its copies of weights, which stay on the device in any case. `host_bytes`
-    are what the last forward took there: the allocator of pinned memory rounds each tensor up to a power of two.
+    are what the last forward took there.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -37,5 +42,5 @@ class OnHost:
     def _pack(self, tensor: Tensor) -> Any:
         if tensor.untyped_storage().data_ptr() in self._weights:
             return tensor.device, tensor.detach()
-        self.host_bytes += 1 << max(0, tensor.numel() * tensor.element_size() - 1).bit_length()
+        self.host_bytes += pinned_bytes(tensor)
         return self._host.pack_hook(tensor)

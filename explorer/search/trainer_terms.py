@@ -135,7 +135,7 @@ def find_missing(
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
         "rows": _has_other_rows(trainer, request, attention, candidate.micro_batch_size),
-        "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
+        "optimizer": not trainer.has_optimizer(request.training.optimizer.of_library),
     }
     if not any(missing.values()):
         return {}

@@ -110,6 +110,9 @@ class ModelParts(Frozen):
     optimizer_state_bytes: Count | None = Field(
         None, description="Of the real state after a step, where it was read.", exclude_if=is_null
     )
+    optimizer_host_bytes: Count | None = Field(
+        None, description="What the optimizer keeps in the host's memory, if it steps there.", exclude_if=is_null
+    )
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )

@@ -113,9 +113,13 @@ def _check_master_weights(request: ExplorationRequest) -> None:
 def _check_library_optimizer(request: ExplorationRequest) -> None:
     """An optimizer of a library steps the whole parameters of a transformers model, in their own format."""
     field, name = "training.optimizer.name", request.training.optimizer.name
+    known = request.training.optimizer.of_library
     if request.target_name != TRANSFORMERS:
         raise RuleError(f"optimizer '{name}' needs target '{TRANSFORMERS}'", field, "target")
-    if not request.runner.optimizers:
+    if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
+        other = "num_devices" if request.num_devices > 1 else "device_kind"
+        raise RuleError(f"optimizer '{name}' steps in the host's memory, beside one GPU", field, other)
+    if not request.runner.has_optimizer(known):
         return  # the trainer cannot be told it, whatever its precision
     if request.training.precision == "master":
         raise RuleError(f"optimizer '{name}' is measured without float32 master weights", field, "training.precision")

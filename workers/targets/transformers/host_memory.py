@@ -28,17 +28,17 @@ def require_host_memory(passes: LayerPasses, component: Component, model: Explor
     taken = passes.host_bytes
     passes.release()
     expected = sum(model.kind(name).saved_bytes_per_token for name in model.layers)
-    refuse_full_host(round(taken * expected / part_of(component, model).saved_bytes_per_token), "the activations")
+    full = full_host(round(taken * expected / part_of(component, model).saved_bytes_per_token), "the activations need")
+    if full is not None:
+        raise TrialFailedError(Outcome.OUT_OF_MEMORY, full)
 
 
-def refuse_full_host(num_bytes: int, words: str) -> None:
-    """Raise TrialFailedError if `num_bytes` of pinned memory, for what `words` says, do not fit beside what is used."""
+def full_host(num_bytes: int, need: str) -> str | None:
+    """Why `num_bytes` do not fit in the host's memory, in words that begin with `need`; None if they do."""
     release = getattr(torch.accelerator, "empty_host_cache", None)  # torch 2.11 has none
     if release is not None and torch.accelerator.is_available():
         release()  # what earlier trials pinned
     free = host_limits.available_bytes()
-    if num_bytes > free:
-        raise TrialFailedError(
-            Outcome.OUT_OF_MEMORY,
-            f"{words} need {num_bytes / GIB:.2f} GiB of the host's memory, of which {free / GIB:.2f} GiB are free",
-        )
+    if num_bytes <= free:
+        return None
+    return f"{need} {num_bytes / GIB:.2f} GiB of the host's memory, of which {free / GIB:.2f} GiB are free"

@@ -40,6 +40,7 @@ from bexp.workers.targets.transformers.measured_settings import (
     settings_of_component,
 )
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.optimizer_state import with_optimizer_state
 from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
@@ -126,7 +127,8 @@ class TransformersTarget:
         if weights is not None:
             parts = with_quantized_weights(parts, weights)
         if self._request.training.optimizer.of_library is not None and self._request.mode == "train":
-            parts = parts.model_copy(update={"optimizer_state_bytes": self._optimizer_state_bytes(parts)})
+            name, made = self._request.training.optimizer.name, self._optimizer_parts(parts, self._request)
+            parts = with_optimizer_state(parts, name, made)
         self.rest()
         usable = [backend.name for backend in experts if backend.usable]
         default = self._resolved.model.config._experts_implementation if usable else None
@@ -226,25 +228,6 @@ class TransformersTarget:
         run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
 
-    def _optimizer_state_bytes(self, parts: ModelParts) -> int:
-        """The bytes of the real state after a step of each part, as often as the model has it."""
-        total, name = 0, self._request.training.optimizer.name
-        for part in self._optimizer_parts(parts, self._request):
-            try:
-                optimizer = part.build()
-                assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
-                with torch.compiler.set_stance("force_eager"):  # compiled code has the same state, after seconds
-                    optimizer.step()
-            except UnsupportedTrialError:
-                raise
-            except Exception as error:  # a library that is broken in any way
-                short = " ".join(str(error).split())[:200] or type(error).__name__
-                raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
-            total += part.count * optimizer.state_bytes
-            for parameter in optimizer.parameters:
-                parameter.grad = None
-        return total
-
     def _check_class(self) -> None:
         check = self._resolved.check
         if check.runs and check.by_parts and self._resolved.kinds:
@@ -315,6 +298,9 @@ class TransformersTarget:
             trained = [p for p in parameters(self._parts()) if p.requires_grad]
             if shards > 1:
                 trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
+            known = self._request.training.optimizer.of_library
+            if known is not None and known.is_on_host:  # its hooks stay on what it was given
+                trained = [nn.Parameter(p.detach().clone()) for p in trained]
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             name, master = self._request.training.optimizer.name, self._build.keeps_master_weights
