@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from bexp.explorer.spec.optimizers import LIBRARY
 from bexp.explorer.spec.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.trainer.measured_training import is_library_code, read_training
-from bexp.transformers.settings import Settings, SettingsError
+from bexp.transformers.settings import Float8, Settings, SettingsError
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
 
@@ -229,7 +229,13 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
         graph=replayed,
         allocator=allocator,
         kernels=candidate.get("kernels") or "library",
+        float8=_float8(training),
     )
+
+
+def _float8(training: Any) -> Float8 | None:
+    precision = training.get("precision") if isinstance(training, Mapping) else None
+    return cast(Float8, str(precision).removeprefix("float8_")) if str(precision).startswith("float8_") else None
 
 
 def _experts_setting(name: str) -> str:

@@ -77,7 +77,7 @@ _ATTENTION_OPERATORS = (
 )
 LAYERS_KEPT = ("none", "selective", "experts", ON_HOST)
 """Policies that recompute no layer as a whole. Checkpointing of layers would change what they mean."""
-_PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm")
+_PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm", "_scaled_mm")
 
 
 def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> None:

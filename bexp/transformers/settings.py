@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 Loss = Literal["library", "chunked", "liger"]
 Kernels = Literal["library", "liger"]
+Float8 = Literal["tensorwise", "rowwise"]
 Allocator = Literal["default", "expandable_segments"]
 
 LAYER_SHARES = {"partial_25": 0.25, "partial_50": 0.5, "partial_75": 0.75, "full": 1.0}
@@ -44,6 +45,7 @@ class Settings:
     `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
     `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
+    `float8`: the recipe of torchao by which linear layers of the decoder layers are computed, None for their own dtype.
     """
 
     attention: str | None = None
@@ -55,6 +57,7 @@ class Settings:
     allocator: Allocator = "default"
     kernels: Kernels = "library"
     graph: bool = False
+    float8: Float8 | None = None
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""
@@ -77,6 +80,8 @@ class Settings:
             raise SettingsError(f"the loss is 'library', 'chunked' or 'liger', not '{self.loss}'")
         if self.kernels not in {"library", "liger"}:
             raise SettingsError(f"the kernels are 'library' or 'liger', not '{self.kernels}'")
+        if self.float8 not in {None, "tensorwise", "rowwise"}:
+            raise SettingsError(f"the recipe of float8 is 'tensorwise' or 'rowwise', not '{self.float8}'")
         if self.allocator not in {"default", "expandable_segments"}:
             raise SettingsError(f"the allocator is 'default' or 'expandable_segments', not '{self.allocator}'")
 

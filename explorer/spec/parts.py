@@ -50,6 +50,18 @@ class LayerPart(Part):
     has_experts: bool = False
 
 
+class Float8Layers(Frozen):
+    """Layers whose linear layers are computed in float8, compared with the same layers in the model's dtype.
+
+    Errors are norms of the differences, relative to the norms of the layer's outputs and of all its gradients; of the
+    kind of layer that is furthest off.
+    """
+
+    num_linear: Count = Field(description="Linear layers in float8, in all decoder layers.")
+    output_error: Amount
+    gradient_error: Amount
+
+
 class SampleLengths(Frozen):
     """The samples that a training command draws from, of which the longest ran first at each size.
 
@@ -116,6 +128,7 @@ class ModelParts(Frozen):
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )
+    float8: Float8Layers | None = Field(None, exclude_if=is_null)
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
     settings: tuple[str, ...] = Field(

@@ -67,12 +67,14 @@ def check_training_of_target(request: ExplorationRequest) -> None:
         _check_master_weights(request)
     if request.training.precision == "upcast":
         _check_upcast(request)
+    if request.training.float8_recipe is not None:
+        _check_float8(request)
     if request.training.optimizer.of_library is not None:
         _check_library_optimizer(request)
     if request.target_name != BEXP:
         return
-    if request.training.precision != "pure":
-        raise RuleError(f"precision 'autocast' needs target '{TRANSFORMERS}'", "training.precision", "target")
+    if (precision := request.training.precision) != "pure":
+        raise RuleError(f"precision '{precision}' needs target '{TRANSFORMERS}'", "training.precision", "target")
     if request.training.lora is not None:
         raise RuleError(f"LoRA needs target '{TRANSFORMERS}'", "training.lora", "target")
 
@@ -129,6 +131,19 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
     for part in ("grad_dtype", "state_dtype"):
         if getattr(optimizer, part) is not None:
             raise RuleError(f"optimizer '{name}' decides its formats by itself: leave {part} out", field)
+
+
+def _check_float8(request: ExplorationRequest) -> None:
+    """Float8 is for all weights of a transformers model on one device."""
+    field, precision = "training.precision", request.training.precision
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(f"precision '{precision}' needs target '{TRANSFORMERS}'", field, "target")
+    if request.training.lora is not None:
+        raise RuleError(f"precision '{precision}' is measured without LoRA", field, "training.lora")
+    if request.num_devices > 1:
+        raise RuleError(f"precision '{precision}' is measured on one device", field, "num_devices")
+    if request.mode != "train":
+        raise RuleError(f"precision '{precision}' is one of training", field, "mode")
 
 
 def _check_upcast(request: ExplorationRequest) -> None:

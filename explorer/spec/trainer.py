@@ -174,6 +174,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         graphs=True,
         liger=True,
         targets=_LIBRARY_RUNS_IT,
+        precisions=("pure", "autocast", "float8_tensorwise", "float8_rowwise"),
     ),
     TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
     TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True, halves_experts=True),

@@ -62,7 +62,7 @@ def upgrade():
         batch.add_column(sa.Column("note", sa.String(8), nullable=False, server_default="none"))
 """
 
-READ_BY_WORKERS = ("0102", "3af7bca1ff657992")
+READ_BY_WORKERS = ("0102", "bb58b8a97057ea97")
 """The revision since which workers read requests and trials in their present form, and the digest of that form."""
 
 

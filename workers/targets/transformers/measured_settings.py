@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.transformers.settings import ON_HOST, Loss, Settings
+from bexp.transformers.settings import ON_HOST, Float8, Loss, Settings
 
 BY_OPERATION = {
     BlockRecompute.SELECTIVE: "selective",
@@ -32,6 +34,7 @@ def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
         graph=request.execution_of(candidate).replays,
         allocator=request.allocator,
         kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
+        float8=float8_of(request),
     )
 
 
@@ -47,4 +50,10 @@ def settings_of_component(component: Component, request: ExplorationRequest) -> 
         bta_tile=component.bta_tile,
         compile=request.plain_execution.compiles or component.is_compiled,
         kernels="liger" if component.backend.liger else "library",
+        float8=float8_of(request),
     )
+
+
+def float8_of(request: ExplorationRequest) -> Float8 | None:
+    """Return the recipe by which linear layers are computed in float8; None if they are not."""
+    return cast(Float8 | None, request.training.float8_recipe)

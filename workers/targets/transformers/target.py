@@ -31,11 +31,13 @@ from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
+from bexp.workers.targets.transformers.float8 import compare_float8
 from bexp.workers.targets.transformers.host_memory import require_host_memory
 from bexp.workers.targets.transformers.materialize import build_by_layers
 from bexp.workers.targets.transformers.measured_settings import (
     BY_OPERATION,
     WHOLE_LAYER,
+    float8_of,
     settings_of,
     settings_of_component,
 )
@@ -98,6 +100,8 @@ class TransformersTarget:
         self._check_class()
         quantization = self._build.quantization
         weights = None if quantization is None else count_quantized(self._parts(), quantization)
+        recipe = float8_of(self._request)
+        float8 = None if recipe is None else compare_float8(self._parts(), recipe)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
         if self._request.batching == "packed" and not any(one.usable for one in attention):
@@ -124,6 +128,7 @@ class TransformersTarget:
                 },
             },
         )
+        parts = parts.model_copy(update={"float8": float8})
         if weights is not None:
             parts = with_quantized_weights(parts, weights)
         if self._request.training.optimizer.of_library is not None and self._request.mode == "train":
