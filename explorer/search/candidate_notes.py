@@ -61,7 +61,9 @@ def candidate_notes(
 
 
 def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> list[str]:
-    """Return a note for each execution and back end that the request names beside others and the device cannot use."""
+    """Return a note for each policy, execution and back end that is named beside others and cannot be had here."""
+    refused = {} if report.parts is None else report.parts.unavailable
+    policies = [policy for policy in request.recompute or () if policy in refused]
     asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (
         ("execution", request.executions, report.executions),
         ("kernels", request.kernels, report.kernels),
@@ -69,7 +71,7 @@ def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> li
         ("attention back end", request.attention_backends, report.attention_backends),
         ("expert back end", request.expert_backends, report.expert_backends),
     )
-    return [
+    return [f"recompute '{policy}' is left out: {refused[policy]}" for policy in policies] + [
         f"{what} '{each.name}' {'are' if what == 'kernels' else 'is'} left out: {each.reason}"
         for what, named, usable in asked
         for each in usable

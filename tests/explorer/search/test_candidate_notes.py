@@ -12,12 +12,13 @@ OWN = {"target": "transformers", "model": None, "hf_config": {"model_type": "lla
 
 
 def notes(training: dict[str, Any] | None = None, recompute: str = "none", **parts: Any) -> str:
-    asked = request(**OWN, training=training or {})
+    asked = request(**OWN, training=training or {}, recompute=["none", "offload"])
     return "\n".join(candidate_notes(asked, candidate(recompute=recompute), device(**parts), None))
 
 
 def test_activations_on_the_host_are_stated_with_their_size() -> None:
     assert "host" not in notes()
+    assert "recompute 'offload' is left out: no room" in notes(unavailable={"offload": "no room", "groups_2": "other"})
     layer = 4 * 32 * 640  # bytes that each of six layers keeps
     found = notes(recompute="offload")
     assert f"activations: about {6 * layer / 2**30:.1f} GiB of the host's memory, pinned" in found

@@ -232,7 +232,9 @@ def test_float8_is_for_the_librarys_models_on_one_device_and_for_bexp_apply(
     assert build(LIBRARY, "bexp", **training).training.float8_recipe == "rowwise"
     with pytest.raises(ValidationError, match=why):
         build(base, **training, **changes)
-    adapters = {"training": {"precision": "float8_rowwise", "lora": {"r": 8, "target_modules": ["q_proj"]}}}
+    adapters: dict[str, Any] = {
+        "training": {"precision": "float8_rowwise", "lora": {"r": 8, "target_modules": ["q_proj"]}}
+    }
     with pytest.raises(ValidationError, match="precision 'float8_rowwise' is measured without LoRA"):
         build(LIBRARY, **adapters)
 
