@@ -67,7 +67,6 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     """Return all legal candidates of one variant, whether or not they fit the memory.
 
     A model that a target describes by its parts has only the policies and tiles that its code can run.
-
     Tiling excludes policies that keep a part of attention, as a tile recomputes it. Eval mode has no recomputation.
     Sequences are shared by no more devices than the profiler has, and only with attention back ends that serve it.
 
