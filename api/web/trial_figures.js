@@ -12,6 +12,7 @@ const POLICIES = [
   "partial_50",
   "partial_75",
   "full",
+  "offload",
 ];
 
 /** The colour and shape of a policy, the same in every chart. Those with a number share the last two, by kind. */

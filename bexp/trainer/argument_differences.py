@@ -41,9 +41,12 @@ def argument_differences(setup: RecommendedSetup, args: Any) -> Iterator[str]:
         return
     yield from _autocast_differences(setup, args)
     optimizer = getattr(args, "optim", None)
-    optimizer, measured = getattr(optimizer, "value", optimizer), LIBRARY_NAMES[setup.optimizer]
+    optimizer, measured = getattr(optimizer, "value", optimizer), LIBRARY_NAMES.get(setup.optimizer)
     meant = ALIASES.get(str(optimizer), optimizer)
-    if optimizer is not None and measured not in (optimizer, meant):  # AdamW that is not fused is another one
+    if setup.has_host_optimizer:  # the arguments do not say which the Trainer was given
+        if getattr(args, "max_grad_norm", 0.0):
+            yield f"gradients are clipped at {args.max_grad_norm}, which the measured optimizer never sees"
+    elif optimizer is not None and measured not in (optimizer, meant):  # AdamW that is not fused is another one
         yield f"optimizer {optimizer}, not {measured}"
     yield from _text_differences(setup, args)
 

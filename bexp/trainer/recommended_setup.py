@@ -6,12 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
+from bexp.explorer.spec.optimizers import LIBRARY
 from bexp.explorer.spec.trainer import OUR_EXPERTS, TORCH_KERNELS, library_experts
 from bexp.step.results import StepRecommendation
 from bexp.trainer.measured_training import is_library_code, read_training
-from bexp.transformers.settings import Settings, SettingsError
+from bexp.transformers.settings import Float8, Settings, SettingsError
 
 Source = str | Path | Mapping[str, Any] | StepRecommendation
 
@@ -127,6 +128,12 @@ class RecommendedSetup:
         )
 
     @property
+    def has_host_optimizer(self) -> bool:
+        """Whether the optimizer stepped in the host's memory, which TrainingArguments have no name for."""
+        known = None if self.optimizer is None else LIBRARY.get(self.optimizer)
+        return known is not None and known.is_on_host
+
+    @property
     def load_dtype(self) -> str | None:
         """The format to load a model's weights in; a Trainer keeps float32 weights in place of master weights."""
         return "float32" if self.master_weights and self.autocast is not None else self.dtype
@@ -222,7 +229,13 @@ def _settings(recommendation: Mapping[str, Any], candidate: Mapping[str, Any], r
         graph=replayed,
         allocator=allocator,
         kernels=candidate.get("kernels") or "library",
+        float8=_float8(training),
     )
+
+
+def _float8(training: Any) -> Float8 | None:
+    precision = training.get("precision") if isinstance(training, Mapping) else None
+    return cast(Float8, str(precision).removeprefix("float8_")) if str(precision).startswith("float8_") else None
 
 
 def _experts_setting(name: str) -> str:

@@ -16,7 +16,8 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.layers import decoder_layers
-from bexp.transformers.settings import LAYER_SHARES, OPERATION_POLICIES, Settings, SettingsError
+from bexp.transformers.offload import OnHost
+from bexp.transformers.settings import LAYER_SHARES, ON_HOST, OPERATION_POLICIES, Settings, SettingsError
 from bexp.transformers.undo import Changes
 
 Call = tuple[Callable[..., Any], tuple[Any, ...]]
@@ -74,9 +75,9 @@ _ATTENTION_OPERATORS = (
     "_scaled_dot_product_attention_math",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-LAYERS_KEPT = ("none", "selective", "experts")
+LAYERS_KEPT = ("none", "selective", "experts", ON_HOST)
 """Policies that recompute no layer as a whole. Checkpointing of layers would change what they mean."""
-_PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm")
+_PRODUCT_OPERATORS = ("mm", "addmm", "bmm", "baddbmm", "linear", "_grouped_mm", "_scaled_grouped_mm", "_scaled_mm")
 
 
 def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> None:
@@ -93,6 +94,10 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
         raise SettingsError(f"{type(module).__name__} has no decoder layers that can be recomputed")
     if policy == "experts":
         _recompute_experts(module, changes)
+        return
+    if policy == ON_HOST:
+        for layer in layers:
+            changes.set(layer, "forward", OnHost(layer))
         return
     run = functools.partial(checkpoint, use_reentrant=False)
     if policy in OPERATION_POLICIES:

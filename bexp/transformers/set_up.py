@@ -11,6 +11,7 @@ from torch import nn
 
 from bexp.transformers.attention import set_attention
 from bexp.transformers.experts import leave_eager, set_experts
+from bexp.transformers.float8 import set_float8
 from bexp.transformers.graph import set_graph
 from bexp.transformers.kernels import set_kernels
 from bexp.transformers.layers import configurations, decoder_layers, is_layer
@@ -67,6 +68,10 @@ def _steps(
     steps: list[tuple[str, Callable[[], None]]] = []
     core = settings.recompute == "selective"
     by_operation = settings.recompute in OPERATION_POLICIES
+    if (recipe := settings.float8) is not None:
+        steps.append(
+            (f"linear layers of decoder layers: float8 ({recipe})", lambda: set_float8(module, recipe, changes))
+        )
     if settings.kernels == "liger":
         steps.append(("norms, rotation and gated activations: liger-kernel", lambda: set_kernels(module, changes)))
     if settings.attention is not None or core:

@@ -8,6 +8,7 @@ from typing import Any, Literal, Self
 
 Loss = Literal["library", "chunked", "liger"]
 Kernels = Literal["library", "liger"]
+Float8 = Literal["tensorwise", "rowwise"]
 Allocator = Literal["default", "expandable_segments"]
 
 LAYER_SHARES = {"partial_25": 0.25, "partial_50": 0.5, "partial_75": 0.75, "full": 1.0}
@@ -16,6 +17,8 @@ OPERATION_POLICIES = ("activations", "projections")
 """Policies that keep the results of some operators in every layer and recompute the others."""
 MODULE_POLICIES = ("selective", "experts")
 """Policies that recompute one part of every layer: the attention core, or the expert FFN."""
+ON_HOST = "offload"
+"""The policy that keeps what layers save in the host's memory."""
 _NUMBERED = re.compile(r"(layers|groups)_([1-9][0-9]{0,3})")
 _ATTENTION = re.compile(r"[a-z][a-z0-9_]*(:(flash|cudnn|efficient|math))?")
 _EXPERTS = re.compile(r"[a-z][a-z0-9_]*")
@@ -37,11 +40,12 @@ class Settings:
     `recompute`: `none`; by layer `full`, `layers_N` (the first N) or `partial_25`, `partial_50`, `partial_75`;
     `groups_N` (groups of N consecutive layers, each recomputed as one); by operation `activations` (keeps the results
     of matrix products and attention) and `projections` (keeps those of attention); by part `selective` (recomputes the
-    attention core) and `experts`.
+    attention core) and `experts`; `offload` recomputes nothing and keeps what layers save in the host's memory.
     `bta_tile`: sequences of an attention tile, None for no tiling.
     `loss`: `chunked` and `liger` (of liger-kernel) never hold all logits. `compile` compiles every decoder layer.
     `graph` replays the micro-step of a whole model as CUDA graphs.
     `kernels`: `liger` computes norms, rotation and gated activations of the decoder layers by liger-kernel.
+    `float8`: the recipe of torchao by which linear layers of the decoder layers are computed, None for their own dtype.
     """
 
     attention: str | None = None
@@ -53,6 +57,7 @@ class Settings:
     allocator: Allocator = "default"
     kernels: Kernels = "library"
     graph: bool = False
+    float8: Float8 | None = None
 
     def __post_init__(self) -> None:
         """Raise `SettingsError` for a value that no model can have."""
@@ -63,16 +68,20 @@ class Settings:
         if self.experts is not None and not _EXPERTS.fullmatch(self.experts):
             raise SettingsError(f"'{self.experts}' is not the name of an experts implementation")
         if not self._known_policy():
-            known = ", ".join(("none", *LAYER_SHARES, "layers_N", "groups_N", *OPERATION_POLICIES, *MODULE_POLICIES))
+            known = ", ".join((*self._names(), "layers_N", "groups_N"))
             raise SettingsError(f"'{self.recompute}' is not a recomputation policy of a transformers model: {known}")
         if self.group_size is not None and self.compile:
             raise SettingsError(f"compiled layers cannot be recomputed in groups ('{self.recompute}')")
+        if self.recompute == ON_HOST and (self.compile or self.graph):
+            raise SettingsError(f"activations go to the host ('{ON_HOST}') operation by operation, in eager execution")
         if self.bta_tile is not None and self.bta_tile < 1:
             raise SettingsError(f"an attention tile has at least one sequence, not {self.bta_tile}")
         if self.loss not in {"library", "chunked", "liger"}:
             raise SettingsError(f"the loss is 'library', 'chunked' or 'liger', not '{self.loss}'")
         if self.kernels not in {"library", "liger"}:
             raise SettingsError(f"the kernels are 'library' or 'liger', not '{self.kernels}'")
+        if self.float8 not in {None, "tensorwise", "rowwise"}:
+            raise SettingsError(f"the recipe of float8 is 'tensorwise' or 'rowwise', not '{self.float8}'")
         if self.allocator not in {"default", "expandable_segments"}:
             raise SettingsError(f"the allocator is 'default' or 'expandable_segments', not '{self.allocator}'")
 
@@ -103,5 +112,8 @@ class Settings:
         return asdict(self)
 
     def _known_policy(self) -> bool:
-        named = ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES)
-        return self.recompute in named or _NUMBERED.fullmatch(self.recompute) is not None
+        return self.recompute in self._names() or _NUMBERED.fullmatch(self.recompute) is not None
+
+    @staticmethod
+    def _names() -> tuple[str, ...]:
+        return ("none", *LAYER_SHARES, *OPERATION_POLICIES, *MODULE_POLICIES, ON_HOST)

@@ -122,9 +122,8 @@ def _context(request: ExplorationRequest | None) -> str:
     execution = f", {' or '.join(named)}" if named else ""
     target = "" if request.target_name == BEXP else f"target {request.target_name}, "
     texts = "" if request.batching_of_texts is None else f", {request.batching_of_texts} texts"
-    precision = {"pure": "", "autocast": ", autocast", "master": ", master weights", "upcast": ", upcast"}[
-        request.training.precision
-    ]
+    kept = request.training.precision
+    precision = {"pure": "", "master": ", master weights"}.get(kept, f", {kept}")
     name = request.training.optimizer.name
     optimizer = "" if name == "adamw" else f", optimizer {name}"
     lora = "" if request.training.lora is None else f", {_adapters(request.training.lora)}"

@@ -39,6 +39,7 @@ class BlockRecompute(StrEnum):
     everything but matrix products, attention and routing. `projections` also recomputes the first matrix product: that
     of queries, keys and values, or that into the FFN's hidden size. `to_the_end` recomputes the whole block and, unlike
     `full`, also the results at its end that only later layers need: those of the same chunk run again from them.
+    `offload` recomputes nothing, and what the block keeps lies in the host's memory.
     """
 
     NONE = "none"
@@ -47,6 +48,7 @@ class BlockRecompute(StrEnum):
     PROJECTIONS = "projections"
     FULL = "full"
     TO_THE_END = "to_the_end"
+    OFFLOAD = "offload"
 
     @property
     def by_operation(self) -> bool:

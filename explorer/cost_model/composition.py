@@ -14,7 +14,7 @@ from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
 from bexp.explorer.cost_model.request_texts import tokens_per_sequence, widest
 from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
@@ -106,6 +106,7 @@ class Composition:
         self.micro_batch_C = np.array([c.micro_batch_size for c in self.candidates])
         self.sharing_C = np.array([c.context_parallel_size for c in self.candidates])
         self._replayed_C: Mask = np.array([request.execution_of(c).replays for c in self.candidates])
+        self._on_host_C: Mask = np.array([c.recompute is Recompute.OFFLOAD for c in self.candidates])
         self._in_chunks_C = np.array([c.recompute.group_size is not None for c in self.candidates])
         self._list_components(steps)
         self._list_shardings()
@@ -285,7 +286,9 @@ class Composition:
         at_head = np.where(embedding < len(self.components), saved_K[embedding], 0.0)
         inside_CG = saved_K[first_CG] + saved_K[second_CG]
         held_CG = np.where(self._recomputed_CG, output_C[:, None], inside_CG)
-        layers = (self._kept_CG * held_CG).sum(axis=1)
+        # A layer's output goes to the host with what the next layer keeps; that of the last layer stays for the head.
+        held_CG -= np.where(self._on_host_C[:, None], np.minimum(output_C[:, None], held_CG), 0.0)
+        layers = (self._kept_CG * held_CG).sum(axis=1) + np.where(self._on_host_C, output_C, 0.0)
         saved = at_head + layers
         peak: Floats = saved + np.maximum(forward_peak_K[head], backward_peak_K[head]) + self._gathered_head_C
         for g in range(self._count_CG.shape[1]):

@@ -35,6 +35,7 @@ KEPT_SHARES = {
     BlockRecompute.PROJECTIONS: 0.3,
     BlockRecompute.FULL: 1.0,
     BlockRecompute.TO_THE_END: 1.0,
+    BlockRecompute.OFFLOAD: 0.0,
 }
 """Share of its saved bytes that a layer is expected to keep under a policy by operation.
 
@@ -44,6 +45,7 @@ _BY_OPERATION = {
     Recompute.SELECTIVE: BlockRecompute.SELECTIVE,
     Recompute.ACTIVATIONS: BlockRecompute.ACTIVATIONS,
     Recompute.PROJECTIONS: BlockRecompute.PROJECTIONS,
+    Recompute.OFFLOAD: BlockRecompute.OFFLOAD,
 }
 
 
@@ -137,6 +139,8 @@ def predict_part_bytes(component: Component, parts: ModelParts, request: Explora
     saved = max(output, round(KEPT_SHARES[component.recompute] * live))
     if component.bta_tile is not None:
         saved = max(output, live // 2)  # attention, about half of the layer, is recomputed tile by tile
+    if component.recompute is BlockRecompute.OFFLOAD:
+        live = saved  # tensors come back one by one
     return ComponentBytes(saved, live + transient, live + transient + output)
 
 
@@ -180,7 +184,13 @@ def _attention_flops(component: Component, parts: ModelParts, request: Explorati
 def again_work(
     component: Component, parts: ModelParts, forward: Work, request: ExplorationRequest | None = None
 ) -> Work | None:
-    """Return the work that the backward pass runs again; None if it runs nothing again."""
+    """Return the work that the backward pass runs again; None if it runs nothing again.
+
+    What lies in the host's memory is read and written at least once on its way there, and once on its way back.
+    """
+    if component.recompute is BlockRecompute.OFFLOAD:
+        tokens = component.micro_batch_size * parts.seq_length
+        return Work(0.0, 2.0 * tokens * part_of(component, parts).saved_bytes_per_token)
     if component.recompute.is_whole or component.bta_tile is not None:
         return forward
     if component.recompute is BlockRecompute.SELECTIVE:

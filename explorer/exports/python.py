@@ -8,6 +8,7 @@ from typing import Any
 from bexp.explorer.exports.document import ExportDocument, python_export
 from bexp.explorer.exports.script import PREPARE, lora_config, quantization_config
 from bexp.explorer.exports.trainer_settings import TrainerSettings
+from bexp.explorer.spec.optimizers import LIBRARY, ON_HOST_NOTE
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import Sharding
 
@@ -52,6 +53,9 @@ def render(settings: TrainerSettings) -> ExportDocument:
     size = settings.batch_size
     batch = "" if size is None else f" that keep the batch of {size} sequences"
     text = json.dumps(_recommendation(settings), indent=1, allow_nan=False, ensure_ascii=True)
+    known = LIBRARY.get(settings.optimizer)
+    if known is not None and known.is_on_host:
+        notes.append(ON_HOST_NOTE)
     return python_export(
         settings,
         _CODE.format(recommendation=text, seq_length=settings.seq_length, batch=batch),

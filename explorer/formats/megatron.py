@@ -16,7 +16,7 @@ from bexp.explorer.formats.document import Location
 from bexp.explorer.formats.layers import find_layer_pattern
 from bexp.explorer.formats.megatron_flags import IGNORED, IGNORED_PREFIXES, REFUSED
 from bexp.explorer.formats.translation import Section, Translation
-from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE, Recompute
 
 ACTIVATIONS = {"gelu": ("gelu", False), "relu": ("relu", False)} | {
     name: (inner, True) for name, inner in (("swiglu", "silu"), ("geglu", "gelu"), ("reglu", "relu"))
@@ -272,7 +272,7 @@ def _take_recomputation(arguments: Section, beside: Mapping[str, Any], *, is_mes
         return
     policies = [
         one.value
-        for one in Recompute
+        for one in ON_DEVICE
         if (one is not Recompute.EXPERTS or translation.get("model", "moe") is not None)
         and not (one.by_operation and beside["execution"] not in (None, "eager"))
     ]

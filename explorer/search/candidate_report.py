@@ -10,9 +10,9 @@ import numpy as np
 from bexp.explorer.cost_model.step import StepSeconds
 from bexp.explorer.cost_model.token_dropping import dropped_share
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.candidate_notes import candidate_notes
 from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.earlier_check import describe_reused
@@ -24,11 +24,8 @@ from bexp.explorer.search.runner_up import find_runner_up
 from bexp.explorer.search.text_figures import text_figures
 from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.parts import ExploredModel
-from bexp.explorer.spec.quantization import describe_weights
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.target import BEXP, TRANSFORMERS, unlike_the_config
 from bexp.explorer.spec.training import Sharding
 
 ALIGNED_VOCABULARY, PADDED_VOCABULARY = 8, 64
@@ -39,11 +36,6 @@ LEAST_CHANCE = 0.01
 
 SHARED_CORES = 0.1
 """Cores count as shared from this share of the time on in which threads waited for one."""
-
-KEEPING_MEMORY = (
-    "freed memory stayed with the measured process, as it does with MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_="
-    f"{2**40}; a run with glibc's own settings can be slower"
-)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +101,7 @@ def build_recommendation(
         whole_model=check_whole_model(posterior, best.row, whole_model),
         runner_up=runner_up,
         notes=(
-            *_notes(request, candidate, report, whole_model),
+            *candidate_notes(request, candidate, report, whole_model),
             *_communication_notes(posterior, candidate, seconds),
             *_shared_cores(posterior),
             *_predictions(posterior, references),
@@ -236,35 +228,6 @@ def _doubts(request: ExplorationRequest, runner_up: RunnerUpCheck | None) -> tup
     return ("as a whole model the runner-up was the faster one, by no more than the noise of such runs explains",)
 
 
-def _notes(
-    request: ExplorationRequest, candidate: Candidate, report: DeviceReport, whole_model: Trial | None
-) -> tuple[str, ...]:
-    notes = [] if candidate.is_whole else [f"execution: {request.execution_of(candidate)}"]
-    if request.hf_config is not None and request.target_name == TRANSFORMERS:
-        notes += unlike_the_config(request.hf_config, request.quantization)
-    if report.parts is not None and report.parts.weights:
-        notes.append(f"weights: {describe_weights(report.parts.weights)}")
-    notes += _named_and_left_out(request, report)
-    if request.trainer is not None and request.target_name not in request.runner.targets:
-        measured = "bexp's reference layers" if report.parts is None else f"those of {report.parts.measured}"
-        notes.append(f"{request.runner.title} runs layers of its own; in their place, {measured} were measured")
-    if report.hardware.device_kind == "cpu" and not candidate.is_whole:
-        notes.append(KEEPING_MEMORY)
-    notes += _sharing_notes(request, candidate, report)
-    sharding = request.sharded(candidate.sharding).training.sharding
-    if sharding is not Sharding.NONE and request.mode == "train":
-        notes.append(f"memory assumes {sharding} over {request.num_devices} devices")
-    if whole_model is not None and whole_model.measurement.outcome is not Outcome.OK:
-        ran = "not run" if whole_model.measurement.outcome is Outcome.UNSUPPORTED else whole_model.measurement.outcome
-        notes.append(f"whole model: {ran}: {whole_model.measurement.reason}")
-    elif whole_model is None:
-        notes.append("whole model: not run with this candidate")
-    if candidate.attention_backend == report.default_attention and not candidate.is_whole:
-        owner = "torch" if request.target_name == BEXP else request.target_name
-        notes.append(f"attention '{candidate.attention_backend}' is the default of {owner} here")
-    return tuple(notes)
-
-
 def _shared_cores(posterior: Posterior) -> tuple[str, ...]:
     """Return a note if other processes wanted the cores of a CPU while it was measured."""
     conditions = [run.conditions for runs in posterior.knowledge.log.runs.values() for run in runs.runs]
@@ -275,23 +238,6 @@ def _shared_cores(posterior: Posterior) -> tuple[str, ...]:
         f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those of the "
         "processor, without the waiting; a run beside others is slower, and least so with OMP_WAIT_POLICY=PASSIVE",
     )
-
-
-def _named_and_left_out(request: ExplorationRequest, report: DeviceReport) -> list[str]:
-    """Return a note for each execution and back end that the request names beside others and the device cannot use."""
-    asked: tuple[tuple[str, tuple[str, ...] | None, tuple[BackendSupport, ...]], ...] = (
-        ("execution", request.executions, report.executions),
-        ("kernels", request.kernels, report.kernels),
-        ("loss", request.losses, report.losses),
-        ("attention back end", request.attention_backends, report.attention_backends),
-        ("expert back end", request.expert_backends, report.expert_backends),
-    )
-    return [
-        f"{what} '{each.name}' {'are' if what == 'kernels' else 'is'} left out: {each.reason}"
-        for what, named, usable in asked
-        for each in usable
-        if not each.usable and each.name in (named or ())
-    ]
 
 
 def _shortfall(
@@ -354,15 +300,3 @@ def _communication_notes(posterior: Posterior, candidate: Candidate, seconds: St
         f"the exchange of {what} between {request.num_devices} devices is included in the time: beyond what "
         f"computation hides it takes {taken:.1f} ms of a step ({share:.1%})",
     )
-
-
-def _sharing_notes(request: ExplorationRequest, candidate: Candidate, report: DeviceReport) -> list[str]:
-    """Return notes on context parallelism: that its traffic is included, and which sizes need more devices."""
-    notes = []
-    if candidate.context_parallel_size > 1:
-        notes.append("the keys and values that context parallelism passes between devices are included in the time")
-    beyond = [size for size in request.devices.context_parallel_sizes if size > report.hardware.num_devices]
-    if beyond:
-        sizes = ", ".join(map(str, beyond))
-        notes.append(f"context-parallel sizes {sizes} need more devices than the {report.hardware.num_devices} here")
-    return notes

@@ -67,10 +67,8 @@ def enumerate_candidates(request: ExplorationRequest, report: DeviceReport, mode
     """Return all legal candidates of one variant, whether or not they fit the memory.
 
     A model that a target describes by its parts has only the policies and tiles that its code can run.
-
-    Tiling excludes policies that keep a part of attention, because a tile recomputes its attention already. Eval mode
-    has no recomputation. Sequences are shared by no more devices than the profiler has, and only with attention back
-    ends that serve it.
+    Tiling excludes policies that keep a part of attention, as a tile recomputes it. Eval mode has no recomputation.
+    Sequences are shared by no more devices than the profiler has, and only with attention back ends that serve it.
 
     Raises:
         EmptySpaceError: a restriction leaves a dimension empty on this device.
@@ -162,15 +160,16 @@ def base_candidates(request: ExplorationRequest, report: DeviceReport, model: Ex
     """Return the candidates for the base (1.00x) in order of preference; the first that fits is the base.
 
     They have the smallest legal micro-batch, or the one that the request names, and the default expert back end. They
-    are untiled. The first recomputes nothing; selective and then full recomputation follow. The same three follow with
-    the next number of devices a sequence, from the fewest that the request allows, in the plainest layout. All of them
-    follow with the next level of sharding that may be chosen. Attention is torch's default, or the first back end that
-    serves shared sequences if the default does not. If the request excludes flash attention, and the default is that,
-    it is the first back end that is not.
+    are untiled. The first recomputes nothing; selective and full recomputation follow, then `offload` if it is asked
+    for. The same follow with the next number of devices a sequence, from the fewest that the request allows, in the
+    plainest layout. All of them follow with the next level of sharding that may be chosen. Attention is torch's
+    default, or the first back end that serves shared sequences if the default does not. If the request excludes flash
+    attention, and the default is that, it is the first back end that is not.
     """
     policies: tuple[Recompute, ...] = (Recompute.NONE,)
     if request.mode == "train":
-        policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL)
+        asked = {Recompute.OFFLOAD}.intersection(request.space.recompute_policies)
+        policies = (Recompute.NONE, Recompute.SELECTIVE, Recompute.FULL, *asked)
     policies = tuple(policy for policy in policies if model.offers_policy(policy, named=True))
     usable = [b.name for b in report.attention_backends if b.usable]
     attention = [report.default_attention, *usable]
@@ -259,13 +258,14 @@ def _code(
 ) -> list[tuple[Execution | None, Kernels | None]]:
     """Return the executions to try with a policy, each with its kernels.
 
-    In compiled code, the compiler chooses what runs again, and it makes its own kernels from the operations that
-    liger's kernels replace. Compiled layers of a model's own code cannot run again as a group.
+    In compiled code, the compiler chooses what runs again, and makes kernels of what liger's kernels replace. Compiled
+    layers of a model's own code cannot run again as a group. Activations go to the host in eager execution alone.
     """
     return [
         (execution, own)
         for execution in executions
         for own in kernels
+        if recompute is not Recompute.OFFLOAD or (execution or request.plain_execution) is Execution.EAGER
         if not (execution or request.plain_execution).compiles
         or (own is not Kernels.LIGER and (execution is None or not (recompute.by_operation or recompute.group_size)))
     ]

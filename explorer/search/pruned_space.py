@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import compress
 
 import numpy as np
@@ -55,7 +55,8 @@ class PrunedSpace:
     preference, whether they may fit or not. `table` has a row for each candidate of `legal` and each of the `bases`
     that may fit; it is None if nothing may. If the request
     excludes untiled attention, or states a batch with few divisors, the candidates that it leaves out so and that may
-    fit have rows as well: the answer says what that gained or cost.
+    fit have rows as well: the answer says what that gained or cost. If nothing may fit, and the request names no
+    policy, the candidates are those with activations in the host's memory, where these may fit.
     """
 
     legal: LegalSpace
@@ -68,13 +69,27 @@ class PrunedSpace:
 PruneSpace = Callable[[ExploredModel, ExplorationRequest, DeviceReport], PrunedSpace]
 
 
-@_collector_paused()
 def prune_space(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     """Enumerate the space of a variant and drop the candidates that are predicted not to fit, or to be dominated.
 
     Raises:
         EmptySpaceError: the request admits no candidate on this device.
     """
+    found = _prune(model, request, report)
+    if found.legal.candidates or request.recompute is not None:
+        return found
+    try:
+        named = {**request.model_dump(), "recompute": (Recompute.OFFLOAD,)}
+        on_host = _prune(model, ExplorationRequest.model_validate(named), report)
+    except ValueError:  # the target, the trainer, or the number of devices does not have it
+        return found
+    if not on_host.legal.candidates:
+        return found
+    return replace(on_host, num_predicted_out=found.num_predicted_out + on_host.num_predicted_out)
+
+
+@_collector_paused()
+def _prune(model: ExploredModel, request: ExplorationRequest, report: DeviceReport) -> PrunedSpace:
     space = enumerate_candidates(request, report, model)
     members = set(space.candidates)
     bases = base_candidates(request, report, model)

@@ -204,10 +204,14 @@ def _smaller(request: ExplorationRequest) -> Iterator[_Change]:
 
 
 def _policies(request: ExplorationRequest) -> Iterator[_Change]:
-    if request.mode != "train" or Recompute.FULL in request.space.recompute_policies:
-        return  # nothing keeps less than full recomputation
-    for policy in request.model_copy(update={"recompute": None}).space.recompute_policies:
-        if policy is not Recompute.NONE and policy not in request.space.recompute_policies:
+    named = request.space.recompute_policies
+    if request.mode != "train":
+        return
+    others: tuple[Recompute, ...] = ()
+    if Recompute.FULL not in named:  # of what runs again, nothing keeps less
+        others = request.model_copy(update={"recompute": None}).space.recompute_policies
+    for policy in (*others, Recompute.OFFLOAD):
+        if policy is not Recompute.NONE and policy not in named:
             yield _Change(f"recompute {policy}", {"recompute": (policy,)})
 
 

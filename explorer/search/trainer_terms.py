@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.request import ExplorationRequest
@@ -119,10 +119,12 @@ def find_missing(
     """Return the dimensions of `candidate` that `trainer` cannot be told, each in words."""
     attention, experts = attention_name(candidate, report), experts_name(candidate)
     sharding, layout = sharding_of(candidate, request), candidate.context_parallel_layout
+    on_host = candidate.recompute is Recompute.OFFLOAD
     is_default = report is not None and candidate.expert_backend == report.default_experts
     missing = {
         "bta_tile": candidate.bta_tile is not None and not trainer.tiles,
-        "recompute": not trainer.has_policy(candidate.recompute),
+        "recompute": not (trainer.has_policy(candidate.recompute) or on_host),
+        "offload": not trainer.has_policy(candidate.recompute) and on_host,  # nothing else is known to need as little
         "attention": attention is not None and attention not in trainer.attention,
         "experts": experts is not None and not is_default and experts not in trainer.experts,
         "loss": has_chunked_loss(candidate, request) and not trainer.chunked_loss,
@@ -134,13 +136,14 @@ def find_missing(
         "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
         "rows": has_other_rows(trainer, request, attention, candidate.micro_batch_size),
-        "optimizer": request.training.optimizer.of_library is not None and not trainer.optimizers,
+        "optimizer": not trainer.has_optimizer(request.training.optimizer.of_library),
     }
     if not any(missing.values()):
         return {}
     words = {
         "bta_tile": f"attention tiles of {candidate.bta_tile} sequences",
         "recompute": f"the recomputation policy '{candidate.recompute}'",
+        "offload": "activations in the host's memory (recomputation 'offload')",
         "attention": f"the attention kernel '{attention}'",
         "experts": f"the expert kernels '{experts}'",
         "loss": f"the {candidate.loss or 'chunked'} loss",

@@ -32,6 +32,8 @@ class Recompute(StrEnum):
     `projections` is `qkv` with the same for every FFN: it keeps only the results of attention and of blocks.
 
     Others choose by layer. `partial_*` recomputes that share of the layers as a whole, and `full` every layer.
+    `offload` recomputes nothing: what layers keep lies in pinned memory of the host from forward to backward (Rhu et
+    al., 2016, arXiv:1602.08124). It is explored if a request names it, or if nothing else may fit.
 
     Two kinds of policy have a number in their name, as in `layers_12` and `groups_4`. They are no members, so an
     iteration leaves them out. There is one object for each name, so that `is` compares them as it compares members.
@@ -49,6 +51,7 @@ class Recompute(StrEnum):
     PARTIAL_50 = "partial_50"
     PARTIAL_75 = "partial_75"
     FULL = "full"
+    OFFLOAD = "offload"
 
     @classmethod
     def _missing_(cls, value: object) -> Recompute | None:
@@ -106,7 +109,7 @@ class Recompute(StrEnum):
     @property
     def untiled_only(self) -> bool:
         """Whether the policy keeps a part of attention; a tile recomputes all of it, so the two exclude each other."""
-        return self in {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS}
+        return self in {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS, Recompute.OFFLOAD}
 
     @property
     def layer_share(self) -> float:
@@ -119,6 +122,10 @@ class Recompute(StrEnum):
             Recompute.PARTIAL_75: 0.75,
             Recompute.FULL: 1.0,
         }.get(self, 0.0)
+
+
+ON_DEVICE = tuple(policy for policy in Recompute if policy is not Recompute.OFFLOAD)
+"""Policies without a number that leave activations on the device: those that are explored where none is named."""
 
 
 class Candidate(Frozen):

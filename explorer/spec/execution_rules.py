@@ -67,6 +67,24 @@ def check_policies(request: ExplorationRequest) -> None:
             )
 
 
+def check_offload(request: ExplorationRequest) -> None:
+    """Activations go to the host in the layers of a transformers model on one GPU, operation by operation."""
+    if Recompute.OFFLOAD not in (request.recompute or ()):
+        return
+    policy = f"recompute '{Recompute.OFFLOAD}'"
+    refused = (
+        (request.target_name != TRANSFORMERS, "target", f"target '{TRANSFORMERS}'"),
+        (request.device_kind == "cpu", "device_kind", "a GPU: on a CPU, activations lie in the host's memory already"),
+        (request.num_devices > 1, "num_devices", "num_devices 1: it is measured with the host's memory for itself"),
+    )
+    for wrong, other, needed in refused:
+        if wrong:
+            raise RuleError(f"{policy} needs {needed}", "recompute", other)
+    if request.mode == "train" and Execution.EAGER not in request.space.executions:
+        field = "execution" if request.executions is None else "executions"
+        raise RuleError(f"{policy} needs execution 'eager'", "recompute", field)
+
+
 def check_numbered_policies(request: ExplorationRequest) -> None:
     """A policy names as many layers as there are; groups need whole parameters, and no pipeline cuts them."""
     for policy in request.recompute or ():

@@ -19,6 +19,7 @@ OptimizerName = Literal[
     "lion_8bit",
     "adamw_torch_8bit",
     "adamw_torch_4bit",
+    "adamw_cpu_offload",
 ]
 ALIASES: Mapping[str, OptimizerName] = {
     "adamw_torch": "adamw",
@@ -36,16 +37,18 @@ BITSANDBYTES, TORCHAO = "bitsandbytes", "torchao"
 class LibraryOptimizer:
     """An optimizer whose state is read from the real one.
 
-    `maker` is how a script makes it, `package` what it needs beside torch and transformers.
+    `maker` is how a script makes it, `package` what it needs beside torch and transformers. One that `is_on_host` steps
+    in the host's memory, and TrainingArguments have no name for it.
     """
 
     maker: str
     package: str | None = None
+    is_on_host: bool = False
 
     @property
     def compiles(self) -> bool:
         """Whether its step is compiled, which leaves code in a process."""
-        return self.package == TORCHAO
+        return self.package == TORCHAO and not self.is_on_host
 
 
 LIBRARY: Mapping[str, LibraryOptimizer] = {
@@ -59,10 +62,23 @@ LIBRARY: Mapping[str, LibraryOptimizer] = {
     "lion_8bit": LibraryOptimizer("bitsandbytes.optim.Lion8bit(...)", BITSANDBYTES),
     "adamw_torch_8bit": LibraryOptimizer("torchao.optim.AdamW8bit(...)", TORCHAO),
     "adamw_torch_4bit": LibraryOptimizer("torchao.optim.AdamW4bit(...)", TORCHAO),
+    "adamw_cpu_offload": LibraryOptimizer(
+        "torchao.optim.CPUOffloadOptimizer(..., torch.optim.AdamW)", TORCHAO, is_on_host=True
+    ),
 }
 """All but torch's fused AdamW and SGD, whose state follows from the number formats."""
-LIBRARY_NAMES: Mapping[str, str] = {name: "adamw_torch_fused" if name == "adamw" else name for name in NAMES}
-"""The transformers library's names of the optimizers that are measured."""
+LIBRARY_NAMES: Mapping[str, str] = {
+    name: "adamw_torch_fused" if name == "adamw" else name
+    for name in NAMES
+    if name not in LIBRARY or not LIBRARY[name].is_on_host
+}
+"""The transformers library's names of the optimizers that are measured, where it has them."""
+ON_HOST_NOTE = (
+    "optimizer: pass Trainer(optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer, "
+    '{"optimizer_class": torch.optim.AdamW, "lr": ...})) and max_grad_norm=0, because it takes gradients to the host '
+    "before they could be clipped"
+)
+"""How a Trainer is told an optimizer that steps in the host's memory."""
 PAGED = "paged_"
 
 
@@ -71,7 +87,9 @@ def read_name(value: object) -> object:
     found = ALIASES.get(value, value) if isinstance(value, str) else value
     if found in NAMES:
         return found
-    why = "its state lies in memory that the allocator does not count; " if str(value).startswith(PAGED) else ""
+    why = ""
+    if str(value).startswith(PAGED):
+        why = "its state lies in memory that the allocator does not count: see adamw_cpu_offload; "
     raise ValueError(
         f"must be one of {', '.join((*NAMES, *ALIASES))}; {why}any other optimizer is measured in your own command "
         "(`bexp tune -- COMMAND`), or by a target of your own (--target)"

@@ -50,6 +50,18 @@ class LayerPart(Part):
     has_experts: bool = False
 
 
+class Float8Layers(Frozen):
+    """Layers whose linear layers are computed in float8, compared with the same layers in the model's dtype.
+
+    Errors are norms of the differences, relative to the norms of the layer's outputs and of all its gradients; of the
+    kind of layer that is furthest off.
+    """
+
+    num_linear: Count = Field(description="Linear layers in float8, in all decoder layers.")
+    output_error: Amount
+    gradient_error: Amount
+
+
 class SampleLengths(Frozen):
     """The samples that a training command draws from, of which the longest ran first at each size.
 
@@ -110,9 +122,13 @@ class ModelParts(Frozen):
     optimizer_state_bytes: Count | None = Field(
         None, description="Of the real state after a step, where it was read.", exclude_if=is_null
     )
+    optimizer_host_bytes: Count | None = Field(
+        None, description="What the optimizer keeps in the host's memory, if it steps there.", exclude_if=is_null
+    )
     weights: tuple[WeightBytes, ...] = Field(
         (), description="Bytes by kind, of a model whose weights are quantised.", exclude_if=operator.not_
     )
+    float8: Float8Layers | None = Field(None, exclude_if=is_null)
     policies: tuple[str, ...] = Field(("none",), description="Recomputation policies that the code can run.")
     tiles: bool = Field(False, description="Whether attention can be tiled over the batch.")
     settings: tuple[str, ...] = Field(
@@ -200,7 +216,8 @@ class ModelParts(Frozen):
     def offers_policy(self, policy: Recompute, *, named: bool) -> bool:
         """Return whether a policy is to be tried: one that the code can run.
 
-        A policy by operation must be `named` by the request. `layers_N` needs layers that can be recomputed one by one.
+        A policy by operation, or that takes activations to the host, must be `named` by the request. `layers_N` needs
+        layers that can be recomputed one by one.
         """
         can = (policy if policy.first_layers is None else Recompute.PARTIAL_50) in self.policies
         return can and (named or not (policy.untiled_only or policy.by_operation))

@@ -131,8 +131,8 @@ class ExplorationRequest(Frozen):
     bta: BTASpec = BTASpec()
     recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
         None,
-        description="The policies to choose among. Null: all but those with a number, `layers_N` and `groups_N`, which "
-        "are explored only if they are named here.",
+        description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
+        "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
     )
     attention_backends: Annotated[tuple[BackendName, ...], Field(min_length=1, max_length=16)] | None = Field(
         None, description="The attention kernels to choose among. Null: all that the device can use."

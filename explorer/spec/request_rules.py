@@ -15,6 +15,7 @@ from bexp.explorer.spec.execution_rules import (
     check_executions,
     check_kernels,
     check_numbered_policies,
+    check_offload,
     check_policies,
     check_policies_of_mode,
 )
@@ -66,12 +67,14 @@ def check_training_of_target(request: ExplorationRequest) -> None:
         _check_master_weights(request)
     if request.training.precision == "upcast":
         _check_upcast(request)
+    if request.training.float8_recipe is not None:
+        _check_float8(request)
     if request.training.optimizer.of_library is not None:
         _check_library_optimizer(request)
     if request.target_name != BEXP:
         return
-    if request.training.precision != "pure":
-        raise RuleError(f"precision 'autocast' needs target '{TRANSFORMERS}'", "training.precision", "target")
+    if (precision := request.training.precision) != "pure":
+        raise RuleError(f"precision '{precision}' needs target '{TRANSFORMERS}'", "training.precision", "target")
     if request.training.lora is not None:
         raise RuleError(f"LoRA needs target '{TRANSFORMERS}'", "training.lora", "target")
 
@@ -112,9 +115,13 @@ def _check_master_weights(request: ExplorationRequest) -> None:
 def _check_library_optimizer(request: ExplorationRequest) -> None:
     """An optimizer of a library steps the whole parameters of a transformers model, in their own format."""
     field, name = "training.optimizer.name", request.training.optimizer.name
+    known = request.training.optimizer.of_library
     if request.target_name != TRANSFORMERS:
         raise RuleError(f"optimizer '{name}' needs target '{TRANSFORMERS}'", field, "target")
-    if not request.runner.optimizers:
+    if known is not None and known.is_on_host and (request.num_devices > 1 or request.device_kind == "cpu"):
+        other = "num_devices" if request.num_devices > 1 else "device_kind"
+        raise RuleError(f"optimizer '{name}' steps in the host's memory, beside one GPU", field, other)
+    if not request.runner.has_optimizer(known):
         return  # the trainer cannot be told it, whatever its precision
     if request.training.precision == "master":
         raise RuleError(f"optimizer '{name}' is measured without float32 master weights", field, "training.precision")
@@ -124,6 +131,19 @@ def _check_library_optimizer(request: ExplorationRequest) -> None:
     for part in ("grad_dtype", "state_dtype"):
         if getattr(optimizer, part) is not None:
             raise RuleError(f"optimizer '{name}' decides its formats by itself: leave {part} out", field)
+
+
+def _check_float8(request: ExplorationRequest) -> None:
+    """Float8 is for all weights of a transformers model on one device."""
+    field, precision = "training.precision", request.training.precision
+    if request.target_name != TRANSFORMERS:
+        raise RuleError(f"precision '{precision}' needs target '{TRANSFORMERS}'", field, "target")
+    if request.training.lora is not None:
+        raise RuleError(f"precision '{precision}' is measured without LoRA", field, "training.lora")
+    if request.num_devices > 1:
+        raise RuleError(f"precision '{precision}' is measured on one device", field, "num_devices")
+    if request.mode != "train":
+        raise RuleError(f"precision '{precision}' is one of training", field, "mode")
 
 
 def _check_upcast(request: ExplorationRequest) -> None:
@@ -204,6 +224,7 @@ MESH_RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_sharding,
     check_attention_backends,
     check_policies,
+    check_offload,
     check_numbered_policies,
     check_expert_modes,
     check_trainer,
@@ -230,6 +251,7 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_micro_batch_sizes,
     check_tiles,
     check_policies,
+    check_offload,
     check_numbered_policies,
     check_policies_of_mode,
     check_policies_of_tiles,

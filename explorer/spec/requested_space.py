@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE, Recompute
 from bexp.explorer.spec.context_parallel import ALONE, Sharing
 from bexp.explorer.spec.default_space import default_executions, default_kernels, default_losses
 from bexp.explorer.spec.execution import Execution, Kernels
@@ -94,7 +94,7 @@ class RequestedSpace:
     def _all_policies(self) -> tuple[Recompute, ...]:
         return tuple(
             policy
-            for policy in Recompute
+            for policy in ON_DEVICE
             if not (self.always_compiles and policy.by_operation)
             and (policy is not Recompute.EXPERTS or self.asked.explored.may_have_experts)
         )

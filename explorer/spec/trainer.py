@@ -11,6 +11,7 @@ from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.lengths import PACKED, Batching
 from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.optimizers import LibraryOptimizer
 from bexp.explorer.spec.target import TRANSFORMERS
 from bexp.explorer.spec.training import LoRASpec, Precision, Sharding
 
@@ -65,9 +66,10 @@ class Trainer:
     `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any cannot
     be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
-    those of single parameters, such as experts in one tensor, and `optimizers` that it can be told those of
-    other libraries. It `flattens` a packed micro-batch into one row for any attention; `largest_packed` has the largest
-    micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
+    those of single parameters, such as experts in one tensor, `optimizers` that it can be told those of other
+    libraries, and `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a packed
+    micro-batch into one row for any attention; `largest_packed` has the largest micro-batch that an attention packs as
+    it was measured, where that is limited. `targets` are the targets whose
     measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
     what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
     routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
@@ -93,6 +95,7 @@ class Trainer:
     lora: bool = True
     adapted_parameters: bool = True
     optimizers: bool = False
+    host_optimizer: bool = False
     targets: frozenset[str] = frozenset()
     batchings: frozenset[Batching] = frozenset({"padded", "grouped", "packed"})
     flattens: bool = False
@@ -111,6 +114,10 @@ class Trainer:
         if lora is not None and lora.target_parameters is not None and not self.adapted_parameters:
             return "LoRA of single parameters"
         return None
+
+    def has_optimizer(self, known: LibraryOptimizer | None) -> bool:
+        """Return whether it can be told an optimizer of another library; None is torch's AdamW or SGD."""
+        return known is None or (self.host_optimizer if known.is_on_host else self.optimizers)
 
     @property
     def keeps_float32(self) -> bool:
@@ -156,6 +163,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     TrainerName.BEXP: Trainer(
         title="bexp.apply",
         optimizers=True,
+        host_optimizer=True,
         attention=LIBRARY_ATTENTION | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS | OUR_EXPERTS | {f"bexp_{name}" for name in OUR_EXPERTS},
         policies=frozenset(Recompute) - {Recompute.QKV},
@@ -169,6 +177,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         batchings=frozenset({"padded", "grouped", *PACKED}),
         liger=True,
         targets=_LIBRARY_RUNS_IT,
+        precisions=("pure", "autocast", "float8_tensorwise", "float8_rowwise"),
     ),
     TrainerName.TRANSFORMERS: replace(_LIBRARY_TRAINER, batchings=_PADDED),
     TrainerName.TRL: replace(_LIBRARY_TRAINER, title="TRL", flattens=True, halves_adapters=True, halves_experts=True),

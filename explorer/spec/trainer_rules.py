@@ -99,7 +99,7 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
     for execution in request.space.executions:
         if (execution.compiles and not trainer.compiled_layers) or (execution.replays and not trainer.graphs):
             yield field, f"execution '{execution}'"
-    if training.optimizer.of_library is not None and not trainer.optimizers:
+    if not trainer.has_optimizer(training.optimizer.of_library):
         yield "training.optimizer.name", f"the optimizer '{training.optimizer.name}'"
     if (lacking := trainer.lacks_adapters(training.lora)) is not None:
         yield "training.lora", lacking

@@ -26,7 +26,7 @@ class Sharding(StrEnum):
         return {"none": 0, "zero1": 1, "zero2": 2, "zero3": 3}[self.value]
 
 
-Precision = Literal["pure", "autocast", "master", "upcast"]
+Precision = Literal["pure", "autocast", "master", "upcast", "float8_tensorwise", "float8_rowwise"]
 
 
 class OptimizerSpec(Frozen):
@@ -157,11 +157,18 @@ class TrainingSpec(Frozen):
         description="`pure`: parameters in the model's dtype. `autocast`: float32 parameters, computed with under "
         "bf16 autocast. `master`: parameters and gradients in bfloat16, beside float32 master weights and moments, as "
         "DeepSpeed's `bf16` keeps them. `upcast`: as `pure`, but with norms, embeddings, output layer and routers in "
-        "float32, computed with under autocast; for trainer `axolotl`, which does that. All but `pure` need target "
-        "`transformers`. LoRA adapters are in float32 with `pure` and `autocast`, and computed with "
-        "under autocast; `master` and `upcast` train all weights.",
+        "float32, computed with under autocast; for trainer `axolotl`, which does that. `float8_tensorwise`, "
+        "`float8_rowwise`: as `pure`, with linear layers of decoder layers in float8 by torchao's recipe. All but "
+        "`pure` need target `transformers`. LoRA adapters are in float32 with `pure` and `autocast`, and computed with "
+        "under autocast; other precisions train all weights.",
     )
     lora: LoRASpec | None = Field(None, description="Trains adapters in place of the weights; needs `transformers`.")
+
+    @property
+    def float8_recipe(self) -> str | None:
+        """The recipe of torchao that computes linear layers in float8; None without."""
+        found = self.precision.removeprefix("float8_")
+        return None if found == self.precision else found
 
     @property
     def keeps_master_weights(self) -> bool:

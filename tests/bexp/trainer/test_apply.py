@@ -43,6 +43,7 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
         "allocator": "default",
         "kernels": "library",
         "graph": False,
+        "float8": None,
     }
     assert models.snapshot(model) != before
     assert all(text in str(report) for text in ("bexp_fused", "tiles of 2", "partial_50", "micro_batch_size 4"))

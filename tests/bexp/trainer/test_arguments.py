@@ -56,6 +56,18 @@ def test_training_arguments_keep_the_effective_batch() -> None:
         bexp.training_arguments(document(micro_batch_size=3))
 
 
+def test_an_optimizer_on_the_host_is_given_to_the_trainer_and_sees_no_clipped_gradients(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    fields = bexp.training_arguments(told_of({"optimizer": {"name": "adamw_cpu_offload"}}))
+    assert "optim" not in fields
+    assert fields["max_grad_norm"] == 0.0
+    assert "optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer" in caplog.text
+    caplog.clear()
+    bexp.training_arguments(told_of({"optimizer": {"name": "adamw_cpu_offload"}}), max_grad_norm=1.0)
+    assert "gradients are clipped at 1.0, which the measured optimizer never sees" in caplog.text
+
+
 def test_accumulation_is_left_to_the_trainer_where_no_batch_was_stated() -> None:
     told = document()
     told["job"]["request"]["batch_size"] = None

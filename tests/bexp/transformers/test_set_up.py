@@ -27,6 +27,7 @@ DENSE = [
     Settings(recompute="groups_2"),
     Settings(recompute="activations"),
     Settings(recompute="projections"),
+    Settings(recompute="offload"),
     Settings(bta_tile=1),
     Settings(bta_tile=3),
     Settings(bta_tile=2, recompute="full"),
@@ -228,6 +229,8 @@ def test_what_a_model_cannot_have_is_refused_with_the_reason(model_type: str, se
     [
         {"attention": "eager:flash"},
         {"recompute": "qkv"},
+        {"recompute": "offload", "compile": True},
+        {"recompute": "offload", "graph": True},
         {"bta_tile": 0},
         {"loss": "other"},
         {"allocator": "other"},

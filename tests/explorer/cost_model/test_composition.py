@@ -11,7 +11,7 @@ from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition, predict_component_table, predict_memory, required_table
 from bexp.explorer.cost_model.parameters import count_embedding, count_head
 from bexp.explorer.cost_model.step import gathered_bytes, required_bytes
-from bexp.explorer.spec.candidate import Candidate, Recompute, recomputed_layers
+from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute, recomputed_layers
 from bexp.explorer.spec.model import LayerKind
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model import tiny
@@ -70,7 +70,7 @@ def walk(
     return highest
 
 
-@pytest.mark.parametrize("recompute", [*Recompute, *map(Recompute, ("layers_3", "groups_2", "groups_3"))])
+@pytest.mark.parametrize("recompute", [*ON_DEVICE, *map(Recompute, ("layers_3", "groups_2", "groups_3"))])
 @pytest.mark.parametrize("seed", range(5))
 def test_peak_is_that_of_the_timeline(recompute: Recompute, seed: int) -> None:
     req, chosen = request(), candidate(recompute)

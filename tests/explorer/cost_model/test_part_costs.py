@@ -62,7 +62,9 @@ def test_partial_recomputation_takes_the_first_layers() -> None:
     assert modes == {BlockRecompute.FULL}
 
 
-@pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL, Recompute.ACTIVATIONS])
+@pytest.mark.parametrize(
+    "recompute", [Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL, Recompute.ACTIVATIONS, Recompute.OFFLOAD]
+)
 def test_seconds_and_bytes_add_up_over_the_layers_in_order(recompute: Recompute) -> None:
     chosen = candidate(recompute=recompute)
     table = Composition([chosen], parts(), request())
@@ -85,7 +87,10 @@ def test_seconds_and_bytes_add_up_over_the_layers_in_order(recompute: Recompute)
         levels.append(held)
         peak = max(peak, held + forward[block[sort]])
         held += output if sort[1] else saved[block[sort]]
-    peak = max(peak, held - output + max(forward[shell], backward[shell]))
+        if recompute is Recompute.OFFLOAD:
+            held -= min(output, saved[block[sort]])  # it goes to the host with what the next layer keeps
+    on_device = output if recompute is Recompute.OFFLOAD else 0  # of the last layer, for the head
+    peak = max(peak, held + on_device - output + max(forward[shell], backward[shell]))
     for sort, level in zip(order, levels, strict=True):
         peak = max(peak, level + output + backward[block[sort]])
     optimizer = at[found.optimizer] if found.optimizer is not None else 0
@@ -152,6 +157,14 @@ def test_a_layer_keeps_the_share_that_its_policy_leaves(changes: dict[str, Any],
     tokens, live = 4 * 32, 4 * 32 * 640
     found = predict_component_bytes(layer(**changes), parts(), request())
     assert found == ComponentBytes(round(share * live), live, live + tokens * 128)
+
+
+def test_a_layer_on_the_host_keeps_its_output_and_moves_the_rest_there_and_back() -> None:
+    on_host = layer(recompute="offload")
+    found = predict_component_bytes(on_host, parts(), request())
+    assert (found.saved, found.forward_peak, found.backward_peak) == (4 * 32 * 128, 4 * 32 * 128, 2 * 4 * 32 * 128)
+    again = again_work(on_host, parts(), part_work(on_host, parts()))
+    assert again == Work(0.0, 2 * 4 * 32 * 640)
 
 
 def test_a_layer_keeps_at_least_its_output() -> None:

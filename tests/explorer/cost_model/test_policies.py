@@ -13,7 +13,7 @@ from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind, b
 from bexp.explorer.cost_model.decomposition import Decomposer
 from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.space_rules import MAX_COMBINATIONS
 from tests.explorer.simulator import report
@@ -43,12 +43,12 @@ def candidates(req: ExplorationRequest) -> tuple[Candidate, ...]:
 
 def test_every_policy_is_explored_untiled() -> None:
     found = {c.recompute for c in candidates(request()) if c.bta_tile is None}
-    assert found == set(Recompute)
+    assert found == set(ON_DEVICE)
 
 
 def test_a_tile_takes_no_policy_that_keeps_a_part_of_attention() -> None:
     found = {c.recompute for c in candidates(request()) if c.bta_tile is not None}
-    assert found == set(Recompute) - {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS}
+    assert found == set(ON_DEVICE) - {Recompute.SELECTIVE, Recompute.QKV, Recompute.PROJECTIONS}
     with pytest.raises(ValidationError, match="'qkv' and 'projections' alone leaves nothing"):
         request(bta={"enable": True}, recompute=["projections", "qkv"])
     req = request(bta={"enable": True}, recompute=["qkv", "activations"])
@@ -71,7 +71,7 @@ def test_experts_are_recomputed_where_there_are_some() -> None:
 
 def test_a_compiler_chooses_operations_by_itself() -> None:
     found = {c.recompute for c in candidates(request(execution="compile"))}
-    assert found == {policy for policy in Recompute if not policy.by_operation}
+    assert found == {policy for policy in ON_DEVICE if not policy.by_operation}
     with pytest.raises(ValidationError, match="'activations' needs execution 'eager'"):
         request(execution="compile", recompute=["none", "activations"])
 
@@ -114,7 +114,7 @@ def test_a_number_that_a_model_cannot_have_is_refused_with_the_nearest(fields: d
 
 
 def test_a_list_may_name_every_policy() -> None:
-    assert request(recompute=list(Recompute)).space.recompute_policies == tuple(Recompute)
+    assert request(recompute=list(ON_DEVICE)).space.recompute_policies == ON_DEVICE
 
 
 def test_what_the_six_first_policies_admitted_is_still_admitted() -> None:

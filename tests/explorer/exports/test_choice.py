@@ -274,6 +274,7 @@ def test_nothing_is_exported_if_nothing_that_was_explored_can_be_told(name: str)
         (candidate(execution="graph"), {"execution": ["graph"]}, "micro-steps as CUDA graphs"),
         (candidate(kernels="liger"), {"kernels": ["liger"]}, "the kernels of liger"),
         (candidate(bta_tile=2), {}, "attention tiles of 2 sequences"),
+        (candidate(recompute="offload"), {"recompute": ["offload"]}, "activations in the host's memory"),
         (candidate(expert_backend="bexp_fused"), {}, "the expert kernels 'bexp_fused'"),
     ],
 )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,
@@ -16,6 +16,8 @@ from bexp.explorer.search.legal_space import (
     enumerate_candidates,
     explored_models,
 )
+from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, prune_space
+from bexp.explorer.search.relaxations import find_relaxations
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.execution import Execution
 from bexp.explorer.spec.hardware import BackendSupport
@@ -43,6 +45,47 @@ def test_policies_by_operation_and_tiles_are_tried_when_named() -> None:
     assert {c.recompute for c in space} == {Recompute.ACTIVATIONS}
     assert {c.bta_tile for c in space} == {1, 2}
     assert {c.loss for c in space} == {"library", "chunked"}
+
+
+ON_GPU = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
+
+
+def test_activations_go_to_the_host_if_it_is_named_and_in_eager_execution_alone() -> None:
+    asked = request(**ON_GPU, micro_batch_size=2, recompute=["none", "offload"], execution="explore")
+    found = enumerate_candidates(asked, report(), parts())
+    assert {c.execution for c in found.candidates if c.recompute is Recompute.OFFLOAD} == {Execution.EAGER}
+    assert [c.recompute for c in base_candidates(asked, report(), parts())][-1] is Recompute.OFFLOAD
+    unnamed = enumerate_candidates(request(**ON_GPU, micro_batch_size=2), report(), parts())
+    assert Recompute.OFFLOAD not in {c.recompute for c in unnamed.candidates}
+
+
+def test_activations_go_to_the_host_if_nothing_else_may_fit() -> None:
+    asked = request(**ON_GPU, micro_batch_size=[64])
+    model = parts(kinds=tuple(kind.model_copy(update={"saved_bytes_per_token": 4e5}) for kind in parts().kinds))
+    table = Composition(
+        enumerate_candidates(request(**ON_GPU, micro_batch_size=[64], recompute=["full"]), device(), model).candidates,
+        model,
+        asked,
+    )
+    limit = int(0.9 * predict_memory(table, device().hardware, activation_share=OPTIMISTIC_ACTIVATIONS).min())
+    cramped = device().model_copy(
+        update={"hardware": device().hardware.model_copy(update={"memory_limit_bytes": limit})}
+    )
+    found_elsewhere = len(enumerate_candidates(asked, cramped, model).candidates)
+    found = prune_space(model, asked, cramped)
+    assert {c.recompute for c in found.legal.candidates} == {Recompute.OFFLOAD}
+    assert found.num_predicted_out == found_elsewhere, "whatever leaves them on the device"
+    assert found.table is not None
+    assert found.bases[-1] in found.table.row, "the only base that may fit"
+    named = asked.model_copy(update={"recompute": (Recompute.FULL,)})
+    assert prune_space(model, named, cramped).table is None, "a request that names its policies gets those"
+    assert [one.change for one in find_relaxations(named, cramped, model)] == [
+        "micro_batch_size 8",
+        "recompute offload",
+    ]
+    for elsewhere in ({"trainer": "transformers"}, {"device_kind": "cpu"}):
+        cannot = request(**ON_GPU, micro_batch_size=[64], batch_size=64, **elsewhere)
+        assert prune_space(model, cannot, cramped).table is None
 
 
 def test_what_the_code_cannot_run_is_not_in_the_space() -> None:

@@ -7,7 +7,7 @@ import pytest
 from bexp.explorer.cost_model.composition import Composition, predict_memory
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
-from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import REPORT, candidate, small_request
 from tests.explorer.simulator import report
@@ -113,7 +113,7 @@ def test_tiles_and_recomputation_are_left_out_where_memory_is_not_short() -> Non
         (m, None, "none") for m in (1, 2, 4)
     ]
     everything = dominating(
-        bta={"tiles": [1, 2, 4]}, recompute=[p.value for p in Recompute if p is not Recompute.EXPERTS]
+        bta={"tiles": [1, 2, 4]}, recompute=[p.value for p in ON_DEVICE if p is not Recompute.EXPERTS]
     )
     assert (everything.num_dominated, everything.num_predicted_out) == (0, 0), "what a request names is tried"
     assert space.num_dominated + len(space.legal.candidates) == len(everything.legal.candidates)

@@ -40,8 +40,9 @@ def test_axolotl_has_them_in_its_own_formats() -> None:
     assert found.training.precision == "upcast"
 
 
-def test_every_optimizer_has_a_name_in_the_trainer() -> None:
-    assert set(LIBRARY_NAMES) == set(NAMES) == {"adamw", "sgd", *LIBRARY}
+def test_every_optimizer_on_the_device_has_a_name_in_the_trainer() -> None:
+    assert set(NAMES) == {"adamw", "sgd", *LIBRARY}
+    assert set(LIBRARY_NAMES) == {name for name in NAMES if name not in LIBRARY or not LIBRARY[name].is_on_host}
 
 
 @pytest.mark.parametrize("name", ["adamw_bnb_16bit", "galore_adamw", "", 8, "paged_adamw_8bit"])
@@ -49,6 +50,22 @@ def test_any_other_optimizer_is_refused_with_ways_to_measure_it(name: Any) -> No
     with pytest.raises(ValidationError, match=r"must be one of adamw, sgd, .*bexp tune -- COMMAND") as found:
         request(name)
     assert ("does not count" in str(found.value)) == str(name).startswith("paged_")
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"num_devices": 2}, "steps in the host's memory, beside one GPU"),
+        ({"device_kind": "cpu"}, "steps in the host's memory, beside one GPU"),
+        ({"trainer": "trl"}, "TRL cannot be told the optimizer 'adamw_cpu_offload'; these can: bexp"),
+    ],
+)
+def test_an_optimizer_on_the_host_is_for_one_gpu_and_a_trainer_that_can_be_given_it(
+    fields: dict[str, Any], why: str
+) -> None:
+    assert request("adamw_cpu_offload", trainer="bexp").training.optimizer.of_library is not None
+    with pytest.raises(ValidationError, match=why):
+        request("adamw_cpu_offload", **fields)
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import pytest
 from pydantic import ValidationError
 
 from bexp.explorer.spec.base import RuleError
-from bexp.explorer.spec.candidate import Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS, name_local_target
 from tests.explorer.spec.test_request import MODEL
@@ -42,7 +42,7 @@ def test_a_request_without_a_model_spec_has_what_the_search_needs() -> None:
     request = build(**HUGGING_FACE, num_devices=4, context_parallel={"sizes": [1, 2]}, batch_size=64)
     assert request.space.variants() == ()
     assert (request.explored.name, request.seq_length) == ("Gemma-2-2b", 64)
-    assert request.space.recompute_policies == tuple(Recompute)
+    assert request.space.recompute_policies == ON_DEVICE
     assert {sharing.size for sharing in request.space.sharings} == {1, 2}
     assert request.devices.needed() == 2
     assert ExplorationRequest.model_validate_json(request.model_dump_json()) == request

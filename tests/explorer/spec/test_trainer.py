@@ -216,3 +216,44 @@ def test_axolotl_casts_nothing_to_float32_beside_shards_adapters_or_other_attent
     assert "casts nothing to float32" in str(refusal(LIBRARY, "axolotl", **sharded))
     with pytest.raises(ValidationError, match="for trainer 'axolotl' alone"):
         build(LIBRARY, training={"precision": "upcast"})
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "why"),
+    [
+        (SHAPES, {}, "precision 'float8_rowwise' needs target 'transformers'"),
+        (LIBRARY, {"num_devices": 2}, "precision 'float8_rowwise' is measured on one device"),
+        (LIBRARY, {"mode": "eval"}, "precision 'float8_rowwise' is one of training"),
+        (LIBRARY, {"trainer": "trl"}, "TRL cannot be told precision 'float8_rowwise'; these can: bexp"),
+    ],
+)
+def test_float8_is_for_the_librarys_models_on_one_device_and_for_bexp_apply(
+    base: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    training: dict[str, Any] = {"training": {"precision": "float8_rowwise"}}
+    assert build(LIBRARY, "bexp", **training).training.float8_recipe == "rowwise"
+    with pytest.raises(ValidationError, match=why):
+        build(base, **training, **changes)
+    adapters: dict[str, Any] = {
+        "training": {"precision": "float8_rowwise", "lora": {"r": 8, "target_modules": ["q_proj"]}}
+    }
+    with pytest.raises(ValidationError, match="precision 'float8_rowwise' is measured without LoRA"):
+        build(LIBRARY, **adapters)
+
+
+@pytest.mark.parametrize(
+    ("base", "changes", "why"),
+    [
+        (SHAPES, {}, "recompute 'offload' needs target 'transformers'"),
+        (LIBRARY, {"num_devices": 2}, "recompute 'offload' needs num_devices 1"),
+        (LIBRARY, {"device_kind": "cpu"}, "recompute 'offload' needs a GPU"),
+        (LIBRARY, {"execution": "compile"}, "recompute 'offload' needs execution 'eager'"),
+        (LIBRARY, {"trainer": "transformers"}, "cannot be told .*'offload'"),
+    ],
+)
+def test_activations_on_the_host_are_for_the_librarys_models_on_one_gpu(
+    base: dict[str, Any], changes: dict[str, Any], why: str
+) -> None:
+    build(LIBRARY, "bexp", recompute=["none", "offload"], execution=["eager", "compile"])
+    with pytest.raises(ValidationError, match=why):
+        build(base, recompute=["offload"], **changes)

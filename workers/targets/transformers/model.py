@@ -7,17 +7,17 @@ import re
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import nn
 
 from bexp.explorer.spec.quantization import Quantization
+from bexp.explorer.spec.training import Precision
 from bexp.workers.targets.transformers.config import ResolvedConfig, UnsupportedModelError, one_line, quiet_library
 from bexp.workers.targets.transformers.quantized import quantize
 
 META = torch.device("meta")
-Precision = Literal["pure", "autocast", "master", "upcast"]
 
 UPCAST_EMBEDDINGS = {
     "gpt_neox": "embed_in",
@@ -35,7 +35,7 @@ class BuildSettings:
     precision: `pure` keeps parameters in `dtype`, except those that the class always keeps in float32; `autocast` keeps
                them in float32 and runs under autocast of `dtype`; `master` keeps all of them in `dtype`, and the
                optimizer has float32 master weights; `upcast` casts norms, embeddings, output layer and routers to
-               float32, as Axolotl does, and runs under autocast of `dtype`
+               float32, as Axolotl does, and runs under autocast of `dtype`; those of float8 build as `pure` does
     attention: the library's name of an attention implementation, or None for its default
     experts:   the library's name of an experts implementation, or None for its default
     prepare:   changes a model in place once it is built (patches, adapters, frozen weights), on any device; what it

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.spec.optimizers import BITSANDBYTES, LIBRARY, TORCHAO
+from bexp.transformers.offload import pinned_bytes
 from bexp.workers.instruments.failures import UnsupportedTrialError
 
 BETAS = (0.9, 0.999)
@@ -37,11 +39,14 @@ def make_optimizer(
         raise UnsupportedTrialError(
             f"optimizer '{name}' needs {package}: pip install 'bexp[{EXTRAS[package]}]' ({error})"
         ) from error
+    made: torch.optim.Optimizer
     if package == TORCHAO:
-        kind = module.AdamW4bit if name.endswith("4bit") else module.AdamW8bit
-        made: torch.optim.Optimizer = kind(
-            parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0, block_size=BLOCK_SIZE
-        )
+        if LIBRARY[name].is_on_host:
+            kind = partial(module.CPUOffloadOptimizer, optimizer_class=torch.optim.AdamW)
+        else:
+            kind = module.AdamW4bit if name.endswith("4bit") else module.AdamW8bit
+            kind = partial(kind, block_size=BLOCK_SIZE)
+        made = kind(parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0)
         return made
     bits = 8 if name.endswith("8bit") else 32
     # Its manager knows parameters by their places alone, and would take those of one optimizer for another's.
@@ -57,14 +62,25 @@ def make_optimizer(
     return made
 
 
-def state_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Return the bytes of an optimizer's state; a tensor that several parameters share counts once."""
+def state_bytes(optimizer: Any) -> int:
+    """Return the bytes of an optimizer's state on the device; a tensor that several parameters share counts once.
+
+    torchao's optimizer on the host steps small parameters on the device.
+    """
+    if hasattr(optimizer, "d_opt"):
+        return 0 if optimizer.d_opt is None else state_bytes(optimizer.d_opt)
     sizes: dict[int, int] = {}
     for state in optimizer.state.values():
         for value in state.values():
             for tensor in _plain(value) if isinstance(value, Tensor) else ():
                 sizes[tensor.data_ptr()] = tensor.numel() * tensor.element_size()
     return sum(sizes.values())
+
+
+def host_bytes(optimizer: Any) -> int:
+    """Return what torchao's optimizer keeps in the host's memory: states, and pinned weights and gradients."""
+    pinned = [tensor for weight in optimizer.param_d2h_map.values() for tensor in (weight, weight.grad)]
+    return sum(map(pinned_bytes, pinned)) + sum(map(state_bytes, optimizer.optim_dict.values()))
 
 
 def _of_torch(name: str, parameters: list[nn.Parameter], learning_rate: float) -> torch.optim.Optimizer:

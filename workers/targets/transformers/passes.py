@@ -9,6 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from bexp.measure.passes import ModulePasses
+from bexp.transformers.offload import OnHost
 from bexp.transformers.set_up import Applied, set_up
 from bexp.transformers.settings import Settings
 from bexp.workers.targets.transformers.layers import BuiltLayer
@@ -45,6 +46,12 @@ class LayerPasses(ModulePasses):
     def without_recomputation(self) -> AbstractContextManager[None]:
         """Within the context, the layer keeps what it computes."""
         return self._kept() if self._recomputed is not None else nullcontext()
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that the last forward took for what backward needs."""
+        forward = self._layer.forward
+        return forward.host_bytes if isinstance(forward, OnHost) else 0
 
     def restore(self) -> None:
         """Leave the layer as the library has it, without gradients."""

@@ -11,12 +11,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.request_texts import text_batches
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
@@ -24,7 +23,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routing import RoutingSpec
 from bexp.explorer.spec.training import Sharding
 from bexp.transformers.set_up import set_up
-from bexp.transformers.settings import Loss, Settings, SettingsError
+from bexp.transformers.settings import ON_HOST, Settings, SettingsError
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.target import ComponentPasses, Miniature, OptimizerPart
@@ -33,8 +32,18 @@ from bexp.workers.targets.transformers.batch import arranged, make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import OWN_CLASS, ResolvedConfig, UnsupportedModelError
 from bexp.workers.targets.transformers.describe import describe_parts, with_quantized_weights
+from bexp.workers.targets.transformers.float8 import compare_float8
+from bexp.workers.targets.transformers.host_memory import require_host_memory
 from bexp.workers.targets.transformers.materialize import build_by_layers
+from bexp.workers.targets.transformers.measured_settings import (
+    BY_OPERATION,
+    WHOLE_LAYER,
+    float8_of,
+    settings_of,
+    settings_of_component,
+)
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
+from bexp.workers.targets.transformers.optimizer_state import with_optimizer_state
 from bexp.workers.targets.transformers.packing import LEAK
 from bexp.workers.targets.transformers.passes import LayerPasses, ShellPasses
 from bexp.workers.targets.transformers.probe import NAME_IT, SettingsProbe
@@ -49,46 +58,6 @@ from bexp.workers.targets.transformers.training_run import (
 from bexp.workers.targets.transformers.weight_bytes import count_quantized
 from bexp.workers.training.choice import data_parallel
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS, MICRO_STEPS
-
-BY_OPERATION = {
-    BlockRecompute.SELECTIVE: "selective",
-    BlockRecompute.ACTIVATIONS: "activations",
-    BlockRecompute.PROJECTIONS: "projections",
-}
-WHOLE_LAYER = {BlockRecompute.FULL: "full", BlockRecompute.TO_THE_END: "groups_1"}
-"""What recomputes a layer alone as a whole; a group runs to its end."""
-
-_LOSSES: dict[str | None, Loss] = {"chunked": "chunked", "liger": "liger"}
-
-
-def settings_of(candidate: Candidate, request: ExplorationRequest) -> Settings:
-    """What a candidate sets on a whole model."""
-    return Settings(
-        attention=candidate.attention_backend,
-        experts=candidate.expert_backend,
-        recompute=candidate.recompute.value,
-        bta_tile=candidate.bta_tile,
-        loss=_LOSSES.get(candidate.loss, "library"),
-        compile=request.execution_of(candidate).compiles,
-        graph=request.execution_of(candidate).replays,
-        allocator=request.allocator,
-        kernels="liger" if candidate.kernels is Kernels.LIGER else "library",
-    )
-
-
-def settings_of_component(component: Component, request: ExplorationRequest) -> Settings:
-    """What a component sets on the shell or on a layer; recomputation of a layer as a whole is left out."""
-    if component.kind is ComponentKind.SHELL:
-        return Settings(loss=_LOSSES.get(component.setting, "library"))
-    assert component.backend is not None, "a layer names its attention"
-    return Settings(
-        attention=component.attention,
-        experts=component.experts,
-        recompute=BY_OPERATION.get(component.recompute, "none"),
-        bta_tile=component.bta_tile,
-        compile=request.plain_execution.compiles or component.is_compiled,
-        kernels="liger" if component.backend.liger else "library",
-    )
 
 
 class TransformersTarget:
@@ -132,6 +101,8 @@ class TransformersTarget:
         self._check_class()
         quantization = self._build.quantization
         weights = None if quantization is None else count_quantized(self._parts(), quantization)
+        recipe = float8_of(self._request)
+        float8 = None if recipe is None else compare_float8(self._parts(), recipe)
         probe = SettingsProbe(self._resolved, self._parts(), self._request)
         attention, experts = probe.attention_supports(), probe.expert_supports()
         if self._request.batching in PACKED and not any(one.usable for one in attention):
@@ -148,7 +119,9 @@ class TransformersTarget:
                 **{
                     name: probe.refusal(Settings(recompute=name)) if name in named else NAME_IT
                     for name in BY_OPERATION.values()
+                    if name != ON_HOST
                 },
+                ON_HOST: probe.offload_refusal(),
                 **{
                     policy.value: checkpointing or self._resolved.group_problem
                     for policy in named
@@ -156,10 +129,12 @@ class TransformersTarget:
                 },
             },
         )
+        parts = parts.model_copy(update={"float8": float8})
         if weights is not None:
             parts = with_quantized_weights(parts, weights)
         if self._request.training.optimizer.of_library is not None and self._request.mode == "train":
-            parts = parts.model_copy(update={"optimizer_state_bytes": self._optimizer_state_bytes(parts)})
+            name, made = self._request.training.optimizer.name, self._optimizer_parts(parts, self._request)
+            parts = with_optimizer_state(parts, name, made)
         self.rest()
         usable = [backend.name for backend in experts if backend.usable]
         default = self._resolved.model.config._experts_implementation if usable else None
@@ -211,6 +186,8 @@ class TransformersTarget:
         except SettingsError as error:
             raise UnsupportedTrialError(str(error)) from error
         try:
+            if settings.recompute == ON_HOST:
+                require_host_memory(passes, component, model)
             yield passes
         finally:
             passes.release()
@@ -256,25 +233,6 @@ class TransformersTarget:
         tiny = self._resolved.tiny
         run = self._train(tiny, Settings(), [TextBatch.whole(1, tiny.seq_length)], request, together=together)
         yield Miniature(run, 1 + num_layers_for(self._resolved.kinds))
-
-    def _optimizer_state_bytes(self, parts: ModelParts) -> int:
-        """The bytes of the real state after a step of each part, as often as the model has it."""
-        total, name = 0, self._request.training.optimizer.name
-        for part in self._optimizer_parts(parts, self._request):
-            try:
-                optimizer = part.build()
-                assert isinstance(optimizer, TrainerOptimizer), "this target makes no other"
-                with torch.compiler.set_stance("force_eager"):  # compiled code has the same state, after seconds
-                    optimizer.step()
-            except UnsupportedTrialError:
-                raise
-            except Exception as error:  # a library that is broken in any way
-                short = " ".join(str(error).split())[:200] or type(error).__name__
-                raise UnsupportedTrialError(f"optimizer '{name}' does not work here: {short}") from error
-            total += part.count * optimizer.state_bytes
-            for parameter in optimizer.parameters:
-                parameter.grad = None
-        return total
 
     def _check_class(self) -> None:
         check = self._resolved.check
@@ -346,6 +304,9 @@ class TransformersTarget:
             trained = [p for p in parameters(self._parts()) if p.requires_grad]
             if shards > 1:
                 trained = [nn.Parameter(p.detach().flatten()[: -(-p.numel() // shards)].clone()) for p in trained]
+            known = self._request.training.optimizer.of_library
+            if known is not None and known.is_on_host:  # its hooks stay on what it was given
+                trained = [nn.Parameter(p.detach().clone()) for p in trained]
             for parameter in trained:
                 parameter.grad = torch.zeros_like(parameter)
             name, master = self._request.training.optimizer.name, self._build.keeps_master_weights

@@ -15,7 +15,7 @@ from bexp.explorer.spec.training import OptimizerSpec
 from bexp.measure.timestamps import Mark, mark_of
 from bexp.transformers.graph import graphed
 from bexp.workers.targets.transformers.model import BuildSettings
-from bexp.workers.targets.transformers.optimizers import make_optimizer, state_bytes
+from bexp.workers.targets.transformers.optimizers import host_bytes, make_optimizer, state_bytes
 from bexp.workers.training.data_parallel import DataParallel, SingleProcess
 from bexp.workers.training.graphs import require_captured
 from bexp.workers.training.optimizer import OptimizerSettings, TrainingOptimizer
@@ -38,7 +38,8 @@ class TrainerOptimizer:
     States of AdamW and SGD have the format of the parameters, and there are no master weights. With `master_weights`,
     the step is that of DeepSpeed's `bf16`: all gradients are converted to float32 and freed after the step, which
     changes float32 master weights and moments, and the parameters become their copy in bfloat16. Gradients are dropped
-    after each step, unless `keeps_gradients`: then they wait to be filled anew.
+    after each step, unless `keeps_gradients`: then they wait to be filled anew. An optimizer in the host's memory takes
+    gradients there as backward makes them, so that they are not clipped; kept ones go there within the step.
     """
 
     def __init__(
@@ -52,6 +53,7 @@ class TrainerOptimizer:
     ) -> None:
         self.parameters = parameters
         self._keeps_gradients = keeps_gradients
+        self._is_on_host = name in LIBRARY and LIBRARY[name].is_on_host
         fused = all(p.is_cuda or p.device.type == "cpu" for p in parameters)
         self._optimizer: TrainingOptimizer | torch.optim.Optimizer
         if master_weights:
@@ -68,9 +70,14 @@ class TrainerOptimizer:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of the state of an optimizer of LIBRARY, after a step."""
+        """Bytes of the state of an optimizer of LIBRARY on the device, after a step."""
         assert isinstance(self._optimizer, torch.optim.Optimizer), "it has no master weights"
         return state_bytes(self._optimizer)
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the host's memory that it keeps, after a step."""
+        return host_bytes(self._optimizer) if self._is_on_host else 0
 
     @property
     def gradients(self) -> list[Tensor | None]:
@@ -79,7 +86,10 @@ class TrainerOptimizer:
 
     def step(self) -> None:
         """Clip, and update the parameters."""
-        nn.utils.clip_grad_norm_(self.parameters, MAX_GRADIENT_NORM)
+        if not self._is_on_host:
+            nn.utils.clip_grad_norm_(self.parameters, MAX_GRADIENT_NORM)
+        elif self._keeps_gradients:
+            torch.autograd.backward(self.parameters, self.gradients)  # runs the hooks that take them to the host
         self._optimizer.step()
 
     def zero_grad(self) -> None:

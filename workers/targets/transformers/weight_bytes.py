@@ -15,8 +15,8 @@ from bexp.transformers.layers import token_mixers
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import UnsupportedModelError
-from bexp.workers.targets.transformers.probe import results_of
 from bexp.workers.targets.transformers.quantized import is_quantized, own_scales, storage_bytes
+from bexp.workers.targets.transformers.results import results_of
 
 KINDS: tuple[WeightKind, ...] = ("attention", "dense MLP", "experts", "embeddings and head", "adapters", "other")
 WeightsByKind = dict[WeightKind, WeightBytes]

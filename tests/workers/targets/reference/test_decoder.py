@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.targets.reference.decoder import DecoderModel
@@ -102,7 +102,7 @@ def test_loss_against_the_reference(fields: dict[str, Any]) -> None:
     assert module(tokens, targets).item() == pytest.approx(wanted.item(), rel=1e-5)
 
 
-@pytest.mark.parametrize("recompute", [*Recompute, Recompute("layers_1"), Recompute("groups_2")])
+@pytest.mark.parametrize("recompute", [*ON_DEVICE, Recompute("layers_1"), Recompute("groups_2")])
 @pytest.mark.parametrize("tile", [None, 2, 4])
 @pytest.mark.parametrize("name", ["neox", "mixed"])
 def test_no_policy_changes_a_gradient(name: str, recompute: Recompute, tile: int | None) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute
 from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.targets.reference.attention_block import AttentionBlock
@@ -152,7 +152,7 @@ def test_a_compiled_block_refuses_it() -> None:
             attention(small_model(), "flash", recompute).compile_core()
 
 
-@pytest.mark.parametrize("recompute", [*Recompute, Recompute("layers_1")])
+@pytest.mark.parametrize("recompute", [*ON_DEVICE, Recompute("layers_1")])
 @pytest.mark.parametrize("tile", [None, 2])
 def test_the_whole_model_is_built_of_the_components_that_are_measured(recompute: Recompute, tile: int | None) -> None:
     model = small_model(moe=small_moe(first_k_dense=1))

@@ -22,7 +22,11 @@ from tests.workers.targets.transformers.targets import HARDWARE, open_target, re
 
 transformers = pytest.importorskip("transformers")
 
-HERE = [name for name, known in LIBRARY.items() if known.package is None or importlib.util.find_spec(known.package)]
+HERE = [
+    name
+    for name, known in LIBRARY.items()
+    if not known.is_on_host and (known.package is None or importlib.util.find_spec(known.package))
+]
 BLOCK = 256
 """Elements that share a scale."""
 FEWEST = 4096

@@ -10,11 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
+from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
-from bexp.workers.instruments.failures import UnsupportedTrialError
+from bexp.measure import host_limits
+from bexp.workers.instruments.failures import TrialFailedError, UnsupportedTrialError
+from bexp.workers.targets.transformers.passes import LayerPasses
 from bexp.workers.targets.transformers.self_check import SelfCheck
 from tests.workers.targets.transformers.targets import HARDWARE, open_target, request_for
 
@@ -37,16 +40,18 @@ def test_memory_is_settled_after_the_parts_are_gone_and_before_there_is_a_whole_
         assert target.rest() == 0
 
 
-def test_parts_with_a_number_in_their_policy_are_those_of_the_whole_model() -> None:
-    request = request_for(recompute=["none", "layers_2", "groups_2"])
-    target = open_target(recompute=["none", "layers_2", "groups_2"])
+def test_parts_with_a_policy_that_is_named_are_those_of_the_whole_model() -> None:
+    names = ("none", "layers_2", "groups_2", "offload")
+    request, target = request_for(recompute=names), open_target(recompute=names)
     report = target.report(HARDWARE)
     parts = report.parts
     assert parts is not None
+    assert parts.unavailable["offload"] == "the host's memory is the device's own"
+    parts = parts.model_copy(update={"policies": (*parts.policies, "offload")})  # as on a GPU
     space = enumerate_candidates(request, report, parts).candidates
-    assert {one.recompute.value for one in space} == {"none", "layers_2", "groups_2"}
+    assert {one.recompute.value for one in space} == set(names)
     ran: dict[str, list[Tensor]] = {}
-    for name in ("none", "layers_2", "groups_2"):
+    for name in names:
         chosen = next(one for one in space if one.micro_batch_size == 2 and one.recompute == name)
         for component in PartsDecomposer(parts, training=True)(chosen).components:
             if component.kind is ComponentKind.OPTIMIZER:
@@ -62,8 +67,35 @@ def test_parts_with_a_number_in_their_policy_are_those_of_the_whole_model() -> N
             whole.begin()
             whole.step()
             ran[name] = [parameter.detach().clone() for parameter in whole._model.parameters()]
-    for name in ("layers_2", "groups_2"):
+    for name in names[1:]:
         assert all(torch.equal(own, plain) for own, plain in zip(ran[name], ran["none"], strict=True)), name
+
+
+def test_a_layer_is_refused_whose_activations_the_host_cannot_hold_for_all_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target, request = open_target(), request_for()
+    parts = target.report(HARDWARE).parts
+    assert parts is not None
+    component = Component(
+        kind=ComponentKind.LAYER, part=parts.layers[0], micro_batch_size=2, backend="sdpa", recompute="offload"
+    )
+    free = 1 << 30
+    monkeypatch.setattr(host_limits, "available_bytes", lambda: free)
+    with target.component(component, parts, request) as passes:
+        passes.prepare_forward()
+        passes.forward()
+        assert isinstance(passes, LayerPasses)
+        taken = passes.host_bytes
+        assert taken > 2 * 16 * 64 * 2 * 4, "more than four tensors as wide as the hidden states"
+    free = 3 * taken
+    with target.component(component, parts, request):
+        pass
+    free -= 1
+    refused = pytest.raises(TrialFailedError, match=r"the activations need .* of the host's memory")
+    with refused as failed, target.component(component, parts, request):
+        pass
+    assert failed.value.outcome is Outcome.OUT_OF_MEMORY
 
 
 def test_a_number_beyond_the_layers_of_a_config_is_refused_with_the_nearest() -> None:
