@@ -56,30 +56,22 @@ def build_server(open_: Open) -> MCPServer:
     """Return a server whose tools read explorations and submit them to the workers of a service."""
     server = MCPServer("bexp", instructions=INSTRUCTIONS, version=metadata.version("bexp"), log_level="WARNING")
 
-    @server.tool()
-    @_known_failures()
     def status(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Say in which state an exploration is, and how far its answer can be trusted until now."""
         with open_(ctx) as client:
             job = find_job(client, exploration)
             return {"job": job.model_dump(mode="json", exclude=LARGE), "certainty": _certainty(client, job)}
 
-    @server.tool()
-    @_known_failures()
     def best(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Return the best micro-batch size and settings so far, with all that is known of them."""
         with open_(ctx) as client:
             return document(client, find_job(client, exploration))
 
-    @server.tool()
-    @_known_failures()
     def compare(a: Job, b: Job, ctx: Context) -> dict[str, Any]:
         """Say how likely B's answer is faster than A's, how many more runs would tell, and what differs."""
         with open_(ctx) as client:
             return compare_answers(client, a, b).document
 
-    @server.tool()
-    @_known_failures()
     def trials(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Return every measurement of an exploration, with the state of the device meanwhile."""
         with open_(ctx) as client:
@@ -87,32 +79,29 @@ def build_server(open_: Open) -> MCPServer:
             found = [trial.model_dump(mode="json") for trial in client.trials(job.id)]
             return {"exploration": job.id, "certainty": _certainty(client, job), "trials": found}
 
+    _add(server, status, best, compare, trials)
     return server
 
 
 def add_remote_tools(server: MCPServer, open_: Open) -> None:
     """Add the tools that leave all work to a service: they read no file of this machine and start nothing on it."""
 
-    @server.tool()
-    @_known_failures()
     def explore(config: Config, ctx: Context, fields: Fields = None, wait_seconds: Wait = 30.0) -> dict[str, Any]:
         """Explore a model on the service's workers."""
         with open_(ctx) as client:
             return _submit(client, read_configuration(config, **(fields or {})), wait_seconds)
 
-    @server.tool()
-    @_known_failures()
     def doctor(ctx: Context) -> dict[str, Any]:
         """List the service's workers: their devices, versions and targets, and what they do."""
         with open_(ctx) as client:
             return {"workers": [worker.model_dump(mode="json") for worker in client.workers()]}
 
+    _add(server, explore, doctor)
+
 
 def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> None:
     """Add the tools that work on this machine; `service` says that explorations go to a service all the same."""
 
-    @server.tool()
-    @_known_failures()
     def explore(
         config: LocalConfig, fields: Fields = None, device: Device = None, wait_seconds: Wait = 30.0
     ) -> dict[str, Any]:
@@ -124,8 +113,6 @@ def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> 
         chosen = [] if device is None else ["--device", device]
         return _follow(commands.start("explore", "-", "--json", *chosen, stdin=json.dumps(given)), wait_seconds)
 
-    @server.tool()
-    @_known_failures()
     def tune(
         command: Annotated[list[str], Field(description="The arguments of the training command.", min_length=1)],
         options: Annotated[
@@ -139,13 +126,18 @@ def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> 
         place = None if folder is None else Path(folder)
         return _follow(commands.start(*arguments, folder=place), wait_seconds)
 
-    @server.tool()
-    @_known_failures()
     def doctor() -> dict[str, Any]:
         """Show which devices and back ends can be used on this machine, and why the others cannot."""
         found = commands.start("doctor", "--json").wait(0.0)
         assert found is not None, "it has no exploration that could go on"
         return found
+
+    _add(server, explore, tune, doctor)
+
+
+def _add(server: MCPServer, *tools: Callable[..., dict[str, Any]]) -> None:
+    for tool in tools:
+        server.add_tool(_known_failures()(tool))
 
 
 def _submit(client: Explorations, given: Mapping[str, Any], seconds: float) -> dict[str, Any]:
