@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +13,8 @@ from typing import Any
 Recipe = dict[str, Any]
 
 DROPPED = ("none", None)
+ROOM = 40 * 2**30
+"""Bytes that hold any of the models that are quantised."""
 
 
 def recipe_of(document: Recipe | None) -> Recipe:
@@ -94,7 +97,8 @@ def adapt(model: Any, recipe: Recipe, *, checkpointing: bool) -> Any:
 
 @contextmanager
 def checkpoint_folder() -> Iterator[str]:
-    """A folder for weights that models are quantised from: in memory where there is a file system in it."""
-    shared = "/dev/shm"  # noqa: S108 - a folder of its own lies in it
-    with tempfile.TemporaryDirectory(dir=shared if os.access(shared, os.W_OK) else None) as folder:
+    """A folder for weights that models are quantised from: in memory where a file system in it has room."""
+    shared = Path("/dev/shm")  # noqa: S108 - a folder of its own lies in it
+    has_room = os.access(shared, os.W_OK) and shutil.disk_usage(shared).free > ROOM
+    with tempfile.TemporaryDirectory(dir=shared if has_room else None) as folder:
         yield folder
