@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch.utils.data import Subset
 
 from bexp.tune.lengths import Lengths
@@ -22,7 +25,10 @@ def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
 
 
 def evaluate_longest(trainer: Any) -> dict[str, float]:
-    """Run that batch as `evaluate` does, with the state of the optimizer that the training has left; read the peak."""
+    """Run that batch as `evaluate` does, with the state of the optimizer that the training has left; read the peak.
+
+    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added.
+    """
     dataset, arguments = _dataset(trainer), trainer.args
     number = arguments.per_device_eval_batch_size * arguments.world_size
     lengths = Lengths.of(dataset)
@@ -31,10 +37,33 @@ def evaluate_longest(trainer: Any) -> dict[str, float]:
     loss_only = arguments.prediction_loss_only or trainer.compute_metrics is None
     reset_peak(arguments.device)
     model.eval()
+    kept = 0
     for inputs in trainer.get_eval_dataloader(Subset(dataset, places)):
-        trainer.prediction_step(model, inputs, loss_only)
+        _, logits, labels = trainer.prediction_step(model, inputs, loss_only)
+        kept = max(kept, _kept_bytes(trainer, logits, labels, math.ceil(len(dataset) / number)))
     model.train()
-    return {"peak_bytes": peak_bytes(arguments.device)[0]}
+    return {"peak_bytes": peak_bytes(arguments.device)[0] + kept}
+
+
+def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int:
+    """Bytes of the outputs of other batches, if all are as long; a second copy is there while they are put together."""
+    arguments = trainer.args
+    if logits is not None and trainer.preprocess_logits_for_metrics is not None:
+        logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    batches = min(num_batches, arguments.eval_accumulation_steps or num_batches)
+    copies = 2 if getattr(arguments, "eval_do_concat_batches", True) else 1
+    one = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((logits, labels)))
+    return copies * (batches - 1) * one * int(arguments.world_size)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        yield from _tensors(tuple(value.values()))
+    elif isinstance(value, (tuple, list)):
+        for part in value:
+            yield from _tensors(part)
 
 
 def _dataset(trainer: Any) -> Any:
