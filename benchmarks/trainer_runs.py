@@ -54,8 +54,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_runs", description=__doc__)
     parser.add_argument("config", type=Path)
     config = json.loads(parser.parse_args(arguments).config.read_text())
-    import transformers  # noqa: F401, PLC0415 - once, for all processes that are forked from this one
-    from transformers import Trainer  # noqa: F401, PLC0415 - likewise
+    import transformers  # noqa: F401, PLC0415 - once, for all processes; its Trainer imports what opens the device
 
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # the Trainer prints, too
