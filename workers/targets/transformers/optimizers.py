@@ -56,9 +56,10 @@ def make_optimizer(
     else:
         kind = module.Lion if name.startswith("lion") else module.AdamW
         made = kind(parameters, lr=learning_rate, betas=BETAS, weight_decay=0.0, optim_bits=bits)
-    if bits == 8:
-        for each in embeddings:
-            module.GlobalOptimManager.get_instance().register_module_override(each, "weight", {"optim_bits": 32})
+    if bits == 8:  # by their places, because the manager would hold on to a module that it is told
+        kept = {id(each.weight) for each in embeddings}
+        places = (place for place, parameter in enumerate(parameters) if id(parameter) in kept)
+        module.GlobalOptimManager.get_instance().index2config.update({(0, i): {"optim_bits": 32} for i in places})
     return made
 
 

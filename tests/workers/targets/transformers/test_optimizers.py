@@ -5,7 +5,9 @@ Those of bitsandbytes and torchao run where these are installed: `make test-fram
 
 from __future__ import annotations
 
+import gc
 import importlib.util
+import weakref
 from pathlib import Path
 
 import pytest
@@ -90,6 +92,16 @@ def test_an_optimizer_is_made_as_the_trainer_makes_it(name: str, tmp_path: Path)
     ignored = {"params", "lr", "initial_lr"}
     ours, wanted = ({k: v for k, v in each.param_groups[0].items() if k not in ignored} for each in (optimizer, theirs))
     assert ours == wanted
+
+
+@pytest.mark.parametrize("name", HERE)
+def test_a_model_is_gone_once_its_optimizer_is(name: str) -> None:
+    stepped(name)  # what it imports may keep the frames of its callers
+    optimizer, embedding, linear = stepped(name)
+    model = weakref.ref(embedding)
+    del optimizer, embedding, linear
+    gc.collect()
+    assert model() is None
 
 
 def test_a_package_that_is_missing_is_named_with_its_extra(monkeypatch: pytest.MonkeyPatch) -> None:
