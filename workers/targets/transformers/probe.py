@@ -81,7 +81,9 @@ class SettingsProbe:
         self._device: torch.device = builder.device
         self._space = request.space_on(self._device.type)
         batches = text_batches(request, 1 if request.batching in PACKED else 2)  # of one text none is padded
-        self._texts = TextBatch.whole(1, request.seq_length) if batches is None else batches.longest
+        self._texts = TextBatch.whole(1, request.seq_length)
+        if batches is not None:  # a packed row of one text has no mask, which some back ends cannot take
+            self._texts = next((one for one in reversed(batches.measured) if not one.is_whole), batches.longest)
 
     @property
     def default_attention(self) -> str:

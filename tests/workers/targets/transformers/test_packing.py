@@ -23,6 +23,7 @@ from bexp.workers.targets.transformers.kinds import find_layers
 from bexp.workers.targets.transformers.model import BuildSettings, build_model
 from bexp.workers.targets.transformers.packing import find_leak, packed_texts
 from bexp.workers.targets.transformers.parts_comparison import PartsComparison
+from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, open_target, request_for
@@ -190,3 +191,13 @@ def test_a_model_of_experts_gets_hidden_states_of_its_own_depth_at_every_width()
     assert torch.equal(short, full[:, :9])
     packed = TextBatch(((9, 7), (4,)), 16, is_packed=True, is_flattened=True)
     assert torch.equal(builder.layer(resolved.kinds[0], packed).hidden, full.reshape(1, 32, -1))
+
+
+def test_back_ends_are_tried_on_packed_texts_that_need_a_mask() -> None:
+    fields: dict[str, Any] = {"lengths": [[16, 1], [5, 40]], "batching": "packed"}
+    request, target = request_for(**fields), open_target(**fields)
+    batches = text_batches(request, 1)
+    assert batches is not None
+    assert batches.longest.is_whole, "one text, which has the most pairs"
+    tried = SettingsProbe(target._resolved, target._parts(), request)._texts
+    assert [len(row) for row in tried.rows] == [3]
