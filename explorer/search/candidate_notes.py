@@ -10,7 +10,7 @@ from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.hardware import BackendSupport
-from bexp.explorer.spec.optimizers import ON_HOST_NOTE
+from bexp.explorer.spec.optimizers import ON_HOST_NOTE, PAGED_NOTE
 from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.quantization import describe_weights
 from bexp.explorer.spec.request import ExplorationRequest
@@ -90,6 +90,8 @@ def _host_notes(request: ExplorationRequest, candidate: Candidate, parts: ModelP
     if parts.optimizer_host_bytes is not None:
         yield f"optimizer: {parts.optimizer_host_bytes / GIB:.1f} GiB of the host's memory, where it steps"
         yield ON_HOST_NOTE
+    if (known := request.training.optimizer.of_library) is not None and known.is_paged:
+        yield PAGED_NOTE
 
 
 def _sharing_notes(request: ExplorationRequest, candidate: Candidate, report: DeviceReport) -> list[str]:

@@ -36,3 +36,8 @@ def test_float8_states_its_error_and_what_stays_in_bfloat16() -> None:
     )
     assert "float8 (rowwise): 8 linear layers of decoder layers; experts stay in bfloat16" in found
     assert "off by 3.1% of its norm in bfloat16, and its gradients by 5.7%" in found
+
+
+def test_a_paged_optimizer_is_stated_to_be_counted_on_the_device() -> None:
+    assert "its pages are counted on the device" in notes({"optimizer": {"name": "paged_adamw_8bit"}})
+    assert "pages" not in notes({"optimizer": {"name": "adamw_bnb_8bit"}})

@@ -45,11 +45,10 @@ def test_every_optimizer_on_the_device_has_a_name_in_the_trainer() -> None:
     assert set(LIBRARY_NAMES) == {name for name in NAMES if name not in LIBRARY or not LIBRARY[name].is_on_host}
 
 
-@pytest.mark.parametrize("name", ["adamw_bnb_16bit", "galore_adamw", "", 8, "paged_adamw_8bit"])
+@pytest.mark.parametrize("name", ["adamw_bnb_16bit", "galore_adamw", "", 8, "paged_lion_8bit"])
 def test_any_other_optimizer_is_refused_with_ways_to_measure_it(name: Any) -> None:
-    with pytest.raises(ValidationError, match=r"must be one of adamw, sgd, .*bexp tune -- COMMAND") as found:
+    with pytest.raises(ValidationError, match=r"must be one of adamw, sgd, .*bexp tune -- COMMAND"):
         request(name)
-    assert ("does not count" in str(found.value)) == str(name).startswith("paged_")
 
 
 @pytest.mark.parametrize(

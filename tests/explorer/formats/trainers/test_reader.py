@@ -163,7 +163,6 @@ def test_compilation_and_loss_of_torchtune() -> None:
         ("axolotl", {"gptq": True}, "gptq", "other number formats"),
         ("axolotl", {"fp16": True}, "fp16", "other number formats"),
         ("axolotl", {"adapter": "llama-adapter"}, "adapter", "is not measured; these are: lora, qlora"),
-        ("axolotl", {"optimizer": "paged_adamw_8bit"}, "optimizer", "memory that the allocator does not count"),
         ("axolotl", {"optimizer": "muon"}, "optimizer", "any other optimizer is measured in your own command"),
         ("axolotl", {"gradient_checkpointing": "offload"}, "gradient_checkpointing", "host's memory"),
         ("axolotl, QLoRA", {"torch_compile": True}, "torch_compile", "Axolotl cannot be told execution 'compile'"),

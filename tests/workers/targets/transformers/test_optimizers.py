@@ -58,6 +58,8 @@ BYTES = {
     "rmsprop": 4 * (8192 + 16384 + 128) + 3 * 4,
     "adafactor": 4 * (64 + 128 + 128 + 128 + 128) + 3 * 4,  # rows and columns, all of the bias, and a norm of each
     "adamw_bnb_8bit": 2 * (4 * 8192 + quantized(16384, 8) + 4 * 128 + TABLE),
+    "paged_adamw_8bit": 2 * (4 * 8192 + quantized(16384, 8) + 4 * 128 + TABLE),
+    "paged_adamw_32bit": 2 * 4 * (8192 + 16384 + 128),
     "lion_8bit": 4 * 8192 + quantized(16384, 8) + 4 * 128 + TABLE,
     "lion_32bit": 4 * (8192 + 16384 + 128),
     "ademamix": 3 * 4 * (8192 + 16384 + 128),
