@@ -10,7 +10,8 @@ from typing import Any
 
 import yaml
 
-from bexp.explorer.exports.trainer_settings import ALLOCATOR_VARIABLE, TrainerSettings
+from bexp.explorer.exports.header import ALLOCATOR_VARIABLE
+from bexp.explorer.exports.trainer_settings import TrainerSettings
 
 OF_THE_CODE = frozenset(
     {
