@@ -17,6 +17,7 @@ and `bexp.training_arguments`. Other runs may name `gradient_checkpointing`, `to
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import math
 import multiprocessing
@@ -40,13 +41,15 @@ if TYPE_CHECKING:
 
 DEFAULTS: dict[str, Any] = {"lengths": None, "batch_size": None, "steps": 20, "max_seconds": 15.0, "recipe": {}}
 """Of a run: the lengths of texts, sequences of a step, micro-steps, when it may end, how the model is fine-tuned."""
-WARM_UP = 5
-"""Micro-steps that no figure contains."""
+WARM_UP, VARIED_WARM_UP = 5, 24
+"""Micro-steps that no figure contains: the first of each length load kernels, and make the allocator's cache grow."""
 MIN_MICRO_STEPS = 8
 ACCUMULATED = 3
 """Micro-steps of a step: the first writes gradients, the second adds to them, the last also updates the weights."""
 TRAINER_FIELDS = ("gradient_checkpointing", "torch_compile", "use_liger_kernel")
 OUT_OF_MEMORY = "out of memory"
+OPEN_THE_DEVICE = ("bitsandbytes", "torchao")
+"""Packages that the Trainer imports where they are, and that open the device then; nothing can be forked after that."""
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -54,7 +57,10 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.trainer_runs", description=__doc__)
     parser.add_argument("config", type=Path)
     config = json.loads(parser.parse_args(arguments).config.read_text())
-    import transformers  # noqa: F401, PLC0415 - once, for all processes; its Trainer imports what opens the device
+    import transformers  # noqa: F401, PLC0415 - once, for all processes that are forked from this one
+
+    if not any(importlib.util.find_spec(name) for name in OPEN_THE_DEVICE):
+        from transformers import Trainer  # noqa: F401, PLC0415 - likewise
 
     with os.fdopen(os.dup(1), "w") as answers:
         os.dup2(2, 1)  # the Trainer prints, too
@@ -123,7 +129,8 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             use_cpu=not cuda,
             dataloader_drop_last=True,
         )
-        clock = Clock(device, run["max_seconds"])
+        fewest = MIN_MICRO_STEPS if run["lengths"] is None else VARIED_WARM_UP + 2 * MIN_MICRO_STEPS
+        clock = Clock(device, run["max_seconds"], fewest)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         texts = Texts(vocab_size, run["seq_length"], run["lengths"], packed=bool(run["recipe"].get("packed")))
         collator = Collator()
@@ -206,7 +213,7 @@ def varied_seconds(steps: Sequence[Sequence[float]], tokens: Sequence[int], batc
 
     Micro-steps without an update say what a token costs. The last one of each step says what the update adds.
     """
-    first, length = warm_up_steps(steps), len(steps[0])
+    first, length = warm_up_steps(steps, varied=True), len(steps[0])
     warm = [(step, tokens[i * length : (i + 1) * length]) for i, step in enumerate(steps) if i >= first]
     if length == 1:
         return batch_tokens * sum(step[0] for step, _ in warm) / sum(own[0] for _, own in warm)
@@ -215,9 +222,9 @@ def varied_seconds(steps: Sequence[Sequence[float]], tokens: Sequence[int], batc
     return batch_tokens * cost + update
 
 
-def warm_up_steps(steps: Sequence[Sequence[float]]) -> int:
+def warm_up_steps(steps: Sequence[Sequence[float]], *, varied: bool = False) -> int:
     """How many steps no figure contains."""
-    return min(math.ceil(WARM_UP / len(steps[0])), len(steps) - 1)
+    return min(math.ceil((VARIED_WARM_UP if varied else WARM_UP) / len(steps[0])), len(steps) - 1)
 
 
 def build(config: dict[str, Any], device: torch.device) -> Any:
@@ -235,7 +242,7 @@ def build(config: dict[str, Any], device: torch.device) -> Any:
 class Clock:
     """Seconds of each micro-step of each step, by the device's own clock; ends a run that takes too long."""
 
-    def __init__(self, device: torch.device, max_seconds: float) -> None:
+    def __init__(self, device: torch.device, max_seconds: float, fewest: int = MIN_MICRO_STEPS) -> None:
         from bexp.measure.timestamps import mark_of  # noqa: PLC0415 - torch is imported once the allocator is set
 
         self.steps: list[list[float]] = []
@@ -243,7 +250,7 @@ class Clock:
         self.kept_bytes: int | None = None
         """What stays allocated between micro-steps: weights, gradients, the optimizer's state."""
         self._mark = mark_of(device)
-        self._max_seconds = max_seconds
+        self._max_seconds, self._fewest = max_seconds, fewest
         self._marks: list[Mark] = []
 
     def callback(self) -> Any:
@@ -291,7 +298,7 @@ class Clock:
         self.steps.append([earlier.seconds_until(later) for earlier, later in pairwise(marks)])
         self._marks = [self._mark()]
         seconds = [micro_step for step in self.steps[1:] for micro_step in step]
-        return len(seconds) >= MIN_MICRO_STEPS and sum(seconds) > self._max_seconds
+        return len(seconds) >= self._fewest and sum(seconds) > self._max_seconds
 
 
 def _line(run: dict[str, Any]) -> str:
