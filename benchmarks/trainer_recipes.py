@@ -13,14 +13,20 @@ from typing import Any
 Recipe = dict[str, Any]
 
 DROPPED = ("none", None)
+ON_HOST = "adamw_cpu_offload"
 ROOM = 40 * 2**30
 """Bytes that hold any of the models that are quantised."""
 
 
 def recipe_of(document: Recipe | None) -> Recipe:
-    """How the model of a document of `bexp best --json` is trained, apart from what was explored."""
+    """How the model of a document of `bexp best --json` is trained, apart from what was explored.
+
+    Raises ValueError for what no Trainer can be told: a token budget, and an optimizer in the host's memory.
+    """
     request = ((document or {}).get("job") or {}).get("request") or {}
     training = request.get("training") or {}
+    if request.get("batching") == "token_budget" or (training.get("optimizer") or {}).get("name") == ON_HOST:
+        raise ValueError("the Trainer has neither token budgets nor a name for an optimizer in the host's memory")
     found = {
         "lora": training.get("lora"),
         "quantization": request.get("quantization"),

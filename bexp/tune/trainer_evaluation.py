@@ -50,6 +50,8 @@ def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int
     arguments = trainer.args
     if logits is not None and trainer.preprocess_logits_for_metrics is not None:
         logits = trainer.preprocess_logits_for_metrics(logits, labels)
+    if getattr(arguments, "batch_eval_metrics", False):  # metrics take each batch, and nothing is kept
+        return 0
     batches = min(num_batches, arguments.eval_accumulation_steps or num_batches)
     copies = 2 if getattr(arguments, "eval_do_concat_batches", True) else 1
     one = sum(tensor.numel() * tensor.element_size() for tensor in _tensors((logits, labels)))

@@ -79,7 +79,7 @@ class TextBatches:
     the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
 
     `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch. With a
-    token budget, the mean is that of as many tokens as the same number of packed rows has.
+    token budget, expectations are shares of them: those of as many tokens as the same number of packed rows has.
     """
 
     def __init__(self, texts: CutLengths, batching: Batching, seq_length: int, size: int, step_size: int) -> None:
@@ -96,8 +96,9 @@ class TextBatches:
         drawn = [batch_at(int(ranked[np.searchsorted(below, (i + 0.5) / NUM_DRAWN)])) for i in range(NUM_DRAWN)]
         longest = np.array([self.longest.positions, self.longest.pairs], float)
         mean = self.share_N @ work_NA
+        self._share = 1.0
         if batching == "token_budget":  # rows of more texts are a little fuller, and a step has as many tokens
-            mean *= size * seq_length * packed_share(texts, seq_length) / mean[0]
+            self._share = float(size * seq_length * packed_share(texts, seq_length) / mean[0])
         self.varies = bool((np.abs(longest - mean) > VARIES * mean).any())
         self.measured = (*drawn, self.longest) if self.varies else (self.longest,)
         self._mean_A = mean
@@ -105,17 +106,19 @@ class TextBatches:
     @property
     def expected_positions(self) -> float:
         """Tokens that a micro-batch computes in the mean, padding included."""
-        return float(self._mean_A[0])
+        return self._share * float(self._mean_A[0])
 
     @property
     def expected_pairs(self) -> float:
         """Pairs of tokens that attention computes in the mean."""
-        return float(self._mean_A[1])
+        return self._share * float(self._mean_A[1])
 
     def expect(self, seconds: Sequence[float]) -> tuple[float, float]:
         """Return the mean over an epoch of what each of `measured` took, and the standard error of that mean."""
-        if not self.varies:
-            return seconds[0], 0.0
+        mean, error = self._expect(seconds) if self.varies else (seconds[0], 0.0)
+        return self._share * mean, self._share * error
+
+    def _expect(self, seconds: Sequence[float]) -> tuple[float, float]:
         work = np.array([[batch.positions, batch.pairs] for batch in self.measured], float)
         is_drawn = np.arange(len(self.measured)) < NUM_DRAWN
         mean, error = expect(work, np.array(seconds), is_drawn, self._mean_A[None, :])

@@ -15,6 +15,10 @@ from bexp.tune.trainer_evaluation import evaluate_longest
 VOCABULARY, LENGTH, TEXTS = 96, 16, 40
 
 
+def no_metrics(_: Any, compute_result: bool = True) -> dict[str, float]:
+    return {}
+
+
 @pytest.mark.parametrize(
     ("fields", "copies"),
     [
@@ -22,6 +26,7 @@ VOCABULARY, LENGTH, TEXTS = 96, 16, 40
         ({"eval_accumulation_steps": 3}, 2 * 2),
         ({"eval_do_concat_batches": False}, 9),
         ({"prediction_loss_only": True}, 0),
+        ({"batch_eval_metrics": True}, 0),
     ],
 )
 def test_outputs_of_all_batches_count_where_metrics_are_computed_of_them(
@@ -34,6 +39,6 @@ def test_outputs_of_all_batches_count_where_metrics_are_computed_of_them(
     arguments = TrainingArguments(
         output_dir=str(tmp_path), per_device_eval_batch_size=4, use_cpu=True, report_to=[], **fields
     )
-    trainer = Trainer(model=model, args=arguments, eval_dataset=texts, compute_metrics=lambda _: {})
+    trainer = Trainer(model=model, args=arguments, eval_dataset=texts, compute_metrics=no_metrics)
     one = 4 * LENGTH * (VOCABULARY * 4 + 8)
     assert evaluate_longest(trainer)["peak_bytes"] == 1000 + copies * one
