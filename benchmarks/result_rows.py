@@ -38,12 +38,16 @@ def trainers(result: Row) -> Iterable[Row]:
         over = {name: value for name in CONTENDERS if (value := trainer_contenders.gain(rounds, name)) is not None}
         document = row["exploration"]["document"] or {}
         accumulated = rounds[0].get("unchanged", {}).get("batch_size")
+        answer = document.get("recommendation") or {}
+        peaks = [run["peak_bytes"] for made in rounds if (run := made.get("recommended", {})).get("peak_bytes")]
+        composed = answer.get("measured_peak_bytes")
         yield (
             row
             | reached
             | {
                 "over": over,
-                "answer": document.get("recommendation") or {},
+                "answer": answer,
+                "peak": f"{max(peaks) / composed - 1:+.1%}" if peaks and composed else "-",
                 "explored": document.get("job", {}).get("created_at", "-")[:10],
                 "turns": len(rounds),
                 "batch": row.get("batch_size") or accumulated or "one micro-batch",
