@@ -158,18 +158,28 @@ class Composition:
         seconds = self._runs_CP[rows] * seconds_K[self.columns_CP[rows]]
         return np.asarray(seconds / seconds.sum(axis=1, keepdims=True))
 
-    def micro_step_seconds(self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None)) -> Floats:
+    def micro_step_seconds(
+        self,
+        device_NK: Floats,
+        host_K: Floats,
+        rows: Ints | slice = slice(None),
+        drawn_BK: Floats | None = None,
+    ) -> Floats:
         """Return the seconds of a forward and backward pass over the whole model, shape (N, C).
 
         The host issues work up to about a thousand launches ahead of the device. It gains that lead during blocks that
         keep the device busy for long, above all the head. So the pass takes the larger of its device and host seconds.
-
-        A pass that is replayed as CUDA graphs takes two launches, which the host issues while the device still works on
-        the pass before. So it takes its device seconds, which are those of the same blocks in eager or compiled code.
+        For texts of unequal length that holds for each micro-batch: `drawn_BK` are the device seconds of usual ones, as
+        shares of their mean. A pass that is replayed as CUDA graphs takes two launches, which the host issues while the
+        device still works on the pass before. So it takes its device seconds.
         """
         device_NC = self._sum_blocks(device_NK, rows)
         host_NC = np.where(self._replayed_C[rows], 0.0, self._sum_blocks(np.atleast_2d(host_K), rows))
-        return np.maximum(device_NC, host_NC)
+        if drawn_BK is None:
+            return np.maximum(device_NC, host_NC)
+        each_BNC = [self._sum_blocks(device_NK * share_K, rows) for share_K in drawn_BK]
+        longer_NC = sum(np.maximum(one_NC, host_NC) for one_NC in each_BNC)
+        return np.asarray(device_NC * longer_NC / sum(each_BNC))
 
     def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
         """Return the sum of values over the blocks of a whole model, shape (N, C)."""
@@ -242,7 +252,12 @@ class Composition:
         return found_NC
 
     def tokens_per_second(
-        self, device_NK: Floats, host_K: Floats, rows: Ints | slice = slice(None), overlap: Overlap | None = None
+        self,
+        device_NK: Floats,
+        host_K: Floats,
+        rows: Ints | slice = slice(None),
+        overlap: Overlap | None = None,
+        drawn_BK: Floats | None = None,
     ) -> Floats:
         """Return the tokens/s of one device over a whole step, shape (N, C).
 
@@ -251,7 +266,7 @@ class Composition:
         """
         micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
         share = self.request.devices.batch_share * sharing if self.training else micro_batch
-        micro_step = self.micro_step_seconds(device_NK, host_K, rows)
+        micro_step = self.micro_step_seconds(device_NK, host_K, rows, drawn_BK)
         step = share / micro_batch * micro_step
         step += self.optimizer_seconds(device_NK, host_K, rows)
         if self.communications:

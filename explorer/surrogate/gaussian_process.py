@@ -18,12 +18,13 @@ from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask, predict_component_table
 from bexp.explorer.cost_model.roofline import predict_component_seconds
+from bexp.explorer.cost_model.text_batches import NUM_DRAWN
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.surrogate.covariance import Covariance
 from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
 from bexp.explorer.surrogate.hyperparameters import Evidence, HyperparameterPosterior, Hyperparameters
-from bexp.explorer.surrogate.observations import ComponentObservations
+from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
 JITTER = 1e-10
 
@@ -193,6 +194,19 @@ class Surrogate:
         self.host_NK: Floats = self.host_K * np.exp(self.host_std_K * self._host_normal_NK)
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
         self.overlap = self._estimate_overlap(mine)
+        self.drawn_BK = self._drawn_shares(mine)
+
+    def _drawn_shares(self, mine: Mapping[Component, ComponentObservations]) -> Floats | None:
+        """Device seconds of usual micro-batches of unequal texts as shares of their mean; 1 if nobody knows."""
+        if self._table.request.lengths is None:
+            return None
+        drawn_BK = np.ones((NUM_DRAWN, len(self.components)))
+        for component, observed in mine.items():
+            batches = observed.runs[-1].batches
+            if batches is not None and len(batches) > NUM_DRAWN:
+                seconds = np.array([max(one.device_seconds, SHORTEST_SECONDS) for one in batches[:NUM_DRAWN]])
+                drawn_BK[:, self._column[component]] = seconds / seconds.mean()
+        return drawn_BK
 
     def _estimate_overlap(self, mine: Mapping[Component, ComponentObservations]) -> Overlap | None:
         if not self._table.communications:

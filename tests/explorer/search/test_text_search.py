@@ -108,8 +108,9 @@ def request(name: str, batching: str, **changes: Any) -> ExplorationRequest:
 class TextDevice:
     """A device whose kernels take waves, so that seconds are no smooth function of tokens, and some noise."""
 
-    def __init__(self, asked: ExplorationRequest, noise: float = 0.002) -> None:
+    def __init__(self, asked: ExplorationRequest, noise: float = 0.002, host: float = 1e-4) -> None:
         self.request = asked
+        self.host = host
         self.noise = noise
         self.rng = np.random.default_rng(0)
 
@@ -137,7 +138,7 @@ class TextDevice:
         return ComponentMeasurement(
             component=component,
             device_seconds=device,
-            host_seconds=1e-4,
+            host_seconds=self.host,
             forward_device_seconds=device / 3,
             standard_error_seconds=self.noise * device,
             repeats=10,
@@ -177,7 +178,9 @@ class TextDevice:
         """True seconds of the micro-steps of one size, shape (N, C)."""
         at, of = np.atleast_1d(positions).astype(float), np.atleast_1d(pairs).astype(float)
         device_NK = np.stack([np.broadcast_to(self.seconds(c, at, of), at.shape) for c in table.components], axis=1)
-        return table.micro_step_seconds(device_NK, np.zeros(len(table.components)))
+        nothing = np.zeros(len(table.components))
+        device, host = (table.micro_step_seconds(each, nothing) for each in (device_NK, nothing[None] + self.host))
+        return np.maximum(device, host)
 
     def peaks(self, table: Composition, positions: NDArray[Any]) -> NDArray[Any]:
         """True peaks of the micro-batches of the table's one size, shape (N, C)."""
@@ -273,3 +276,15 @@ def test_the_choice_is_near_the_best_of_all_and_no_epoch_needs_more_memory(name:
     positions, _, tokens = epochs(name, batching, best.candidate.micro_batch_size)
     assert texts.padding_share == pytest.approx(1 - tokens / positions.mean(), abs=0.02)
     assert texts.out_of_memory_probability < 0.2
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_the_host_decides_for_each_micro_batch_and_not_for_their_mean(size: int) -> None:
+    asked = request("chat", "padded", micro_batch_size=[size], recompute=["none"], verify=False)
+    memory, found = device(64), TextDevice(asked, host=3e-3)
+    best = None
+    for step in explore(asked, memory, found):
+        best = step.recommendation or best
+    assert best is not None
+    rates, _ = truth(found, "chat", "padded", memory)
+    assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
