@@ -71,7 +71,7 @@ def test_variants_of_an_imported_model() -> None:
         ({"micro_batch_size": True}, ("micro_batch_size",), "true or false"),
         ({"micro_batch_size": {"explore": {"min": 4, "max": 2}}}, ("micro_batch_size", "explore", "min"), "exceeds"),
         ({"micro_batch_size": {"explore": {"min": 0}}}, ("micro_batch_size", "explore", "min"), "greater than"),
-        ({"micro_batch_size": {"explore": {"step": 2}}}, ("micro_batch_size", "explore", "step"), "is not a known field"),
+        ({"micro_batch_size": {"explore": {"step": 2}}}, ("micro_batch_size", "explore", "step"), "not a known field"),
         ({"batch_size": 7, "num_devices": 2, "micro_batch_size": "auto"}, ("batch_size",), "multiple of"),
         ({"batch_size": 10, "bta": {"max_tile": 4}}, ("bta", "max_tile"), "must divide batch_size"),
         ({"batch_size": float("nan")}, ("batch_size",), "finite"),
