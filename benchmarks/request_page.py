@@ -17,7 +17,8 @@ PAGE = ROOT / "docs" / "request.md"
 ABOUT = """# All fields of a request
 
 Written by `python -m benchmarks.request_page` from the schema that the service validates with, which `GET /v1/schema`
-returns. [Configuration](configuration.md) explains the fields.
+returns. [Configuration](configuration.md) explains the fields. A field without a stated default may be left out: it is
+null then, or has the defaults of its object below.
 """
 SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
@@ -43,12 +44,10 @@ def _section(title: str, part: dict[str, Any]) -> str:
 def _line(name: str, field: dict[str, Any], required: bool) -> str:
     what = " ".join(field.get("description", "").split())
     default = field.get("default")
-    requirement = (
-        "required"
-        if required
-        else "default " + (f"`{json.dumps(default)}`" if not isinstance(default, dict) else "as below")
-    )
-    return f"- `{name}` ({_type(field)}; {requirement}){f': {what}' if what else ''}\n"
+    requirement = "; required" if required else ""
+    if default is not None and not isinstance(default, dict):
+        requirement = f"; default `{json.dumps(default)}`"
+    return f"- `{name}` ({_type(field)}{requirement}){f': {what}' if what else ''}\n"
 
 
 def _type(field: dict[str, Any]) -> str:

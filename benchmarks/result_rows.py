@@ -6,6 +6,7 @@ import re
 import statistics
 from collections import Counter
 from collections.abc import Iterable
+from operator import itemgetter
 from typing import Any
 
 from benchmarks import trainer_contenders
@@ -72,6 +73,17 @@ def _reached(rounds: list[Row], sizes: Row, name: str) -> Row:
     peaks = [run["peak_reserved_bytes"] for run in ran if run.get("peak_reserved_bytes")]
     memory = f", {max(peaks) / 2**30:.1f} GiB" if peaks else ""
     return {"text": f"{', '.join(how)}: {median / 1000:.1f}k tokens/s{spread}{memory}"}
+
+
+def checkpointed(result: Row) -> Iterable[Row]:
+    """Return each run with gradient checkpointing beside the fastest without, both of the unchanged Trainer."""
+    for row in result["models"]:
+        runs = [run for run in row["sizes"]["unchanged"] if "tokens_per_second" in run]
+        plain = max((r for r in runs if not r.get("gradient_checkpointing")), key=itemgetter("tokens_per_second"))
+        for run in runs:
+            if run.get("gradient_checkpointing"):
+                change = run["tokens_per_second"] / plain["tokens_per_second"] - 1
+                yield {"model": row["model"], "plain": plain, "checkpointed": run, "change": change}
 
 
 def trainer_summary(result: Row) -> Iterable[Row]:

@@ -47,9 +47,9 @@ def best(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Print the best micro_batch_size so far, and what real runs with it have reached.
+    """Print the best micro_batch_size so far, and the speed of real runs with it.
 
-    With -v all that is known is printed instead.
+    -v prints the whole answer instead.
 
     Example: bexp best latest --divides --min-confidence 90
 

@@ -42,7 +42,7 @@ def check_accumulation(
     device: Device = None,
     as_json: AsJson = False,
 ) -> None:
-    """Check that accumulation leaves the gradients of a training command as they are.
+    """Check that accumulation does not change the gradients of a training command.
 
     The gradients of one batch are computed in one micro-batch and in several, and in two orders of its samples.
     transformers' Trainer and its children can be checked. Nothing is trained or saved.

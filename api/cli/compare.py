@@ -15,7 +15,7 @@ Side = Annotated[str, typer.Argument(metavar="ID", help="An exploration; ID,ID a
 
 
 def compare(a: Side, b: Side, as_json: AsJson = False) -> None:
-    """Say how likely the answer of a second exploration is faster than that of a first, and what differs.
+    """Compare two explorations: how likely the second's answer is the faster one, and what differs.
 
     Example: bexp compare 95a8 latest
     """

@@ -70,8 +70,11 @@ def read_lengths(given: str) -> Any:
 
 def _read(config: Path) -> str:
     if config.suffix == ".py":
-        hint = f"your own class is a target, beside a request: bexp explore REQUEST.yaml --target {config}:CLASS"
-        raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", hint)
+        hints = (
+            f"a script that trains: bexp tune -- python {config}",
+            f"a class of your own: bexp explore REQUEST.yaml --target {config}:CLASS",
+        )
+        raise CommandError(ExitCode.USAGE, f"{config} is Python, not a configuration", *hints)
     return _text_of(_file_of(config))
 
 

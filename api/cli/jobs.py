@@ -58,7 +58,7 @@ def list_(
 
 
 def cancel(job_id: JobId, as_json: AsJson = False) -> None:
-    """End an exploration. `bexp resume` goes on with it.
+    """End an exploration. `bexp resume` continues it.
 
     Example: bexp cancel latest
     """

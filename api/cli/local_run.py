@@ -107,7 +107,7 @@ class LocalRun:
                     self.cancel(stored)
             if isinstance(error, KeyboardInterrupt):
                 say_best(stored, job.id)
-                say(f"`{self._again}` goes on where it stopped")
+                say(f"`{self._again}` continues it")
             raise
         return conclude(stored, job.id, last, as_json=as_json, verbose=verbose)
 

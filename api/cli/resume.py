@@ -1,4 +1,4 @@
-"""`bexp resume`: an exploration that was interrupted goes on where it stopped."""
+"""`bexp resume`: continues an exploration that was interrupted."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def resume(
     verbose: Verbose = False,
     as_json: AsJson = False,
 ) -> None:
-    """Go on with an exploration that was interrupted, cancelled or has failed.
+    """Continue an exploration that was interrupted or cancelled, or that failed.
 
-    Nothing that is stored is measured again. With BEXP_API_URL, the workers of that service go on and this command
-    follows; without it, it starts a worker of its own, as `bexp explore` does. The worker needs the hardware that the
-    exploration started on.
+    Nothing that is stored is measured again. With BEXP_API_URL, the workers of that service continue it and this
+    command follows; without it, this command starts a worker, as `bexp explore` does. The worker needs the hardware
+    that the exploration started on.
 
     Example: bexp resume latest
     """

@@ -42,19 +42,19 @@ Try = Annotated[
     typer.Option(
         "--try",
         metavar="NAME=A,B",
-        help="Try these values, the first of which is the command's own: of a field of TrainingArguments, or of {NAME} "
-        "in the command. May be given again.",
+        help="Values to try for a field of TrainingArguments, or for {NAME} in the command; the first is the command's "
+        "own. May be given again.",
     ),
 ]
 Resume = Annotated[
     str | None,
-    typer.Option(metavar="ID", help="Go on with an exploration of the same command, whose trials count."),
+    typer.Option(metavar="ID", help="Continue an exploration of the same command; its trials count."),
 ]
 BatchSize = Annotated[
     int | None,
     typer.Option(
         min=1,
-        help="The sequences of an optimizer step on each device.",
+        help="How many sequences each device processes in an optimizer step.",
         show_default="what the command's Trainer says",
     ),
 ]
@@ -76,7 +76,7 @@ Run = Annotated[
     bool,
     typer.Option(
         "--run",
-        help="Then start the command with the answer, and say after its first steps whether it keeps the promise.",
+        help="Then start the command with the answer, and compare its first steps with the promised speed.",
     ),
 ]
 HIDDEN = "..."
@@ -106,9 +106,9 @@ def tune(
 ) -> None:
     """Find the best micro-batch size of a training command, by running a few steps of it at several sizes.
 
-    The batch stays what the command says. transformers' Trainer and its children, Lightning's Trainer and accelerate's
-    loops are set from within; they save, log and push nothing. Any other loop has {micro_batch_size}, and
-    {grad_accum_steps} if it accumulates, where the command takes them, and does in its first steps what it always does.
+    The batch stays what the command says. bexp sets the size within transformers' Trainer and its children, Lightning's
+    Trainer and accelerate's loops, which then save, log and push nothing. For any other loop, write {micro_batch_size},
+    and {grad_accum_steps} if it accumulates, where the command takes them; such a loop saves and logs as always.
 
     Example: bexp tune -- accelerate launch train.py
 

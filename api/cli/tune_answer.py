@@ -160,7 +160,7 @@ class TuneAnswer:
         if re.fullmatch(r"cpu|cuda(:\d+)?", device or ""):  # several are for the command to share out
             environment = on_device(environment, device or "")
         if self.class_name == LOOP and not promise["has_size"]:
-            say("note: what the script computes from sizes of its own, such as its number of steps, has the old ones")
+            say("note: what the script computes from its own sizes, such as a number of steps, does not change")
         sys.stdout.flush()
         sys.stderr.flush()
         for name in ("SIGPIPE", "SIGXFSZ"):  # Python ignores them, and what it becomes would as well

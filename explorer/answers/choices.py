@@ -35,13 +35,11 @@ def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -
     """
     if best.dividing_batch_sizes:
         nearest = joined(best.dividing_batch_sizes)
-        return f"no micro-batch that fits divides {_asked(request)}; the nearest that one divides: {nearest}"
+        return f"no micro-batch that fits divides {_asked(request)}; the nearest batch sizes with one are {nearest}"
     if best.nearest_batch_sizes:
         nearest = joined(best.nearest_batch_sizes)
-        return (
-            f"{best.candidate.micro_batch_size} does not divide {_asked(request)}; the nearest that it does: {nearest}"
-        )
-    return "no batch_size was stated, so that nothing need divide it: `--batch-size N` states one"
+        return f"{best.candidate.micro_batch_size} does not divide {_asked(request)}; it divides {nearest}"
+    return "no batch_size was stated, so there is nothing to divide: `--batch-size N` states one"
 
 
 def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iterable[str]:

@@ -81,11 +81,11 @@ def surer_text(best: Recommendation, request: ExplorationRequest, served: int) -
     """Return what makes a provisional answer surer. Answers up to the confidence `served` are given again."""
     budget = request.budget
     if served >= budget.confidence_target:  # a larger budget would get this answer again
-        return "explore again with --fresh; the search had ended before its budget was spent"
+        return "explore again with --fresh: the search ended before its budget was spent"
     if any(NOISE_ENDS_SEARCH in note for note in best.notes):
-        return "explore again when nothing else runs here: under this noise more trials would not help"
+        return "explore again when nothing else runs here: runs differ too much for more trials to help"
     limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
-    return f"explore again with a higher --max-seconds or --max-trials; these were {limits}"
+    return f"explore again with a higher --max-seconds or --max-trials: the budget was {limits}"
 
 
 def _next(best: Recommendation, job_id: str, request: ExplorationRequest | None) -> str:

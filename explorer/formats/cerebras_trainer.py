@@ -104,7 +104,7 @@ def check_trainer(trainer: Section) -> None:
         known = IGNORED[path]
         for key in section.values:
             if key not in read and key not in known:
-                section.refuse(key, f"is not a field that is known here; known: {', '.join(sorted({*read, *known}))}")
+                section.refuse(key, f"is not a known field; known: {', '.join(sorted({*read, *known}))}")
 
 
 def check_callback(entry: Section) -> None:
@@ -113,4 +113,4 @@ def check_callback(entry: Section) -> None:
         if name in REFUSED_CALLBACKS:
             entry.refuse(name, REFUSED_CALLBACKS[name])
         elif name not in CALLBACKS:
-            entry.refuse(name, "is not a callback that is known here; remove it if it changes no training step")
+            entry.refuse(name, "is not a known callback; remove it if it changes no training step")

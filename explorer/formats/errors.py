@@ -43,7 +43,7 @@ def explain(
         native, message = _simplify(detail)
         if detail["type"] == "extra_forbidden" and message == detail["msg"]:
             meant = _suggest(native, is_hugging_face=is_hugging_face) if index < MOST_SUGGESTIONS else ""
-            message = f"is not a field that is known here{meant}"
+            message = f"is not a known field{meant}"
         if message == MAPPING_RULE and (named := _fields_beside((*native, ""))):
             message = f"must be a mapping of its fields: {', '.join(named)}"
         fields = _related_fields(detail, native)

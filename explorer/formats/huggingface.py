@@ -179,7 +179,7 @@ def translate_config(
     _take_seq_length(model, family, seq_length)
     _check_windows(model, family)
     model.ignore(IGNORED)
-    reason = f"is not a field of {model_type} that is known here; remove it if it changes no shape"
+    reason = f"is not a known field of {model_type}; remove it if it changes no shape"
     model.refuse_unread(reason, {**defaults, **NEUTRAL})
 
 

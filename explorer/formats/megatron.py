@@ -100,7 +100,7 @@ def translate_arguments(arguments: Section, given: Mapping[str, Any], beside: Ma
     _take_recomputation(arguments, beside, is_mesh=is_mesh)
     arguments.ignore(IGNORED)
     arguments.ignore({key for key in arguments.values if key.startswith(IGNORED_PREFIXES)})
-    arguments.refuse_unread("is not an argument that is known here; remove it if it changes neither time nor memory")
+    arguments.refuse_unread("is not a known argument; remove it if it changes neither time nor memory")
 
 
 def _take_shapes(arguments: Section) -> None:

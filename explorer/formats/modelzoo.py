@@ -80,7 +80,7 @@ def translate_model(
     _take_attention(model)
     _take_ffn(model)
     model.ignore(IGNORED)
-    model.refuse_unread("is not a field that is known here; remove it if it changes no shape")
+    model.refuse_unread("is not a known field; remove it if it changes no shape")
 
 
 def refuse_network(model: Section) -> bool:
@@ -138,7 +138,7 @@ def _take_attention(model: Section) -> None:
         extra.take("num_kv_groups", ("model", "num_query_groups"), 1)
     elif extra.get("num_kv_groups") is not None:
         extra.refuse("num_kv_groups", "needs attention_module: multiquery_attention")
-    extra.refuse_unread("is not a field that is known here; remove it if it changes no shape")
+    extra.refuse_unread("is not a known field; remove it if it changes no shape")
     inner, heads = model.integer("attention_inner_dim"), model.integer("num_heads", 12)
     if inner and heads:
         if inner % heads:
@@ -167,4 +167,4 @@ def _take_ffn(model: Section) -> None:
     translation.put(("model", "moe", "shared_expert_ffn_hidden_size"), shared, moe.at("num_shared_experts"))
     moe.choice("routing_algorithm", {"learned": None}, "learned")
     moe.ignore(MOE_IGNORED)
-    moe.refuse_unread("is not a field that is known here; remove it if it changes no shape")
+    moe.refuse_unread("is not a known field; remove it if it changes no shape")

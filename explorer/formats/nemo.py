@@ -192,6 +192,4 @@ def _take_trainer(trainer: Section, model: Section, values: dict[str, Any]) -> N
     if trainer.get("accumulate_grad_batches", 1) != 1:
         trainer.refuse("accumulate_grad_batches", "must be 1: global_batch_size decides the accumulation")
     trainer.ignore(TRAINER_IGNORED)
-    trainer.refuse_unread(
-        "is not a field of NeMo's trainer that is known here; remove it if it changes no training step"
-    )
+    trainer.refuse_unread("is not a known field of NeMo's trainer; remove it if it changes no training step")

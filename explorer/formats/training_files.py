@@ -27,7 +27,7 @@ STAGES = ("none", "zero1", "zero2", "zero3")
 DEEPSPEED_OPTIMIZERS = {"adam": "adamw", "adamw": "adamw", "fusedadam": "adamw", "sgd": "sgd"}
 ARGUMENTS_OPTIMIZERS = {**ALIASES, "sgd": "sgd", **{name: name for name in LIBRARY}}
 FSDP_SHARDINGS = {"full_shard": "zero3", "shard_grad_op": "zero2", "no_shard": "none"}
-_UNKNOWN = "is not a field that is known here; remove it if it changes neither time nor memory"
+_UNKNOWN = "is not a known field; remove it if it changes neither time nor memory"
 
 
 def translate_training(document: Mapping[str, Any], translation: Translation, num_devices: Any) -> None:

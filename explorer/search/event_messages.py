@@ -47,7 +47,7 @@ def space_event(
         else f"all predicted to fit in {limit}"
     )
     if num_dominated:
-        memory += f"; {num_dominated:,} left out that tile or recompute where the memory is not short"
+        memory += f"; {num_dominated:,} left out: they tile or recompute, and memory is not short"
     return EventDraft(
         code=EventCode.SPACE,
         message=(

@@ -126,7 +126,7 @@ def test_a_held_device_is_named_with_its_holder_and_free_once_ctrl_c_has_cancell
     assert holder.wait(300) == 130
     await_gone(children, 0)
     assert "Traceback" not in machine.err(holder)
-    assert "` goes on where it stopped" in machine.err(holder)
+    assert "` continues it" in machine.err(holder)
     assert second.wait(300) == 0
     assert sorted(states(open_url(machine.database_url))) == [JobState.CANCELLED, JobState.SUCCEEDED]
 

@@ -111,7 +111,7 @@ def test_a_command_that_trains_nothing_is_told_so(machine: Machine) -> None:
     assert process.wait(120) == 1
     said = machine.out(process) + machine.err(process)
     assert "hello" not in said.splitlines(), "there is no answer to run it with"
-    assert "the command is no training" in said
+    assert "the command does not train" in said
     assert "hello" in said
 
 

@@ -21,6 +21,7 @@ FIGURE = re.compile(
     r"(?:\d[\d,]*\.\d+(?:e-\d+)?[%x]?|\d[\d,]*(?:%|x|(?= s\b| ms\b| GiB| of \d|k\b)))"
 )
 LINK = re.compile(r"\]\((?:\.\./)?benchmarks/results/(\w+)\.md(?:#([\w-]+))?\)")
+WHY_NOT = "why-not-the-largest-batch"
 UNRECORDED = "not recorded"
 """A page says so of a figure that no result has."""
 
@@ -64,7 +65,9 @@ def test_a_page_of_tables_is_current(path: Path, text: str) -> None:
     assert path.read_text() == text, "run python -m benchmarks.result_tables"
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/benchmarks.md", "docs/kernels.md", "docs/operations.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", *(f"docs/{name}.md" for name in ("benchmarks", "kernels", "operations", WHY_NOT))]
+)
 def test_the_figures_of_a_page_are_in_the_tables_that_it_links(page: str) -> None:
     assert not unknown((ROOT / page).read_text())
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import importlib.util
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,6 +29,8 @@ MODEL = {"num_layers": 2, "hidden_size": 64, "ffn_hidden_size": 128, "num_attent
 """What parts of requests that are shown belong to."""
 CONFIG = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
 
+DIFFERS = re.compile(r"'[^']*'|\b[A-Z]{2,}\b|\S*\d\S*|\.\.\.|No such file or directory|Address already in use|: ")
+"""What a message has in place of names and figures, what the system says, and what stands between two messages."""
 GROUPS = {"targets"}
 """Groups of entry points, which are named like modules."""
 
@@ -126,6 +129,26 @@ def test_links_lead_somewhere(page: Path) -> None:
 
 def test_the_fields_of_a_request_are_those_of_the_schema() -> None:
     assert request_page.PAGE.read_text() == request_page.render(), "run python -m benchmarks.request_page"
+
+
+def test_messages_that_are_explained_are_printed_somewhere() -> None:
+    printed = "\n".join(
+        text for name in ("api", "bexp", "explorer", "storage", "workers") for text in _texts(ROOT / name)
+    )
+    page = (ROOT / "docs" / "when-something-goes-wrong.md").read_text()
+    messages = [each for each in re.findall(r"^(?:- )?`([^`]+)`", page, flags=re.MULTILINE) if " " in each]
+    assert len(messages) > 20
+    for message in messages:
+        parts = [part.strip(" :") for part in DIFFERS.split(message)]
+        assert all(part in printed for part in parts), f"{parts} of {message!r}"
+
+
+def _texts(folder: Path) -> Iterator[str]:
+    """The literals of the modules in a folder; what formatting puts into one is left out."""
+    for module in folder.rglob("*.py"):
+        for node in ast.walk(ast.parse(module.read_text())):
+            if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                yield node.value
 
 
 def test_the_documents_are_short() -> None:

@@ -208,7 +208,7 @@ class StatedTraining:
         names = [self.keys[setting] for setting in EXPLORED if setting in self.keys]
         others = "".join(f", {name}" for name in names)
         translation.notes.append(
-            f"explored, whatever the file says: the micro-batch (its {micro_batch_size} is the base){others}"
+            f"explored in place of the file's values: the micro-batch (its {micro_batch_size} is the base){others}"
         )
         trainer = TRAINERS[TrainerName(self.name)]
         for setting, known in ((Setting.ATTENTION, trainer.attention), (Setting.EXPERTS, trainer.experts)):

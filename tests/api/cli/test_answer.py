@@ -65,7 +65,7 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
 
 @pytest.mark.parametrize(
     ("ended_by_its_own_rule", "advice"),
-    [(False, "with a higher --max-seconds"), (True, "with --fresh; the search had ended")],
+    [(False, "with a higher --max-seconds"), (True, "with --fresh: the search ended")],
 )
 def test_a_provisional_answer_names_what_would_make_it_surer(ended_by_its_own_rule: bool, advice: str) -> None:
     target = REQUEST.budget.confidence_target
@@ -179,7 +179,7 @@ def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
     ) in text
     none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
     text = " ".join(render_answer(answer_of(none), REQUEST).split())
-    assert "no micro-batch that fits divides batch_size 24; the nearest that one divides: 20 and 28" in text
+    assert "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28" in text
 
 
 def test_an_answer_of_an_earlier_version_is_read_as_it_was() -> None:

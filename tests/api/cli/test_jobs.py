@@ -170,7 +170,7 @@ def test_best_says_if_nothing_divides_the_batch(bexp: Run, config: Path, worker:
     none = UNDIVIDED.model_copy(update={"dividing": None, "dividing_batch_sizes": (20, 28)})
     with worker(Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": none}),))):
         bexp("submit", config, "--watch")
-    words = "no micro-batch that fits divides batch_size 24; the nearest that one divides: 20 and 28\n"
+    words = "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28\n"
     done = bexp("best", "latest")
     assert (done.code, done.stdout, done.stderr) == (0, "4\n", f"warning: {words}")
     divides = bexp("best", "latest", "--divides")

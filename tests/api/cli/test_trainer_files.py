@@ -105,7 +105,7 @@ def test_a_base_model_on_the_hub_is_named_by_its_config(files: Path, bexp: Run) 
     assert "hf download nobody/no-such-model config.json --local-dir . and then --model config.json" in done.stderr
     done = bexp("submit", path, "--trainer", "axolotl", "--model", "models/Llama-3.2-1B")
     assert done.code == 0, done.stderr
-    assert "explored, whatever the file says: the micro-batch (its 2 is the base)" in done.stderr
+    assert "explored in place of the file's values: the micro-batch (its 2 is the base)" in done.stderr
     done = bexp("submit", "models/Llama-3.2-1B", "--model", "models/Llama-3.2-1B")
     assert "--model is for a trainer's own file" in done.stderr
 

@@ -152,5 +152,5 @@ def test_the_examples_of_the_documentation_run(
 
 def test_a_wrong_configuration_for_this_machine_is_named(monkeypatch: pytest.MonkeyPatch, sqlite_url: str) -> None:
     monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_url)
-    with pytest.raises(ExplorationError, match="batchsize: is not a field"):
+    with pytest.raises(ExplorationError, match="batchsize: is not a known field"):
         bexp.explore_config(TINY, device="cpu", batchsize=3)

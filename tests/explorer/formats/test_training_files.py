@@ -105,9 +105,9 @@ def test_adapters_beside_training_arguments() -> None:
         ({"training_arguments": {"deepspeed": {}}, "deepspeed": {}}, ("deepspeed",), ""),
         ({"training_arguments": {"fsdp": "full_shard offload"}}, ("training_arguments", "fsdp"), "offload is not"),
         ({"training_arguments": {"use_liger_kernel": True}}, ("training_arguments", "use_liger_kernel"), "Liger"),
-        ({"training_arguments": {"an_invention": 1}}, ("training_arguments", "an_invention"), "known here"),
+        ({"training_arguments": {"an_invention": 1}}, ("training_arguments", "an_invention"), "not a known field"),
         ({"training_arguments": 3}, ("training_arguments",), "must be a mapping"),
-        ({"deepspeed": {"an_invention": 1}}, ("deepspeed", "an_invention"), "known here"),
+        ({"deepspeed": {"an_invention": 1}}, ("deepspeed", "an_invention"), "not a known field"),
         ({"deepspeed": {"pipeline": {"stages": 2}}}, ("deepspeed", "pipeline"), "pipeline"),
         ({"deepspeed": {"zero_optimization": {"stage": 4}}}, ("deepspeed", "zero_optimization", "stage"), "0 to 3"),
         (

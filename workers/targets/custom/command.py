@@ -316,7 +316,7 @@ class CommandProcess:
             raise TrialFailedError(*cause)
         output = " | ".join(last_lines(self._tail, LAST_LINES))
         if status == 0:
-            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command is no training: {NO_STEP}{self._last_lines()}")
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command does not train: {NO_STEP}{self._last_lines()}")
         ended = classify_exit("the command", status, output, count_kernel_oom_kills() > self._kills)
         raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
 

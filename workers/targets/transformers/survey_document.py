@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,7 +18,7 @@ _ABOUT = {
     "it whole with `examples/targets/hugging_face.py`: see [Targets](targets.md#any-other-model-of-transformers).",
     "not": "The model does not train at a tiny size on the CPU.",
 }
-_LONGEST_REASON = 120
+_LONGEST_REASON = 70
 
 
 def render(document: Mapping[str, Any]) -> str:
@@ -34,7 +34,7 @@ def render(document: Mapping[str, Any]) -> str:
         "",
         f"The library knows {len(rows)} types. {counts['parts']} are measured by parts, {counts['whole']} train but "
         f"have no such parts, {counts['not']} do not train at all. Each was built from its class's defaults at a "
-        "tiny size.",
+        "tiny size. `models.json` has every reason in full.",
         "",
     ]
     for status, heading in _HEADINGS.items():
@@ -56,9 +56,7 @@ def _names(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
 
 
 def _reasons(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    lines = ["| type | class | why |", "| --- | --- | --- |"]
-    for name, row in rows.items():
-        lines.append(f"| {name} | {row.get('model_class', '')} | {_escaped(_reason(row))} |")
+    lines = [f"- {name}: {_escaped(_reason(row))}" for name, row in rows.items()]
     return [*lines, ""]
 
 
@@ -70,25 +68,17 @@ def _reason(row: Mapping[str, Any]) -> str:
 
 
 def _missing(rows: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """The features that a type measured by parts lacks, with the reasons."""
-    lines = [
-        "## Missing features",
-        "",
-        "All other types have them.",
-        "",
-        "| type | feature | why |",
-        "| --- | --- | --- |",
-    ]
+    """The features that types measured by parts lack."""
+    lacking = defaultdict(list)
     for name, row in rows.items():
-        if row["status"] != "parts":
-            continue
-        for feature, reason in row["failures"].items():
+        for feature in row["failures"] if row["status"] == "parts" else ():
             if feature != "experts_interface" or row["has_experts"]:
-                lines.append(f"| {name} | {feature.replace('_', ' ')} | {_escaped(reason)} |")
-    return [*lines, ""]
+                lacking[feature.replace("_", " ")].append(name)
+    lines = [f"- {feature}: {', '.join(names)}" for feature, names in lacking.items()]
+    return ["## Missing features", "", "All other types have them.", "", *lines, ""]
 
 
 def _escaped(text: str) -> str:
     text = " ".join(text.split())
     text = text if len(text) <= _LONGEST_REASON else f"{text[:_LONGEST_REASON].rsplit(' ', 1)[0]} ..."
-    return text.replace("|", "\\|").replace("<", "&lt;")
+    return text.replace("<", "&lt;")

@@ -61,7 +61,7 @@ def test_several_processes_are_checked_together(options: tuple[str, ...], status
     [
         ((str(SCRIPTS / "with_a_loop.py"), "--output", "out"), USAGE, "bexp.check_accumulation"),
         ((str(SCRIPTS / "with_accelerate.py"), "--output", "out"), USAGE, "bexp.check_accumulation"),
-        (("-c", "print('nothing to do')"), USAGE, "the command is no training"),
+        (("-c", "print('nothing to do')"), USAGE, "the command does not train"),
         (("-c", "raise SystemExit('no data set')"), FAILED, "no data set"),
         (("train.py", "{micro_batch_size}"), USAGE, "--micro-batch-size has to say"),
     ],

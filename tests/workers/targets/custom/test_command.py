@@ -207,7 +207,7 @@ def test_a_loop_whose_size_cannot_be_set_says_how_to_name_it(commands: Commands)
 @pytest.mark.parametrize(
     ("code", "outcome", "said"),
     [
-        ("print('nothing to do')", Outcome.UNSUPPORTED, "no training: .*its last output: nothing to do"),
+        ("print('nothing to do')", Outcome.UNSUPPORTED, "does not train: .*its last output: nothing to do"),
         ("raise SystemExit('no data set')", Outcome.CRASHED, "exited with status 1: no data set"),
         ("raise MemoryError('out of memory')", Outcome.OUT_OF_MEMORY, "MemoryError: out of memory"),
         ("import os; os.kill(os.getpid(), 11)", Outcome.CRASHED, "SIGSEGV"),
