@@ -146,17 +146,14 @@ def exclusive(database: Database) -> Iterator[None]:
         with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS, mode=0o600):
             yield
         return
-    # The lock is a session's and not a transaction's, because Optuna creates its tables over its own connections.
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+    # The lock is a transaction's and not a session's, which a pooler may share. Optuna changes its tables over
+    # connections of its own, and this one is idle meanwhile.
+    with database.begin() as connection:
         for name in ("lock_timeout", "statement_timeout"):
-            connection.execute(sa.select(sa.func.set_config(name, f"{_LOCK_SECONDS:.0f}s", sa.false())))
-        connection.execute(sa.select(sa.func.pg_advisory_lock(_ADVISORY_LOCK)))
-        try:
-            yield
-        finally:
-            connection.execute(sa.select(sa.func.pg_advisory_unlock(_ADVISORY_LOCK)))
-            connection.execute(sa.text("RESET lock_timeout"))
-            connection.execute(sa.text("RESET statement_timeout"))
+            connection.execute(sa.text(f"SET LOCAL {name} = '{_LOCK_SECONDS:.0f}s'"))
+        connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+        yield
 
 
 def _set_journal_mode(database: Database) -> None:

@@ -240,24 +240,6 @@ def test_the_coordinator_joins_the_cluster_by_its_head() -> None:
     assert line.endswith(f"&& exec bexp worker --ray {address}")
 
 
-def test_only_the_cluster_of_ray_reaches_itself() -> None:
-    policy = find_object("NetworkPolicy", "bexp-ray")["spec"]
-    (rule,) = policy["ingress"]
-    (peer,) = rule["from"]
-    assert set(rule) == {"from"}
-    assert set(peer) == {"podSelector"}
-    assert peer["podSelector"] == policy["podSelector"]
-    wanted = policy["podSelector"]["matchLabels"].items()
-    inside = {
-        f"{document['kind']}/{document['metadata']['name']}"
-        for document in read_objects()
-        for template in pod_templates(document)
-        if wanted <= template["metadata"]["labels"].items()
-    }
-    assert inside == {"RayCluster/bexp", "Deployment/bexp-coordinator"}
-    assert all(wanted <= t["metadata"]["labels"].items() for t in pod_templates(find_object("RayCluster", "bexp")))
-
-
 def test_selectors_match_the_pods_that_are_meant() -> None:
     objects = read_objects()
     pods = {
