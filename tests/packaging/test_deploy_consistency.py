@@ -203,11 +203,10 @@ def test_probes_of_the_api_wait_for_its_slowest_answer_and_for_long_upgrades() -
     assert start["periodSeconds"] * start["failureThreshold"] >= 600  # an upgrade that is killed begins again
 
 
-def test_versions_of_the_service_do_not_run_side_by_side() -> None:
-    """The next one upgrades the schema, which the one before it does not know."""
-    deployments = [document for document in read_objects() if document["kind"] == "Deployment"]
-    assert {document["metadata"]["name"] for document in deployments} == {"bexp-api", "bexp-worker", "bexp-coordinator"}
-    assert {document["spec"].get("strategy", {}).get("type") for document in deployments} == {"Recreate"}
+def test_an_api_is_replaced_while_it_serves_and_a_worker_frees_its_devices_first() -> None:
+    deployments = {d["metadata"]["name"]: d["spec"]["strategy"] for d in read_objects() if d["kind"] == "Deployment"}
+    assert deployments.pop("bexp-api") == {"rollingUpdate": {"maxUnavailable": 0, "maxSurge": 1}}
+    assert deployments == {name: {"type": "Recreate"} for name in ("bexp-worker", "bexp-coordinator")}
 
 
 @of_pods
