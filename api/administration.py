@@ -11,6 +11,7 @@ from bexp.api.resources import NextCursor
 from bexp.storage.audit import Action
 
 QuotaLimit = Annotated[int, Field(ge=0, le=2_000_000_000)] | None
+QuotaBytes = Annotated[int, Field(ge=0, le=1 << 50)] | None
 
 
 class AuditResource(BaseModel):
@@ -38,6 +39,7 @@ class QuotaLimits(BaseModel):
 
     max_queued: QuotaLimit = Field(None, description="Explorations in the queue.")
     max_running: QuotaLimit = Field(None, description="Explorations that run at the same time.")
+    max_stored_bytes: QuotaBytes = Field(None, description="What explorations take in the database; null is 1 GB.")
 
 
 class QuotaResource(QuotaLimits):

@@ -20,7 +20,6 @@ from bexp.api.rate_limits import RateLimiter, address_key
 from bexp.api.refusals import ProblemException
 from bexp.api.service import ServiceDep
 from bexp.api.settings import ServiceSettings
-from bexp.api.tokens import has_expired
 from bexp.client.address import is_loopback
 from bexp.storage.owners import LOCAL, Caller, Scope
 
@@ -65,7 +64,7 @@ async def authorize(
     token = await service.tokens.find(credentials.credentials)
     if token is None:
         raise _unauthorized("The token is not valid.", 'Bearer error="invalid_token"')
-    if has_expired(token):
+    if token.has_expired:
         detail = f"The token expired at {token.expires_at:%Y-%m-%d %H:%M:%S} UTC."
         raise _unauthorized(detail, 'Bearer error="invalid_token", error_description="The token expired"')
     _limit(service.token_limiter, token.name, "token")

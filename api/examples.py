@@ -254,7 +254,7 @@ AUDIT: dict[str, Any] = {
     ],
     "next_cursor": "41",
 }
-LIMITS: dict[str, Any] = {"max_queued": 100, "max_running": 4}
+LIMITS: dict[str, Any] = {"max_queued": 100, "max_running": 4, "max_stored_bytes": 5_000_000_000}
 QUOTA: dict[str, Any] = LIMITS | {"owner": "team-a", "inherited": False}
 QUOTAS: dict[str, Any] = {"items": [QUOTA]}
 

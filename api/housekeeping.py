@@ -16,7 +16,7 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from bexp.api.background import Beat
 from bexp.api.settings import ServiceSettings
-from bexp.storage.audit import prune_audit
+from bexp.storage.audit import prune_audit, prune_most_recorded
 from bexp.storage.leaders import HOUSEKEEPER, give_up_role, hold_role
 from bexp.storage.pruning import find_prunable, prune
 from bexp.storage.queue import Queue
@@ -83,7 +83,7 @@ class Housekeeper:
     def _prune(self) -> bool:
         """Delete some of what is not kept; return whether there is more."""
         database, days = self._queue.database, self._settings.keep_days
-        num_records = prune_audit(database, at_most=MOST_PRUNED)
+        num_records = prune_audit(database, at_most=MOST_PRUNED) or prune_most_recorded(database, at_most=MOST_PRUNED)
         if self._settings.keeps_all:
             return num_records == MOST_PRUNED
         older_than = None if days is None else timedelta(days=days)

@@ -14,7 +14,7 @@ from bexp.explorer.exports.exploration import ExportError, UnknownFormatError
 from bexp.explorer.formats.document import FormatError
 from bexp.storage.jobs import JobNotFoundError
 from bexp.storage.pruning import JobNotFinishedError
-from bexp.storage.quotas import QueuedQuotaError
+from bexp.storage.quotas import QueuedQuotaError, StoredQuotaError
 from bexp.storage.resuming import JobFinishedError
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError
 from bexp.storage.schema import NewerSchemaError
@@ -138,6 +138,13 @@ def refusal_of(error: Exception) -> ProblemException | None:
             )
             retry = {"Retry-After": str(QUEUED_RETRY_SECONDS)}
             return ProblemException(HTTPStatus.TOO_MANY_REQUESTS, detail, name="quota-exceeded", headers=retry)
+        case StoredQuotaError():
+            detail = (
+                f"The explorations of owner '{error.owner}' take {error.stored / 1e6:,.1f} MB, and its quota 'stored' "
+                f"is {error.limit / 1e6:,g} MB. Delete finished ones: DELETE /v1/explorations/{{id}}, "
+                "`bexp delete ID`, or `bexp prune` where the database is."
+            )
+            return ProblemException(HTTPStatus.FORBIDDEN, detail, name="quota-exceeded")
         case NewerSchemaError():
             retry = {"Retry-After": "30"}
             return ProblemException(HTTPStatus.SERVICE_UNAVAILABLE, OUTDATED, name="schema-not-current", headers=retry)
@@ -160,6 +167,7 @@ REFUSED = (
     JobNotFinishedError,
     IdempotencyConflictError,
     QueuedQuotaError,
+    StoredQuotaError,
     NewerSchemaError,
     UnknownFormatError,
     ExportError,

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 
 from anyio.to_thread import run_sync
 from sqlalchemy.exc import SQLAlchemyError
@@ -96,8 +95,3 @@ class Tokens:
             for stream in ended:
                 stream.may_continue = False
             self._feed.wake({stream.job_id for stream in ended})
-
-
-def has_expired(token: Token) -> bool:
-    """Whether a token is no longer valid by its date."""
-    return token.expires_at is not None and token.expires_at <= datetime.now(UTC)

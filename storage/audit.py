@@ -15,6 +15,9 @@ from bexp.storage.tables import audit
 KEEP_AUDIT = timedelta(days=365)
 """How long records stay, unless somebody deletes them earlier."""
 
+MOST_RECORDS = 1_000_000
+"""Records that are kept of what one owner did: about 150 MB on SQLite."""
+
 
 class Action(StrEnum):
     """What was done to a job, a token, or the quota of an owner."""
@@ -76,5 +79,21 @@ def read_audit(
 def prune_audit(database: Database, older_than: timedelta = KEEP_AUDIT, *, at_most: int | None = None) -> int:
     """Delete the records that are older, the oldest `at_most` of them; return how many there were."""
     old = sa.select(audit.c.id).where(audit.c.at < database.clock(-older_than)).order_by(audit.c.at).limit(at_most)
+    return _delete(database, old)
+
+
+def prune_most_recorded(database: Database, keep: int = MOST_RECORDS, *, at_most: int | None = None) -> int:
+    """Delete what an owner did before its latest `keep` actions, the oldest `at_most`; return how many there were."""
+    beyond = (sa.func.count() - keep).label("beyond")
+    most = sa.select(audit.c.owner, beyond).group_by(audit.c.owner).order_by(beyond.desc()).limit(1)
+    with database.read() as connection:
+        row = connection.execute(most).one_or_none()
+    if row is None or row.beyond <= 0:
+        return 0
+    excess = row.beyond if at_most is None else min(at_most, row.beyond)
+    return _delete(database, sa.select(audit.c.id).where(audit.c.owner == row.owner).order_by(audit.c.id).limit(excess))
+
+
+def _delete(database: Database, records: sa.Select[tuple[int]]) -> int:
     with database.begin() as connection:
-        return connection.execute(sa.delete(audit).where(audit.c.id.in_(old))).rowcount
+        return connection.execute(sa.delete(audit).where(audit.c.id.in_(records))).rowcount

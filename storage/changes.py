@@ -105,6 +105,7 @@ def end_values(database: Database, state: JobState, error: str | None) -> dict[s
         "lease_expires_at": None,
         "waiting_reason": None,
         "finished_at": database.clock(),
+        "stored_bytes": None,
     }
 
 

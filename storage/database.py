@@ -8,23 +8,20 @@ import os
 import re
 import sqlite3
 import stat
+import threading
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy import event
 
 from bexp.storage.tables import UTCDateTime
-
-if TYPE_CHECKING:
-    import psycopg
-import threading
-from collections import deque
 
 
 class WriterTurns:
@@ -81,6 +78,11 @@ DATABASE_TROUBLE = (
     sa.exc.TimeoutError,
 )
 """The database cannot be reached, is too busy, has no room, or takes no writes; the same step may be tried again."""
+
+UNPREPARED = {"prepare_threshold": None}
+"""Arguments of a connection to PostgreSQL. A pooler that shares connections by transaction may know no statement that
+the driver has prepared over another one.
+"""
 
 _READ_ONLY = "bexp_read_only"
 
@@ -245,18 +247,18 @@ def _pool_options(limits: DatabaseLimits | None) -> dict[str, Any]:
 
 
 def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
-    arguments: dict[str, Any] = {}
+    arguments: dict[str, Any] = dict(UNPREPARED)
     if limits is not None:
         # A host that is gone sends nothing: without these, a statement waits for it for hours.
         milliseconds = int(limits.statement.total_seconds() * 1000)
-        arguments = {
+        given = {
             "connect_timeout": max(2, int(limits.connect.total_seconds())),
             "tcp_user_timeout": milliseconds,
             "keepalives_idle": 2,
             "keepalives_interval": 1,
             "keepalives_count": 2,
         }
-        arguments = {name: value for name, value in arguments.items() if name not in url.query}
+        arguments |= {name: value for name, value in given.items() if name not in url.query}
     engine = sa.create_engine(
         url,
         pool_pre_ping=True,
@@ -266,17 +268,17 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         **_pool_options(limits),
     )
     if limits is not None:
+        statement, lock, idle = (
+            int(limit.total_seconds() * 1000) for limit in (limits.statement, limits.lock, limits.idle_transaction)
+        )
+        set_limits = (
+            f"SELECT set_config('statement_timeout', '{statement}', true), set_config('lock_timeout', '{lock}', true), "
+            f"set_config('idle_in_transaction_session_timeout', '{idle}', true)"
+        )
 
-        @event.listens_for(engine, "connect")
-        def limit_waiting(connection: psycopg.Connection[Any], _: object) -> None:
-            for name, limit in (
-                ("statement_timeout", limits.statement),
-                ("lock_timeout", limits.lock),
-                ("idle_in_transaction_session_timeout", limits.idle_transaction),
-            ):
-                value = f"{int(limit.total_seconds() * 1000)}ms"
-                connection.execute("SELECT set_config(%s, %s, false)", (name, value))
-            connection.commit()
+        @event.listens_for(engine, "begin")
+        def limit_waiting(connection: sa.Connection) -> None:
+            connection.exec_driver_sql(set_limits)  # of a session, a pooler would give it to somebody else
 
     return Database(engine)
 

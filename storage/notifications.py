@@ -2,13 +2,15 @@
 
 A notification saves a reader from polling, and nothing depends on it: a reader that hears nothing still polls, at
 longer intervals. SQLite has no notifications. A pooler between the process and PostgreSQL that shares connections by
-transaction passes none on either.
+transaction passes none on either; a listener notices it by a notification of its own.
 """
 
 from __future__ import annotations
 
 import logging
+import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, cast
 
@@ -28,6 +30,9 @@ QUEUED_JOBS = "bexp_jobs"
 
 FIRST_PAUSE_SECONDS = 0.25
 LONGEST_PAUSE_SECONDS = 4.0
+PROBE_SECONDS = 3.0
+"""How long a listener waits for its own notification."""
+PROBE_PAUSE_SECONDS = 60.0
 _ROUND_SECONDS = 0.5
 """How long the thread waits for a notification before it looks whether it should end."""
 
@@ -56,8 +61,8 @@ class Listener:
     """A thread that listens to a channel of PostgreSQL, over one of the database's pooled connections.
 
     `receive` gets each message, in that thread. After each connect it gets None: messages may have been missed, so the
-    receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s. On SQLite
-    nothing happens, and `is_listening` stays false.
+    receiver should read what it waits for. A lost connection is opened again after a pause of at most 4 s, and one that
+    passes on no notifications after a minute. On SQLite nothing happens, and `is_listening` stays false.
     """
 
     def __init__(self, database: Database, channel: str, receive: Callable[[str | None], None]) -> None:
@@ -87,9 +92,12 @@ class Listener:
             try:
                 with self._database.engine.connect() as connection:
                     try:
-                        self._listen(connection)
+                        is_told = self._listen(connection)
                     finally:
                         connection.invalidate()  # nobody else should get a connection that listens
+                if not is_told:
+                    logger.info("the database passes no notifications on, as behind a pooler, and is polled")
+                    self._ended.wait(PROBE_PAUSE_SECONDS)
             except (sa.exc.SQLAlchemyError, psycopg.Error) as error:
                 if self.is_listening:
                     pause = FIRST_PAUSE_SECONDS
@@ -100,13 +108,30 @@ class Listener:
                 pause = min(2 * pause, LONGEST_PAUSE_SECONDS)
         self.is_listening = False
 
-    def _listen(self, connection: sa.Connection) -> None:
-        """Listen until the end, or until the connection is lost."""
+    def _listen(self, connection: sa.Connection) -> bool:
+        """Listen until the end, or until the connection is lost; return false if it passes no notifications on."""
         connection = connection.execution_options(isolation_level="AUTOCOMMIT")
-        connection.exec_driver_sql(f"LISTEN {self._channel}")
         driver = cast("psycopg.Connection[object]", connection.connection.driver_connection)
+        if not self._is_told(connection, driver):
+            return False
+        connection.exec_driver_sql(f"LISTEN {self._channel}")
         self.is_listening = True
         self._receive(None)
         while not self._ended.is_set():
             for notification in driver.notifies(timeout=_ROUND_SECONDS):
                 self._receive(notification.payload)
+        return True
+
+    def _is_told(self, connection: sa.Connection, driver: psycopg.Connection[object]) -> bool:
+        """Return whether a notification that is sent over another connection arrives."""
+        probe, own = f"{self._channel}_probe", secrets.token_hex(8)
+        connection.exec_driver_sql(f"LISTEN {probe}")
+        with self._database.begin() as other:
+            notify(self._database, other, probe, [own])
+        ends_at = time.monotonic() + PROBE_SECONDS
+        while (left := ends_at - time.monotonic()) > 0 and not self._ended.is_set():
+            heard = list(driver.notifies(timeout=min(left, _ROUND_SECONDS), stop_after=1))
+            if any(notification.payload == own for notification in heard):
+                connection.exec_driver_sql(f"UNLISTEN {probe}")
+                return True
+        return False

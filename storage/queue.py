@@ -73,6 +73,7 @@ class Queue:
         Raises:
             IdempotencyConflictError: the key was used for another request.
             QueuedQuotaError: the owner has as many jobs in the queue as its quota allows.
+            StoredQuotaError: the owner stores as much as its quota allows.
         """
         submission = Submission(request, by, idempotency_key, body_hash, priority, job_id)
         return insert_submission(self.database, submission)

@@ -1,4 +1,4 @@
-"""Quotas of owners: how many jobs may wait, and how many may run."""
+"""Quotas of owners: how many jobs may wait, how many may run, and how much all of them may take in the database."""
 
 from __future__ import annotations
 
@@ -10,10 +10,14 @@ import sqlalchemy as sa
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.owners import LOCAL, Caller, check_name
+from bexp.storage.stored_bytes import sum_stored_bytes
 from bexp.storage.tables import IS_QUEUED, jobs, quotas
 
 EVERYBODY = "*"
 """The name under which the quota of each owner is stored that has none of its own."""
+
+MAX_STORED_BYTES = 1_000_000_000
+"""What the jobs of an owner may take that has no quota for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,10 +25,17 @@ class Quota:
     """The limits of one owner; None is no limit.
 
     A submission above `max_queued` is refused. `max_running` holds back claims; a job that runs is never stopped.
+    Without `max_stored_bytes`, MAX_STORED_BYTES holds.
     """
 
     max_queued: int | None = None
     max_running: int | None = None
+    max_stored_bytes: int | None = None
+
+    @property
+    def stored_limit(self) -> int:
+        """What the jobs may take, in bytes."""
+        return MAX_STORED_BYTES if self.max_stored_bytes is None else self.max_stored_bytes
 
 
 class QueuedQuotaError(Exception):
@@ -34,6 +45,16 @@ class QueuedQuotaError(Exception):
         super().__init__(f"owner '{owner}' may have {limit} explorations in the queue, and has as many")
         self.owner = owner
         self.limit = limit
+
+
+class StoredQuotaError(Exception):
+    """The jobs of the owner take as many bytes as its quota allows."""
+
+    def __init__(self, owner: str, limit: int, stored: int) -> None:
+        super().__init__(f"explorations of owner '{owner}' take {stored:,} bytes, and may take {limit:,}")
+        self.owner = owner
+        self.limit = limit
+        self.stored = stored
 
 
 def set_quota(database: Database, owner: str, quota: Quota | None, *, by: Caller = LOCAL) -> None:
@@ -60,7 +81,7 @@ def list_quotas(database: Database) -> dict[str, Quota]:
 def select_quotas(connection: sa.Connection) -> dict[str, Quota]:
     """`list_quotas` within a transaction."""
     rows = connection.execute(sa.select(quotas).order_by(quotas.c.owner))
-    return {row.owner: Quota(row.max_queued, row.max_running) for row in rows}
+    return {row.owner: Quota(row.max_queued, row.max_running, row.max_stored_bytes) for row in rows}
 
 
 def quota_of(by_owner: Mapping[str, Quota], owner: str) -> Quota:
@@ -83,3 +104,17 @@ def check_queued(connection: sa.Connection, owner: str) -> None:
     queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owner == owner)
     if (connection.scalar(queued) or 0) >= limit:
         raise QueuedQuotaError(owner, limit)
+
+
+def check_stored(database: Database, connection: sa.Connection, owner: str) -> None:
+    """Check that an owner may store more, within a transaction that may write.
+
+    Submissions at the same moment may all be accepted. They exceed the quota by what they take themselves.
+
+    Raises:
+        StoredQuotaError: it may not.
+    """
+    limit = quota_of(select_quotas(connection), owner).stored_limit
+    stored = sum_stored_bytes(database, connection, owner, limit)
+    if stored >= limit:
+        raise StoredQuotaError(owner, limit, stored)

@@ -10,7 +10,7 @@ from bexp.storage.events import keep_answer
 from bexp.storage.jobs import Job, JobState, job_from_row, select_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
-from bexp.storage.quotas import check_queued
+from bexp.storage.quotas import check_queued, check_stored
 from bexp.storage.tables import jobs
 
 
@@ -30,6 +30,7 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
     Raises:
         JobNotFoundError: there is no such job that the caller sees.
         QueuedQuotaError: its owner has as many jobs in the queue as its quota allows.
+        StoredQuotaError: its owner stores as much as its quota allows.
         JobFinishedError: the job has succeeded.
     """
     with database.begin() as connection:
@@ -38,6 +39,7 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
         if state is JobState.SUCCEEDED:
             raise JobFinishedError(job_id)
         if state.is_final:
+            check_stored(database, connection, row.owner)
             check_queued(connection, row.owner)
             if row.answer is not None:
                 keep_answer(connection, job_id, row.last_seq, row.answer)

@@ -12,6 +12,7 @@ from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.search.reported_runs import is_same_training, summarize_reports
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, get_job, job_from_row, select_row
+from bexp.storage.quotas import check_stored
 from bexp.storage.tables import jobs, run_reports
 
 MAX_REPORTS = 1000
@@ -44,12 +45,14 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
         JobNotFoundError: there is no such exploration.
         NoAnswerError: it has no recommendation.
         TooManyReportsError: it has as many reports as it keeps.
+        StoredQuotaError: the owner stores as much as its quota allows.
     """
     job = get_job(database, job_id)
     if job.recommendation is None:
         raise NoAnswerError(f"exploration {job_id} has recommended nothing yet")
     document = report.model_dump(mode="json")
     with database.begin() as connection:
+        check_stored(database, connection, job.owner)
         select_row(connection, job_id, lock=True)  # keeps the numbers of two writers apart
         last = sa.select(sa.func.max(run_reports.c.seq)).where(run_reports.c.job_id == job_id)
         seq = (connection.scalar(last) or 0) + 1
@@ -57,6 +60,7 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
             raise TooManyReportsError(f"exploration {job_id} has {MAX_REPORTS} run reports already")
         now = database.now(connection)
         connection.execute(sa.insert(run_reports).values(job_id=job_id, seq=seq, at=now, report=document))
+        connection.execute(sa.update(jobs).where(jobs.c.id == job_id).values(stored_bytes=None))
     return StoredRunReport(seq, now, report)
 
 

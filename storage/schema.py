@@ -1,4 +1,9 @@
-"""The schema of a database: its upgrade, the check whether it is current, and a write that shows if one succeeds."""
+"""The schema of a database: its upgrade, the check whether it is current, and a write that shows if one succeeds.
+
+A revision has four digits, and the first two are its generation. Within a generation, migrations only add what an
+earlier version can leave alone: tables, indexes, and columns that may be null or have a default. So processes of two
+versions run side by side. A later generation is refused by earlier versions.
+"""
 
 from __future__ import annotations
 
@@ -44,13 +49,13 @@ def include_name(name: str | None, kind: str, parents: object) -> bool:
 
 
 def upgrade(database: Database) -> None:
-    """Bring our tables up to date; several processes may call it at once.
+    """Bring our tables up to date; several processes may call it at once, also while others work with the database.
 
     A schema that is current is only read, so that a process can start while another one holds the write lock.
 
     Raises:
         EarlierSchemaError: the schema is older than the first migration.
-        NewerSchemaError: the schema is of a later version of this program.
+        NewerSchemaError: the schema is of a later generation.
     """
     if is_current(database):
         return
@@ -60,6 +65,8 @@ def upgrade(database: Database) -> None:
     from alembic.util import CommandError  # noqa: PLC0415 - slow, for upgrades only
 
     with exclusive(database):
+        if is_current(database):  # another process was faster
+            return
         _refuse_earlier(database)
         if not database.is_postgresql:
             _set_journal_mode(database)
@@ -76,13 +83,16 @@ def upgrade(database: Database) -> None:
 
 
 def is_current(database: Database) -> bool:
-    """Return whether `upgrade` has nothing to do."""
+    """Return whether this version can work with the schema, so that `upgrade` has nothing to do."""
     with database.read() as connection:
-        return _has_tables(connection) and _read_revisions(connection) == [latest_revision()]
+        return _has_tables(connection) and any(
+            revision >= latest_revision() and not _is_later_generation(revision)
+            for revision in _read_revisions(connection)
+        )
 
 
 def refuse_later_version(connection: sa.Connection) -> None:
-    """Raise NewerSchemaError if a later version of this program has upgraded the database.
+    """Raise NewerSchemaError if a later version of this program has brought the database to another generation.
 
     What that version stores may be more than this one can read.
     """
@@ -91,13 +101,17 @@ def refuse_later_version(connection: sa.Connection) -> None:
 
 
 def is_of_later_version(connection: sa.Connection) -> bool:
-    """Return whether a later version of this program has upgraded the database."""
-    return any(revision > latest_revision() for revision in _read_revisions(connection))
+    """Return whether a later version of this program has brought the database to another generation."""
+    return any(map(_is_later_generation, _read_revisions(connection)))
 
 
 def latest_revision() -> str:
     """Return the revision of the last migration."""
     return max(_revisions())
+
+
+def _is_later_generation(revision: str) -> bool:
+    return revision[:2] > latest_revision()[:2]
 
 
 def try_write(database: Database) -> None:
@@ -146,17 +160,14 @@ def exclusive(database: Database) -> Iterator[None]:
         with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS, mode=0o600):
             yield
         return
-    # The lock is a session's and not a transaction's, because Optuna creates its tables over its own connections.
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
+    # The lock is a transaction's and not a session's, which a pooler may share. Optuna changes its tables over
+    # connections of its own, and this one is idle meanwhile.
+    with database.begin() as connection:
         for name in ("lock_timeout", "statement_timeout"):
-            connection.execute(sa.select(sa.func.set_config(name, f"{_LOCK_SECONDS:.0f}s", sa.false())))
-        connection.execute(sa.select(sa.func.pg_advisory_lock(_ADVISORY_LOCK)))
-        try:
-            yield
-        finally:
-            connection.execute(sa.select(sa.func.pg_advisory_unlock(_ADVISORY_LOCK)))
-            connection.execute(sa.text("RESET lock_timeout"))
-            connection.execute(sa.text("RESET statement_timeout"))
+            connection.execute(sa.text(f"SET LOCAL {name} = '{_LOCK_SECONDS:.0f}s'"))
+        connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = 0"))
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
+        yield
 
 
 def _set_journal_mode(database: Database) -> None:

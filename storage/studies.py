@@ -19,7 +19,7 @@ from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.legal_space import explored_models
 from bexp.explorer.search.study import FIELDS, OFF, distributions, frozen_trial, params_of
 from bexp.explorer.spec.model import Variant
-from bexp.storage.database import SQLITE_BUSY_TIMEOUT, Database, DatabaseLimits
+from bexp.storage.database import SQLITE_BUSY_TIMEOUT, UNPREPARED, Database, DatabaseLimits
 from bexp.storage.jobs import Job, JobNotFoundError, get_job
 from bexp.storage.schema import exclusive
 from bexp.storage.trials import read_all_trials
@@ -118,7 +118,7 @@ def _storage(database: Database) -> Iterator[RDBStorage]:
     seconds = int((DatabaseLimits().connect if database.is_postgresql else SQLITE_BUSY_TIMEOUT).total_seconds())
     # Optuna formats the URL as a template.
     url = database.url.replace("{", "{{").replace("}", "}}")
-    options = {"connect_args": {timeout: seconds}}
+    options = {"connect_args": {timeout: seconds, **(UNPREPARED if database.is_postgresql else {})}}
     storage = RDBStorage(url, engine_kwargs=options, skip_compatibility_check=True)
     try:
         yield storage

@@ -21,7 +21,7 @@ from bexp.storage.ids import new_job_id
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import Caller
-from bexp.storage.quotas import check_queued
+from bexp.storage.quotas import check_queued, check_stored
 from bexp.storage.reuse import find_answer_of_live
 from bexp.storage.tables import jobs, labels
 
@@ -107,6 +107,7 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         with database.begin() as connection:
             first = None if hashed is None else _find_first(database, connection, hashed)
             if first is None:
+                check_stored(database, connection, owner)
                 if stored is None:
                     check_queued(connection, owner)
                 now = database.now(connection)

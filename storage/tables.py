@@ -107,9 +107,11 @@ jobs = sa.Table(
         "reused_from", sa.String(32), index=True, doc="The job that measured the answer, which may be deleted by now."
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
+    sa.Column("stored_bytes", sa.BigInteger, doc="What it takes in all tables; null until that is counted anew."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
     sa.Index(None, "owner", "created_at"),
+    sa.Index(None, "owner", "stored_bytes"),
     sa.Index(None, "model_name", "created_at"),
     sa.Index(f"ix_{PREFIX}jobs_queued", "owner", "state", sqlite_where=IS_QUEUED, postgresql_where=IS_QUEUED),
 )
@@ -230,6 +232,7 @@ quotas = sa.Table(
     sa.Column("owner", sa.String(64), primary_key=True, doc="`*`: of each owner without a row of its own."),
     sa.Column("max_queued", sa.Integer),
     sa.Column("max_running", sa.Integer),
+    sa.Column("max_stored_bytes", sa.BigInteger),
 )
 
 turns = sa.Table(

@@ -26,7 +26,10 @@ _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days"}
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token as it is stored: `prefix` is the beginning of the secret; without `expires_at` it does not expire."""
+    """A token as it is stored: `prefix` is the beginning of the secret; without `expires_at` it does not expire.
+
+    `has_expired` is by the database's clock when the token was read.
+    """
 
     name: str
     prefix: str
@@ -34,6 +37,7 @@ class Token:
     owner: str
     scopes: frozenset[Scope]
     expires_at: datetime | None
+    has_expired: bool
 
 
 class TokenExistsError(ValueError):
@@ -84,7 +88,7 @@ def verify_token(database: Database, secret: str) -> Token | None:
     if not secret.startswith(MARK) or not secret.isascii() or not secret.isprintable():
         return None
     digest = digest_of(secret)
-    query = sa.select(tokens).where(tokens.c.prefix == secret[:_PREFIX_LENGTH])
+    query = _select(database).where(tokens.c.prefix == secret[:_PREFIX_LENGTH])
     with database.read() as connection:
         rows = connection.execute(query).all()
     return next((_token_of(row) for row in rows if hmac.compare_digest(row.digest, digest)), None)
@@ -93,7 +97,7 @@ def verify_token(database: Database, secret: str) -> Token | None:
 def list_tokens(database: Database) -> list[Token]:
     """Return every token, ordered by name."""
     with database.read() as connection:
-        return [_token_of(row) for row in connection.execute(sa.select(tokens).order_by(tokens.c.name))]
+        return [_token_of(row) for row in connection.execute(_select(database).order_by(tokens.c.name))]
 
 
 def find_revoked(database: Database, digests: Collection[str]) -> set[str]:
@@ -130,6 +134,10 @@ def parse_lifetime(text: str) -> timedelta:
     return timedelta(**{_UNITS[match[2]]: int(match[1])})
 
 
+def _select(database: Database) -> sa.Select[Any]:
+    return sa.select(tokens, (tokens.c.expires_at <= database.clock()).label("has_expired"))
+
+
 def _token_of(row: sa.Row[Any]) -> Token:
     scopes = frozenset(Scope(name) for name in row.scopes.split())
-    return Token(row.name, row.prefix, row.created_at, row.owner, scopes, row.expires_at)
+    return Token(row.name, row.prefix, row.created_at, row.owner, scopes, row.expires_at, bool(row.has_expired))

@@ -115,17 +115,22 @@ def revoke(name: TokenName) -> None:
 
 
 @quota_commands.command("set")
-def set_quota(owner: OwnerName, queued: Most = None, running: Most = None) -> None:
-    """Set how many explorations of an owner may wait and run.
+def set_quota(
+    owner: OwnerName,
+    queued: Most = None,
+    running: Most = None,
+    stored_gb: Annotated[float | None, typer.Option(min=0, max=1e6, metavar="GB")] = None,
+) -> None:
+    """Set how many explorations of an owner may wait and run, and how much all of them may take in the database.
 
-    What is not given has no limit; without any, the owner's quota is removed.
+    What is not given has no limit, and --stored-gb is 1; without any, the owner's quota is removed.
 
-    Example: bexp quota set team-a --queued 100
+    Example: bexp quota set team-a --queued 100 --stored-gb 5
     """
     from bexp.storage.quotas import Quota  # noqa: PLC0415 - for this command alone
     from bexp.storage.quotas import set_quota as store_quota  # noqa: PLC0415 - for this command alone
 
-    quota = Quota(queued, running)
+    quota = Quota(queued, running, None if stored_gb is None else round(stored_gb * 1e9))
     with open_storage() as database:
         store_quota(database, owner, None if quota == Quota() else quota, by=_me())
     say(f"the quota of {owner} is {'removed' if quota == Quota() else 'set'}")
@@ -146,8 +151,11 @@ def list_quotas(as_json: AsJson = False) -> None:
     if as_json:
         print_json({owner: asdict(quota) for owner, quota in quotas.items()})
         return
-    rows = [(owner, _number(quota.max_queued), _number(quota.max_running)) for owner, quota in quotas.items()]
-    print_table(("OWNER", "QUEUED", "RUNNING"), rows)
+    rows = [
+        (owner, _number(quota.max_queued), _number(quota.max_running), f"{quota.stored_limit / 1e9:g} GB")
+        for owner, quota in quotas.items()
+    ]
+    print_table(("OWNER", "QUEUED", "RUNNING", "STORED"), rows)
 
 
 def audit(

@@ -20,6 +20,7 @@ from bexp.explorer.formats.huggingface import (
     pass_config,
     translate_config,
 )
+from bexp.explorer.formats.stored_config import keep_what_is_read
 from bexp.explorer.formats.trainers.reader import FILES, StatedTraining
 from bexp.explorer.formats.translation import Section, Translation
 from bexp.explorer.formats.unmeasured import refuse_other_model
@@ -165,6 +166,8 @@ def _translate_request(document: Mapping[str, Any], translation: Translation, ch
         target = _choose(changes, translation.document, "target")
         is_transformers = target in (None, TRANSFORMERS)
         refused = target in (None, BEXP, TRANSFORMERS) and refuse_other_model(_section_of(translation), stated)
+        if is_transformers:
+            keep_what_is_read(translation.get("hf_config"), translation)
         if is_transformers and not refused:
             translation.notes += unlike_the_config(config, _choose(changes, translation.document, "quantization"))
         if _choose(changes, translation.document, "hf_seq_length") is None:

@@ -13,7 +13,7 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leaders import HOUSEKEEPER, hold_role
 from bexp.storage.queue import Queue
-from bexp.storage.schema import VERSION_TABLE
+from bexp.storage.schema import VERSION_TABLE, latest_revision
 from bexp.storage.tables import leaders
 from tests.api.conftest import wait_until
 from tests.api.problems import assert_problem
@@ -85,3 +85,14 @@ def test_a_service_takes_no_changes_after_a_later_version_has_upgraded_the_datab
         assert client.get(here).status_code == client.get("/healthz").status_code == 200
         assert client.get("/readyz").status_code == 503
     assert hold_role(database, HOUSEKEEPER, "of the later version", TERM)
+
+
+def test_a_service_is_not_ready_with_the_schema_of_an_earlier_version(
+    database_url: str, open_url: Callable[[str], Database]
+) -> None:
+    database = open_url(database_url)
+    with in_process(ServiceSettings(database_url)) as client:
+        for revision, status in (("0102", 503), (f"{latest_revision()[:2]}99", 200), (latest_revision(), 200)):
+            with database.begin() as connection:
+                connection.execute(sa.text(f"UPDATE {VERSION_TABLE} SET version_num = '{revision}'"))
+            assert client.get("/readyz").status_code == status, revision

@@ -140,6 +140,22 @@ def test_the_queued_quota_is_answered_with_429(guarded: TestClient, sqlite_datab
     assert int(response.headers["Retry-After"]) >= 1
 
 
+def test_an_owner_that_stores_too_much_is_told_how_much_and_how_to_free_it(
+    guarded: TestClient, sqlite_database: Database
+) -> None:
+    a = header(sqlite_database, "a")
+    first = guarded.post(HERE, json=REQUEST, headers=a).json()["id"]
+    assert guarded.post(f"{HERE}/{first}/cancel", headers=a).is_success
+    set_quota(sqlite_database, "team-a", Quota(max_stored_bytes=1000))
+    for refused in (guarded.post(HERE, json=REQUEST, headers=a), guarded.post(f"{HERE}/{first}/resume", headers=a)):
+        assert_problem(refused, 403)
+        assert refused.json()["type"] == "urn:bexp:problem:quota-exceeded"
+        assert refused.json()["detail"].startswith("The explorations of owner 'team-a' take 0.0 MB, and its quota")
+        assert "DELETE /v1/explorations/{id}" in refused.json()["detail"]
+    assert guarded.delete(f"{HERE}/{first}", headers=a).is_success
+    assert guarded.post(HERE, json=REQUEST, headers=a).status_code == 202
+
+
 def test_a_token_is_looked_up_once_for_many_requests(
     settings: ServiceSettings, sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,7 +327,7 @@ def test_an_administrator_reads_the_audit_page_by_page(guarded: TestClient, sqli
 def test_an_administrator_sets_and_removes_quotas(guarded: TestClient, sqlite_database: Database) -> None:
     admin = header(sqlite_database, "root", Scope.ADMIN)
     here, everybody = "/v1/owners/team-a/quota", "/v1/owners/*/quota"
-    none = {"max_queued": None, "max_running": None}
+    none = {"max_queued": None, "max_running": None, "max_stored_bytes": None}
     assert guarded.get(here, headers=admin).json() == none | {"owner": "team-a", "inherited": True}
     assert guarded.put(everybody, json={"max_running": 2}, headers=admin).json()["max_running"] == 2
     assert guarded.get(here, headers=admin).json() == none | {"max_running": 2, "owner": "team-a", "inherited": True}

@@ -102,8 +102,8 @@ def test_what_workers_read_changes_only_with_a_migration() -> None:
     forms = [without_texts(model.model_json_schema()) for model in (ExplorationRequest, Trial)]
     found = hashlib.sha256(json.dumps(forms, sort_keys=True).encode()).hexdigest()[:16]
     assert found == digest, (
-        "the form of stored requests or trials has changed: add a migration, which may be empty, unless the last one is"
-        f" not released yet, and let READ_BY_WORKERS be ({latest_revision()!r}, {found!r})"
+        "the form of stored requests or trials has changed: add a migration of the next generation, which may be empty,"
+        f" unless the last one is not released yet, and let READ_BY_WORKERS be its revision and {found!r}"
     )
     assert revision <= latest_revision()
 

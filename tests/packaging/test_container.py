@@ -146,7 +146,7 @@ def get_container(document: dict[str, Any]) -> dict[str, Any]:
 
 
 def test_kubernetes_api() -> None:
-    deployment, service = read_all("kubernetes/api.yaml")
+    deployment, service, _policy = read_all("kubernetes/api.yaml")
     container = get_container(deployment)
     assert container["args"] == ["serve", "--require-token"]
     assert container["ports"] == [{"name": "http", "containerPort": DEFAULT_PORT}]
@@ -157,7 +157,7 @@ def test_kubernetes_api() -> None:
 
 
 def test_kubernetes_worker() -> None:
-    (deployment,) = read_all("kubernetes/worker.yaml")
+    deployment, _policy = read_all("kubernetes/worker.yaml")
     container = get_container(deployment)
     assert container["args"] == ["worker", "--device", "cuda:0"]
     assert container["resources"]["limits"]["nvidia.com/gpu"] == 1

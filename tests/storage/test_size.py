@@ -13,9 +13,11 @@ from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
+from bexp.storage.stored_bytes import sum_stored_bytes
 from bexp.storage.trials import read_all_trials
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler
+from tests.contracts.samples import make_request
 
 TABLES = Path(__file__).parents[2] / "benchmarks" / "results" / "tables"
 MOST_BYTES = 120_000
@@ -37,7 +39,21 @@ def test_a_finished_job_with_thirty_trials_takes_at_most_120_kb(sqlite_database:
     (job,) = list_jobs(sqlite_database)[0]
     assert job.state is JobState.SUCCEEDED
     assert len(read_all_trials(sqlite_database, job.id)) >= 30
-    assert _used_bytes(sqlite_database) - before <= MOST_BYTES
+    used = _used_bytes(sqlite_database) - before
+    assert used <= MOST_BYTES
+    with sqlite_database.begin() as connection:
+        assert sum_stored_bytes(sqlite_database, connection, job.owner, 1 << 60) == pytest.approx(used, rel=0.1)
+
+
+def test_a_job_that_measured_nothing_counts_about_what_it_takes(sqlite_database: Database) -> None:
+    queue = Queue(sqlite_database)
+    before = _used_bytes(sqlite_database)
+    for _ in range(50):
+        job, _ = queue.enqueue(make_request(fresh=True, labels={"a": "b"}))
+        queue.request_cancel(job.id)
+    used = _used_bytes(sqlite_database) - before
+    with sqlite_database.begin() as connection:
+        assert sum_stored_bytes(sqlite_database, connection, job.owner, 1 << 60) == pytest.approx(used, rel=0.1)
 
 
 def _used_bytes(database: Database) -> int:

@@ -48,11 +48,11 @@ def test_a_token_is_created_with_an_owner_scopes_and_an_end(sqlite_database: Dat
 
 
 def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:
-    assert bexp("quota", "set", "team-a", "--queued", "100", "--running", "4").exit_code == 0
+    assert bexp("quota", "set", "team-a", "--queued", "100", "--running", "4", "--stored-gb", "5").exit_code == 0
     assert bexp("quota", "set", EVERYBODY, "--running", "36").exit_code == 0
-    expected = {EVERYBODY: Quota(None, 36), "team-a": Quota(100, 4)}
+    expected = {EVERYBODY: Quota(None, 36), "team-a": Quota(100, 4, 5_000_000_000)}
     assert list_quotas(sqlite_database) == expected
-    assert bexp("quota", "list").stdout.splitlines()[-1].split() == ["team-a", "100", "4"]
+    assert bexp("quota", "list").stdout.splitlines()[-1].split() == ["team-a", "100", "4", "5", "GB"]
     assert json.loads(bexp("quota", "list", "--json").stdout)[EVERYBODY]["max_running"] == 36
     assert "removed" in bexp("quota", "set", "team-a").stderr
     assert list(list_quotas(sqlite_database)) == [EVERYBODY]

@@ -1,0 +1,67 @@
+"""What the jobs of an owner take in the database.
+
+Each job's row has the count. It is void while the job is new, and again from the job's end or a report of a real run
+on; the owner's next submission counts anew. Meanwhile a running job counts as it was when it was queued.
+"""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+
+from bexp.storage.database import Database
+from bexp.storage.tables import events, jobs, labels, recommendations, run_reports, trials
+
+JOB_BYTES = 750
+"""What a job takes beside its texts: its plain columns, and an entry in each index."""
+ROW_BYTES = 80
+"""The same of any other row."""
+
+MOST_COUNTED = 100
+"""Jobs that one submission counts, so that it does not take long."""
+
+_TEXTS = {
+    jobs: ("request", "report", "space", "recommendation", "answer", "error", "waiting_reason"),
+    events: ("message", "data"),
+    recommendations: ("candidate",),
+    trials: ("trial",),
+    run_reports: ("report",),
+    labels: ("key", "value"),
+}
+"""The columns of each table that hold what may be long."""
+
+
+def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, enough: int) -> int:
+    """Return the bytes that the jobs of an owner take, within a transaction that may write.
+
+    Jobs whose count is void are counted first, at most MOST_COUNTED of them, unless the others take `enough` already.
+    """
+    counted = sa.select(sa.func.sum(jobs.c.stored_bytes)).where(jobs.c.owner == owner)
+    stored = int(connection.scalar(counted) or 0)
+    if stored >= enough:
+        return stored
+    void = (
+        sa.select(jobs.c.id)
+        .where(jobs.c.owner == owner, jobs.c.stored_bytes.is_(None))
+        .limit(MOST_COUNTED)
+        .with_for_update(skip_locked=True)  # the worker that writes one now voids the count again
+    )
+    count = sa.update(jobs).where(jobs.c.id.in_(void)).values(stored_bytes=_bytes_of_job(database))
+    return stored + sum(int(num_bytes) for num_bytes in connection.scalars(count.returning(jobs.c.stored_bytes)))
+
+
+def _bytes_of_job(database: Database) -> sa.ColumnElement[int]:
+    """Return what the job in a row of `jobs` takes, as an expression."""
+    total = JOB_BYTES + _num_bytes(database, jobs)
+    for table in _TEXTS.keys() - {jobs}:
+        rows = sa.select(sa.func.sum(ROW_BYTES + _num_bytes(database, table))).where(table.c.job_id == jobs.c.id)
+        total += sa.func.coalesce(rows.scalar_subquery(), 0)
+    return total
+
+
+def _num_bytes(database: Database, table: sa.Table) -> sa.ColumnElement[int]:
+    total: sa.ColumnElement[int] = sa.literal(0)
+    for name in _TEXTS[table]:
+        text = sa.cast(table.c[name], sa.Text)
+        length = sa.func.octet_length(text) if database.is_postgresql else sa.func.length(sa.cast(text, sa.LargeBinary))
+        total += sa.func.coalesce(length, 0)
+    return total

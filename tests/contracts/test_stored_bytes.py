@@ -1,0 +1,115 @@
+"""What an owner's jobs take is counted in time to refuse more than its quota."""
+
+from __future__ import annotations
+
+import pytest
+import sqlalchemy as sa
+
+from bexp.storage import quotas, stored_bytes
+from bexp.storage.audit import prune_most_recorded, read_audit
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState
+from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
+from bexp.storage.pruning import prune
+from bexp.storage.queue import Queue
+from bexp.storage.quotas import EVERYBODY, Quota, StoredQuotaError, set_quota
+from bexp.storage.run_reports import insert_run_report
+from bexp.storage.stored_bytes import JOB_BYTES, ROW_BYTES, sum_stored_bytes
+from bexp.storage.tables import jobs
+from tests.contracts.jobs import ANSWER, claim_one
+from tests.contracts.samples import make_progress, make_request
+from tests.contracts.test_run_reports import make as make_report
+
+LOTS = 1 << 60
+
+
+def count(database: Database, owner: str = LOCAL.owner) -> int:
+    with database.begin() as connection:
+        return sum_stored_bytes(database, connection, owner, LOTS)
+
+
+def texts(database: Database) -> int:
+    """The bytes of all that is stored of jobs and may be long, as the database's own text of a row has them."""
+    total = 0
+    with database.read() as connection:
+        for table in stored_bytes._TEXTS:
+            columns = [sa.cast(table.c[name], sa.Text) for name in stored_bytes._TEXTS[table]]
+            for row in connection.execute(sa.select(*columns)):
+                total += sum(len(value.encode()) for value in row if value is not None)
+                total += JOB_BYTES if table is jobs else ROW_BYTES
+    return total
+
+
+def test_all_that_belongs_to_a_job_is_counted(database: Database) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request(fresh=True, labels={"team": "größe"}))
+    assert count(database) == texts(database)
+    claim = claim_one(queue)
+    for number in range(3):
+        queue.record(claim.lease, make_progress(number))
+    assert count(database) < texts(database), "what a running job writes is counted at its end"
+    queue.finish(claim.lease, JobState.SUCCEEDED, answer=ANSWER)
+    assert count(database) == texts(database)
+    insert_run_report(database, claim.job.id, make_report())
+    assert count(database) == texts(database)
+    prune(database, [claim.job.id])
+    assert count(database) == 0
+
+
+def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: Database) -> None:
+    queue = Queue(database)
+    a, b = (Caller(name, USUAL_SCOPES) for name in "ab")
+    one = [queue.enqueue(make_request(fresh=True), by=a)[0].id]
+    queue.request_cancel(one[0])
+    limit = 3 * count(database, "a") - 1
+    set_quota(database, EVERYBODY, Quota(max_stored_bytes=limit))
+    for _ in range(2):
+        one.append(queue.enqueue(make_request(fresh=True), by=a)[0].id)
+        queue.request_cancel(one[-1])
+    with pytest.raises(StoredQuotaError) as refused:
+        queue.enqueue(make_request(fresh=True), by=a)
+    assert (refused.value.owner, refused.value.limit) == ("a", limit)
+    assert refused.value.stored > limit
+    with pytest.raises(StoredQuotaError):
+        queue.resume(one[0])
+    queue.enqueue(make_request(fresh=True), by=b)
+    prune(database, one[:1])
+    queue.enqueue(make_request(fresh=True), by=a)
+
+
+def test_reports_of_real_runs_and_reused_answers_count_as_well(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    claim = claim_one(queue)
+    queue.record(claim.lease, make_progress(0))
+    queue.finish(claim.lease, JobState.SUCCEEDED, answer=ANSWER)
+    monkeypatch.setattr(quotas, "MAX_STORED_BYTES", 1000)  # without a quota
+    with pytest.raises(StoredQuotaError):
+        insert_run_report(database, claim.job.id, make_report())
+    with pytest.raises(StoredQuotaError):
+        queue.enqueue(make_request())
+
+
+def test_one_submission_counts_some_jobs_of_an_earlier_version_and_the_next_goes_on(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored_bytes, "MOST_COUNTED", 2)
+    queue = Queue(database)
+    for _ in range(5):
+        queue.enqueue(make_request(fresh=True))
+    with database.begin() as connection:
+        connection.execute(sa.update(jobs).values(stored_bytes=None))
+    counts = [count(database) for _ in range(4)]
+    assert counts[0] < counts[1] < counts[2] == counts[3] == texts(database)
+
+
+def test_what_an_owner_did_is_kept_up_to_a_number(database: Database) -> None:
+    queue = Queue(database)
+    other, _ = queue.enqueue(make_request(fresh=True), by=Caller("other", USUAL_SCOPES))
+    done = [queue.enqueue(make_request(fresh=True))[0].id for _ in range(5)]
+    assert prune_most_recorded(database, 2, at_most=1) == 1
+    assert prune_most_recorded(database, 2) == 2
+    assert prune_most_recorded(database, 2) == 0
+    assert {record.subject for record in read_audit(database)} == {other.id, *done[3:]}
