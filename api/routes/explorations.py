@@ -157,6 +157,16 @@ def list_explorations(
             examples=[["team=search"]],
         ),
     ] = None,
+    search: Annotated[
+        str,
+        Query(
+            max_length=192,
+            pattern=NO_NUL,
+            description="List only explorations that have each of these words, whatever its case, in the model's name, "
+            "the device, the owner or a label.",
+            examples=["h100 team=search"],
+        ),
+    ] = "",
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
@@ -169,7 +179,7 @@ def list_explorations(
         labels = [parse_label(text) for text in label or ()]
     except ValueError as error:
         raise invalid_parameter("label", str(error)) from None
-    wanted = JobFilter(state, model, tuple(labels), owner=caller.sees)
+    wanted = JobFilter(state, model, tuple(labels), owner=caller.sees, search=search)
     try:
         jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:

@@ -1,6 +1,7 @@
 /** The view of one exploration: what is known, drawn. It asks no service, so a report in a file uses it as well. */
 
 import { renderAnswer } from "./answer.js";
+import { stateBadge } from "./badge.js";
 import { confidenceChart, frontChart, heatMap, memoryChart, throughputChart } from "./charts.js";
 import { el, throttle } from "./dom.js";
 import * as format from "./format.js";
@@ -118,7 +119,7 @@ export class ExplorationView {
     ];
     const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
     this.state.replaceChildren(
-      el("span", { class: `badge ${exploration.state}` }, exploration.state + cancelled),
+      stateBadge(exploration, null, cancelled),
       ` ${trials.length} trials · ${facts.filter(Boolean).join(" · ")} · id `,
       el("code", {}, exploration.id),
     );

@@ -55,6 +55,9 @@ export const resumeExploration = (id) => json(`${one(id)}/resume`, { method: "PO
 
 export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
 
+/** Return how likely the answer of exploration `b` is faster than that of `a`. */
+export const compareExplorations = (a, b, signal) => json(`${one(a)}/comparison?${new URLSearchParams({ other: b })}`, { signal });
+
 /** Return the answer in a format of a training framework, as a blob, and the name of its file. */
 export async function exportAnswer(id, format, signal) {
   const query = new URLSearchParams({ format });

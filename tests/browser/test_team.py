@@ -1,0 +1,117 @@
+"""What a team does in the page: search, submit, follow, compare, and copy the next command."""
+
+from __future__ import annotations
+
+from bexp.explorer.spec.options import Budget
+from tests.browser.chromium import Chromium
+from tests.browser.conftest import Service
+from tests.browser.views import CONTRAST, count, log_in
+from tests.workers.replay.samples import request
+
+ROWS = "[...document.querySelectorAll('.list tbody tr')]"
+
+
+def column(browser: Chromium, name: str) -> list[str]:
+    """The texts of one column of the list."""
+    head = "[...document.querySelectorAll('.list thead th')].map((cell) => cell.textContent)"
+    at = browser.evaluate(head).index(name)
+    found: list[str] = browser.evaluate(f"{ROWS}.map((row) => row.cells[{at}].textContent)")
+    return found
+
+
+def finish(service: Service, **changes: object) -> str:
+    """Explore a request to its end."""
+    job_id = service.queue.enqueue(request(**changes))[0].id
+    assert list(service.client.events(job_id))
+    return job_id
+
+
+def search(browser: Chromium, words: str) -> None:
+    browser.evaluate(f"(wanted.value = {words!r}, wanted.dispatchEvent(new Event('change')))")
+
+
+def check_view(browser: Chromium, *widths: int) -> None:
+    """Check that a view fits, has readable texts in both schemes, and names everything that can be used."""
+    for width in widths or (390, 2560):
+        browser.resize(width, 900)
+        browser.wait_for(f"document.documentElement.scrollWidth <= {width}", 5)
+    for dark in (False, True):
+        browser.use_dark(dark)
+        ratio, text = browser.evaluate(CONTRAST)
+        assert ratio >= 4.5, (dark, text)
+    needing = {
+        "button",
+        "link",
+        "image",
+        "region",
+        "combobox",
+        "textbox",
+        "searchbox",
+        "checkbox",
+        "spinbutton",
+        "table",
+    }
+    assert [role for role, name in browser.accessible_names() if role in needing and not name.strip()] == []
+
+
+def test_a_list_shows_the_answers_and_is_searched(browser: Chromium, service: Service) -> None:
+    provisional = finish(
+        service, labels={"team": "pages"}, budget=Budget(confidence_target=99, max_trials=2), verify=False, seed=21
+    )
+    best = service.client.result(provisional)
+    assert best is not None
+    assert best.recommendation is not None
+    assert best.recommendation.confidence < 99
+    log_in(browser, service)
+    browser.wait_for(f"{ROWS}.length > 1")
+    search(browser, "H200 team=PAGES")
+    browser.wait_for(f"{ROWS}.length === 1")
+    assert column(browser, "state") == ["provisional"]
+    assert column(browser, "confidence") == [str(best.recommendation.confidence)]
+    assert column(browser, "tokens/s") == [f"{best.recommendation.expected_tokens_per_second:,.0f}"]
+    assert column(browser, "gain") == [f"{best.recommendation.performance:.2f}x"]
+    assert "H200" in column(browser, "device")[0]
+    assert column(browser, "duration")[0].endswith("\xa0s")
+    colour = "getComputedStyle(document.querySelector('.badge')).color"
+    is_provisional = browser.evaluate(colour)
+    assert (
+        browser.evaluate(f"(document.querySelector('.badge').className = 'badge succeeded', {colour})")
+        != is_provisional
+    )
+    check_view(browser)
+    search(browser, "nothing-like-it")
+    browser.wait_for(f"{ROWS}.length === 0 && document.body.innerText.includes('There are none')")
+    search(browser, "local")
+    browser.wait_for(f"{ROWS}.length > 1")
+
+
+def test_explorations_are_compared_side_by_side(browser: Chromium, service: Service) -> None:
+    other = finish(service, memory_limit_gib=20, seed=22)
+    log_in(browser, service)
+    browser.wait_for(f"{ROWS}.length > 1")
+    boxes = "[...document.querySelectorAll('.list tbody input')]"
+    assert browser.evaluate("document.querySelector('a.button').hidden")
+    for job_id in (service.finished, other):
+        browser.evaluate(f"document.querySelector('.list input[data-id=\"{job_id}\"]').focus()")
+        browser.press(" ", 32, " ")
+    assert browser.evaluate(f"{boxes}.filter((box) => box.checked).length") == 2
+    browser.evaluate("document.querySelector('a.button').click()")
+    browser.wait_for(
+        "document.querySelector('.compared') && !document.querySelector('.compared').innerText.includes('…')"
+    )
+    shown = "[...document.querySelectorAll('.compared tbody tr')].filter((row) => row.checkVisibility())"
+    rows = dict(browser.evaluate(f"{shown}.map((row) => [row.cells[0].firstChild.textContent, row.className])"))
+    assert rows["memory_limit_gib"] == "differs field"
+    assert rows["device"] == ""
+    assert "model.hidden_size" not in rows, "what is the same is hidden"
+    before = len(rows)
+    compared = service.client.connection.request("GET", f"/v1/explorations/{service.finished}/comparison?other={other}")
+    text = browser.evaluate("document.querySelector('.compared').innerText")
+    assert f"{compared['probability_b_faster']:.0%} likely; {compared['speedup']:.3f}x" in text
+    browser.evaluate("document.querySelector('main label input').click()")
+    assert browser.evaluate(f"{shown}.length") > before
+    check_view(browser)
+    assert browser.problems == [] or all("401" in problem for problem in browser.problems)
+    browser.evaluate("location.hash = '#/compare/one'")
+    browser.wait_for("document.querySelector('.trouble').innerText.includes('Choose two to 6')")
+    assert count(browser, ".compared") == 0
