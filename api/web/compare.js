@@ -43,7 +43,8 @@ export async function showComparison(given, root, signal, shell) {
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
   const all = el("input", { type: "checkbox" });
   const faster = el("tr", {}, el("th", { scope: "row" }, "faster than the first"), ids.map((id, index) => el("td", {}, index === 0 ? "–" : "…")));
-  const section = (name, rows) => [el("tr", { class: "section" }, el("th", { scope: "rowgroup", colspan: ids.length + 1 }, name)), ...rows];
+  const isSame = (line) => line.matches(".field:not(.differs)");
+  const section = (name, rows) => [el("tr", { class: `section${rows.every(isSame) ? " field" : ""}` }, el("th", { scope: "rowgroup", colspan: ids.length + 1 }, name)), ...rows];
   const flat = explorations.map(({ request, report }) => ({ request: flatten(request, NOT_COMPARED), device: flatten(measuredOn(report)) }));
   const fields = (part) => {
     const names = [...new Set(flat.flatMap((one) => Object.keys(one[part])))];

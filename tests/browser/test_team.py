@@ -115,3 +115,45 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     browser.evaluate("location.hash = '#/compare/one'")
     browser.wait_for("document.querySelector('.trouble').innerText.includes('Choose two to 6')")
     assert count(browser, ".compared") == 0
+
+
+def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, service: Service) -> None:
+    log_in(browser, service)
+    browser.evaluate("location.hash = '#/submit'")
+    browser.wait_for("document.querySelectorAll('#trainer option').length > 5")
+    browser.evaluate(
+        "[...document.querySelectorAll('button')].find((one) => one.innerText === 'Fill in an example').click()"
+    )
+    browser.wait_for("document.getElementById('document').value.startsWith('model:')")
+    dropped = 'new File([\'{"model": {"name": "x", "hidden_size": -4}}\'], \'config.json\')'
+    browser.evaluate(
+        f"(() => {{ const data = new DataTransfer(); data.items.add({dropped}); "
+        "document.querySelector('form.card').dispatchEvent(new DragEvent('drop', { dataTransfer: data })); })()"
+    )
+    browser.wait_for("document.getElementById('document').value.includes('hidden_size')")
+    check_view(browser)
+    for name, value in (("batch-size", "-4"), ("seq-length", "long"), ("max-seconds", "0")):
+        browser.evaluate(f"document.getElementById('{name}').focus()")
+        browser.type(value)
+    browser.evaluate("(trainer.value = 'trl', document.querySelector('form.card').requestSubmit())")
+    browser.wait_for("document.querySelector('#errors li')")
+    wrong = "[...document.querySelectorAll('[aria-invalid=\"true\"]')].map((one) => one.id)"
+    assert browser.evaluate(wrong) == ["document", "batch-size", "seq-length", "max-seconds"]
+    assert browser.evaluate("document.activeElement.id") == "document"
+    assert "hidden_size" in browser.evaluate("document.getElementById('errors').innerText")
+    for name, rule in (("batch-size", "greater than"), ("seq-length", "integer"), ("max-seconds", "greater than")):
+        said = browser.evaluate(f"document.getElementById('{name}-error').innerText")
+        assert rule in said, (name, said)
+        browser.evaluate(f"document.getElementById('{name}').select()")
+        browser.type({"batch-size": "64", "seq-length": "2048", "max-seconds": "5"}[name])
+    check_view(browser)
+    assert browser.evaluate("document.querySelector('.command code').innerText") == (
+        "bexp submit config.json --batch-size 64 --seq-length 2048 --trainer trl --max-seconds 300"
+    )
+    browser.evaluate("(trainer.value = '', document.getElementById('document').select())")
+    browser.type(request(seed=23).model_dump_json())
+    browser.evaluate("document.querySelector('form.card').requestSubmit()")
+    browser.wait_for("location.hash.startsWith('#/explorations/') && document.querySelector('.badge.succeeded')")
+    asked = service.client.get(browser.evaluate("location.hash.split('/')[2]")).request
+    assert asked is not None
+    assert (asked.batch_size, asked.budget.max_seconds, asked.trainer) == (64, 300.0, None)
