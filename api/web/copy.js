@@ -36,7 +36,6 @@ export function nextCommands({ id, state, recommendation, request, export_format
     recommendation && ["The answer as text", `bexp best ${id}`],
     recommendation && trainer && ["A file for a trainer", `bexp best ${id} --format ${trainer}`],
     recommendation && ["A page to send", `bexp report ${id} --out report.html`],
-    recommendation && isOver && ["Is it faster than another answer?", `bexp compare ${id} latest`],
     ["failed", "cancelled"].includes(state) && ["Go on with it", `bexp resume ${id}`],
     !isOver && ["End it", `bexp cancel ${id}`],
   ].filter(Boolean);

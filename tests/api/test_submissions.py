@@ -122,7 +122,13 @@ def test_fields_that_are_set_replace_those_of_the_body(client: TestClient) -> No
 
 @pytest.mark.parametrize(
     ("assignment", "field"),
-    [("batch_size", "set"), ("batch_size= ", "set"), ("=2", "set"), ("batch_size=-1", "batch_size"), ("batch_size=[", "batch_size")],
+    [
+        ("batch_size", "set"),
+        ("batch_size= ", "set"),
+        ("=2", "set"),
+        ("batch_size=-1", "batch_size"),
+        ("batch_size=[", "batch_size"),
+    ],
 )
 def test_a_field_that_cannot_be_set_is_named(client: TestClient, assignment: str, field: str) -> None:
     response = client.post(EXPLORATIONS, params={"set": assignment}, json=REQUEST)

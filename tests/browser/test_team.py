@@ -5,7 +5,7 @@ from __future__ import annotations
 from bexp.explorer.spec.options import Budget
 from tests.browser.chromium import Chromium
 from tests.browser.conftest import Service
-from tests.browser.views import CONTRAST, count, log_in
+from tests.browser.views import CONTRAST, ENTER, count, log_in
 from tests.workers.replay.samples import request
 
 ROWS = "[...document.querySelectorAll('.list tbody tr')]"
@@ -157,3 +157,45 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
     asked = service.client.get(browser.evaluate("location.hash.split('/')[2]")).request
     assert asked is not None
     assert (asked.batch_size, asked.budget.max_seconds, asked.trainer) == (64, 300.0, None)
+
+
+def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Service) -> None:
+    service.profiler.gate.clear()
+    job_id = service.queue.enqueue(request(seed=24))[0].id
+    try:
+        log_in(browser, service, at=f"#/explorations/{job_id}")
+        browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
+        assert count(browser, "svg.plot") == 0
+        assert "Nothing to show yet." in browser.evaluate("document.querySelector('.charts').innerText")
+        assert f"bexp watch {job_id}" in browser.evaluate(
+            "[...document.querySelectorAll('.command code')].map((one) => one.innerText)"
+        )
+        browser.evaluate("window.same = true")
+    finally:
+        service.profiler.gate.set()
+    browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelectorAll('svg.plot').length === 4")
+    assert browser.evaluate("window.same"), "the view was not loaded again"
+    # The edges of the band are the figures of the trials: the middle of each pair is the trial's mark.
+    edges = browser.evaluate("[...document.querySelector('polygon.band').points].map(({ x, y }) => [x, y])")
+    upper, lower = edges[: len(edges) // 2], edges[len(edges) // 2 :][::-1]
+    path = browser.evaluate("[...document.querySelector('.series').points].map(({ x, y }) => [x, y])")
+    assert [x for x, _ in upper] == [x for x, _ in lower] == [x for x, _ in path]
+    assert all(high < y < low for (_, high), (_, low), (_, y) in zip(upper, lower, path, strict=True))
+    assert count(browser, "polyline.front") == count(browser, "polyline.confidence") == 1
+    check_view(browser)
+
+
+def test_commands_are_copied_by_keyboard(browser: Chromium, service: Service) -> None:
+    log_in(browser, service, at=f"#/explorations/{service.finished}")
+    browser.wait_for("document.querySelector('.command button')")
+    browser.evaluate("navigator.clipboard.writeText = async (text) => { window.copied = text }")
+    for command in (f"bexp best {service.finished}", f"bexp report {service.finished} --out report.html"):
+        browser.evaluate(f"document.querySelector('[aria-label=\"Copy {command}\"]').focus()")
+        browser.press(*ENTER)
+        browser.wait_for(f"window.copied === '{command}' && document.activeElement.nextSibling.innerText === 'Copied'")
+    links = browser.evaluate(
+        "[...document.querySelectorAll('[aria-labelledby=next-title] a')].map((one) => one.hash.slice(1))"
+    )
+    browser.evaluate("document.querySelector('[aria-labelledby=next-title] a').click()")
+    browser.wait_for("document.getElementById('schema-Recommendation').open")
+    assert [link for link in links if not browser.evaluate(f"!!document.getElementById(decodeURI('{link}'))")] == []
