@@ -42,16 +42,22 @@ export async function showComparison(given, root, signal, shell) {
   }
   const explorations = await Promise.all(ids.map((id) => getExploration(id, signal)));
   const all = el("input", { type: "checkbox" });
-  const faster = el("tr", {}, el("th", { scope: "row" }, "faster than the first"), ids.map((id, index) => el("td", {}, index === 0 ? "–" : "…")));
+  const unknown = ids.map((id, index) => el("td", {}, index === 0 ? "–" : "…"));
+  const faster = el("tr", {}, el("th", { scope: "row" }, "faster than the first"), unknown);
   const isSame = (line) => line.matches(".field:not(.differs)");
-  const section = (name, rows) => [el("tr", { class: `section${rows.every(isSame) ? " field" : ""}` }, el("th", { scope: "rowgroup", colspan: ids.length + 1 }, name)), ...rows];
-  const flat = explorations.map(({ request, report }) => ({ request: flatten(request, NOT_COMPARED), device: flatten(measuredOn(report)) }));
+  const section = (name, rows) => {
+    const head = el("th", { scope: "rowgroup", colspan: ids.length + 1 }, name);
+    return [el("tr", { class: `section${rows.every(isSame) ? " field" : ""}` }, head), ...rows];
+  };
+  const flat = explorations.map(({ request, report }) =>
+    ({ request: flatten(request, NOT_COMPARED), device: flatten(measuredOn(report)) }));
   const fields = (part) => {
     const names = [...new Set(flat.flatMap((one) => Object.keys(one[part])))];
     return names.map((name) => row(name, flat.map((one) => one[part][name] ?? null), true));
   };
   const candidates = explorations.map(({ recommendation }) => (recommendation ? flatten(recommendation.candidate) : {}));
-  const names = [...new Set(candidates.flatMap(Object.keys))].filter((name) => name !== "micro_batch_size" && candidates.some((one) => one[name] !== "null"));
+  const isChosen = (name) => name !== "micro_batch_size" && candidates.some((one) => (one[name] ?? "null") !== "null");
+  const names = [...new Set(candidates.flatMap(Object.keys))].filter(isChosen);
   const body = el(
     "tbody",
     {},
@@ -61,13 +67,15 @@ export async function showComparison(given, root, signal, shell) {
     section("Asked", fields("request")),
   );
   all.addEventListener("change", () => body.classList.toggle("all", all.checked));
-  const heads = explorations.map(({ id, model }) => el("th", { scope: "col" }, el("a", { href: `#/explorations/${id}` }, model), el("code", {}, id)));
+  const heads = explorations.map(({ id, model }) =>
+    el("th", { scope: "col" }, el("a", { href: `#/explorations/${id}` }, model), el("code", {}, id)));
   root.append(
     el("p", {}, el("label", {}, all, " Show what is the same in the request and the device, too")),
     el(
       "div",
       { class: "card scroll whole", tabindex: "0", role: "region", "aria-label": "Comparison" },
-      el("table", { class: "data compared" }, el("caption", {}, "≠ marks what differs"), el("thead", {}, el("tr", {}, el("td"), heads)), body),
+      el("table", { class: "data compared" }, el("caption", {}, "≠ marks what differs"),
+        el("thead", {}, el("tr", {}, el("td"), heads)), body),
     ),
     el("section", { class: "card", "aria-labelledby": "next-title" }, el("h2", { id: "next-title" }, "Next"),
       ids.slice(1).map((id) => copyable(`bexp compare ${ids[0]} ${id}`))),
@@ -82,7 +90,8 @@ async function chance(first, id, signal) {
   try {
     const found = await compareExplorations(first, id, signal);
     const [least, most] = found.speedup_90_percent;
-    return `${format.percent(found.probability_b_faster, 0)} likely; ${found.speedup.toFixed(3)}x its speed, ${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%`;
+    return `${format.percent(found.probability_b_faster, 0)} likely; ${found.speedup.toFixed(3)}x its speed, ` +
+      `${least.toFixed(3)}x to ${most.toFixed(3)}x with 90%`;
   } catch (error) {
     if (error instanceof Problem && error.status === 409) return "unknown: no recommendation";
     throw error;

@@ -12,7 +12,10 @@ const or = (value, text = String) => (value === null || value === undefined ? "â
 
 /** Each column: its name, whether it holds figures, and what it shows of an exploration. */
 const COLUMNS = [
-  ["state", false, (one) => [stateBadge(one, one.error ?? one.waiting_reason), one.answered_from && el("span", { class: "quiet reused" }, " reused")]],
+  ["state", false, (one) => [
+    stateBadge(one, one.error ?? one.waiting_reason),
+    one.answered_from && el("span", { class: "quiet reused" }, " reused"),
+  ]],
   ["device", false, (one, find) => or(one.device_name, (name) => finder(name, "find", find))],
   ["micro-batch", true, (one) => or(one.micro_batch_size)],
   ["tokens/s", true, (one) => or(one.tokens_per_second, format.number)],
@@ -59,16 +62,18 @@ export async function showList(root, signal, shell) {
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
       const search = wanted.value.trim();
-      const query = { limit: 50, ...(state.value && { state: state.value }), ...(search && { search }), ...(cursor && { cursor }) };
+      const filter = { ...(state.value && { state: state.value }), ...(search && { search }) };
+      const query = { limit: 50, ...filter, ...(cursor && { cursor }) };
       const listed = await listExplorations(query, signal);
       items.push(...listed.items);
       cursor = listed.next_cursor;
       if (cursor === null) break;
     }
-    const focused = document.activeElement?.closest?.("tbody a, tbody input")?.dataset.id;
-    const kind = document.activeElement?.localName;
+    const focused = document.activeElement;
+    const line = focused?.closest("tr[data-id]");
+    const place = line && usable(line).indexOf(focused);
     body.replaceChildren(...items.map((item) => row(item, find, chosen, offer)));
-    if (focused) body.querySelector(`${kind}[data-id="${focused}"]`)?.focus();
+    if (line) usable(body.querySelector(`[data-id="${line.dataset.id}"]`))[place]?.focus();
     empty.hidden = items.length > 0;
     older.hidden = cursor === null;
     shell.connection(true);
@@ -100,16 +105,19 @@ export async function showList(root, signal, shell) {
   }
 }
 
+/** What of a row can have the focus, in its order. */
+const usable = (line) => [...(line?.querySelectorAll("a, button, input") ?? [])];
+
 function row(exploration, find, chosen, offer) {
   const { id } = exploration;
   const choose = ({ target }) => (target.checked ? chosen.add(id) : chosen.delete(id), offer());
-  const box = { type: "checkbox", "data-id": id, "aria-label": `Compare ${exploration.model} ${id}`, onchange: choose };
+  const box = { type: "checkbox", "aria-label": `Compare ${exploration.model} ${id}`, onchange: choose };
   const labels = format.labels(exploration.labels).map((text) => finder(text, "label", find));
   return el(
     "tr",
-    {},
+    { "data-id": id },
     el("td", {}, el("input", { ...box, checked: chosen.has(id) })),
-    el("th", { scope: "row" }, el("a", { href: `#/explorations/${id}`, "data-id": id }, exploration.model), labels),
+    el("th", { scope: "row" }, el("a", { href: `#/explorations/${id}` }, exploration.model), labels),
     COLUMNS.map(([, isFigure, show]) => el("td", { class: isFigure && "figure" }, show(exploration, find))),
   );
 }

@@ -92,7 +92,7 @@ def test_explorations_are_compared_side_by_side(browser: Chromium, service: Serv
     boxes = "[...document.querySelectorAll('.list tbody input')]"
     assert browser.evaluate("document.querySelector('a.button').hidden")
     for job_id in (service.finished, other):
-        browser.evaluate(f"document.querySelector('.list input[data-id=\"{job_id}\"]').focus()")
+        browser.evaluate(f"document.querySelector('.list [data-id=\"{job_id}\"] input').focus()")
         browser.press(" ", 32, " ")
     assert browser.evaluate(f"{boxes}.filter((box) => box.checked).length") == 2
     browser.evaluate("document.querySelector('a.button').click()")
@@ -161,7 +161,7 @@ def test_a_form_says_beside_each_field_what_is_wrong_with_it(browser: Chromium, 
 
 def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Service) -> None:
     service.profiler.gate.clear()
-    job_id = service.queue.enqueue(request(seed=24))[0].id
+    job_id = service.queue.enqueue(request(seed=24, fresh=True))[0].id
     try:
         log_in(browser, service, at=f"#/explorations/{job_id}")
         browser.wait_for("document.querySelector('.badge.running') && document.querySelector('.log li')")
@@ -175,6 +175,8 @@ def test_charts_grow_while_an_exploration_runs(browser: Chromium, service: Servi
         service.profiler.gate.set()
     browser.wait_for("document.querySelector('.badge.succeeded') && document.querySelectorAll('svg.plot').length === 4")
     assert browser.evaluate("window.same"), "the view was not loaded again"
+    browser.wait_for(f"document.querySelectorAll('.data tbody tr').length === {len(service.client.trials(job_id))}")
+    browser.wait_for("document.querySelector('polygon.band')")
     # The edges of the band are the figures of the trials: the middle of each pair is the trial's mark.
     edges = browser.evaluate("[...document.querySelector('polygon.band').points].map(({ x, y }) => [x, y])")
     upper, lower = edges[: len(edges) // 2], edges[len(edges) // 2 :][::-1]
