@@ -44,11 +44,12 @@ CONTRAST = """(() => {
   };
   const grounds = (node) => node ? [...grounds(node.parentElement), getComputedStyle(node).backgroundColor] : [];
   return [...document.querySelectorAll('main *, .bar *')].filter((node) => node.checkVisibility()
-    && !node.closest('.hidden, svg, option')
+    && !node.closest('.hidden, option, title')
     && [...node.childNodes].some((one) => one.nodeType === 3 && one.data.trim()))
     .map((node) => {
       const under = grounds(node);
-      const [a, b] = [luminance(under), luminance([...under, getComputedStyle(node).color])].sort((x, y) => y - x);
+      const shown = getComputedStyle(node)[node.closest('svg') ? 'fill' : 'color'];
+      const [a, b] = [luminance(under), luminance([...under, shown])].sort((x, y) => y - x);
       return [(a + 0.05) / (b + 0.05), node.textContent.slice(0, 40)];
     }).sort((x, y) => x[0] - y[0])[0];
 })()"""
