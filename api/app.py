@@ -21,6 +21,7 @@ from bexp.api.problems import install_problem_handlers
 from bexp.api.refusals import Problem
 from bexp.api.routes import (
     administration,
+    comparisons,
     explorations,
     logs,
     monitoring,
@@ -80,7 +81,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
     v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
-    for module in (explorations, resuming, results, run_reports, logs, workers, administration, schemas):
+    for module in (explorations, resuming, results, comparisons, run_reports, logs, workers, administration, schemas):
         app.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
     app.include_router(monitoring.router)
     app.include_router(web.router)

@@ -98,8 +98,12 @@ SUMMARY: dict[str, Any] = {
     "priority": 0,
     "model": "tiny-moe",
     "labels": {"team": "search"},
+    "device_name": "NVIDIA H100 80GB HBM3",
     "micro_batch_size": 2,
+    "performance": _RECOMMENDATION.performance,
+    "tokens_per_second": _RECOMMENDATION.tokens_per_second,
     "confidence": 45,
+    "confidence_target": 95,
     "created_at": CREATED_AT,
     "started_at": "2026-01-15T19:39:13Z",
     "finished_at": None,
@@ -123,7 +127,10 @@ EXPLORATION: dict[str, Any] = {
 QUEUED: dict[str, Any] = {
     **EXPLORATION,
     "state": "queued",
+    "device_name": None,
     "micro_batch_size": None,
+    "performance": None,
+    "tokens_per_second": None,
     "confidence": None,
     "started_at": None,
     "attempt": 0,
@@ -192,6 +199,17 @@ WORKERS: dict[str, Any] = {
 }
 PAGE: dict[str, Any] = {"items": [SUMMARY], "next_cursor": None}
 EVENTS: dict[str, Any] = {"items": [event.model_dump(mode="json") for event in _LOG], "next_cursor": None}
+COMPARISON: dict[str, Any] = {
+    "probability_b_faster": 0.98,
+    "speedup": 1.12,
+    "speedup_90_percent": [1.03, 1.22],
+    "runs_needed": 0,
+    "a": {"explorations": [JOB_ID], "model": "tiny-moe", "confidence": 45, "tokens_per_second": 5120.0, "num_runs": 2},
+    "b": {"explorations": ["2f"], "model": "tiny-moe", "confidence": 88, "tokens_per_second": 5734.4, "num_runs": 2},
+    "differences": ["execution: eager in A, compile in B"],
+    "not_measured": [],
+    "next_measurement": {"runs_of_each": 0, "seconds": 0.0, "advice": "none: which one is faster is known"},
+}
 TRIALS: dict[str, Any] = {"items": [_TRIAL.model_dump(mode="json")], "next_cursor": None, "end_cursor": "0"}
 LOG = "".join(render_line(event) + "\n" for event in _LOG)
 EVENT_STREAM = "".join(

@@ -26,7 +26,10 @@ NextCursor = Annotated[
 NO_NUL = r"^[^\x00]*$"
 """The pattern of a parameter that is compared with stored text: PostgreSQL refuses NUL."""
 
-_RESULTS = ("micro_batch_size", "confidence", "report", "space", "recommendation", "answer")
+_RESULTS = (
+    *("device_name", "micro_batch_size", "performance", "tokens_per_second", "confidence"),
+    *("report", "space", "recommendation", "answer"),
+)
 """The fields of an exploration that its measurements fill."""
 
 
@@ -73,8 +76,14 @@ class ExplorationSummary(BaseModel):
     priority: Annotated[int, Field(description="Among the explorations of its owner, the highest is next.")]
     model: Annotated[str, Field(description="The model's name.")]
     labels: Annotated[dict[str, str], Field(description="Those of the request.")]
+    device_name: Annotated[str | None, Field(description="Of the device that it runs on; null until one has it.")]
     micro_batch_size: Annotated[int | None, Field(description="The one recommended so far.")]
+    performance: Annotated[float | None, Field(description="Its speed relative to the base.")]
+    tokens_per_second: Annotated[float | None, Field(description="Those to expect of one device.")]
     confidence: int | None
+    confidence_target: Annotated[
+        int | None, Field(description="What the request asks for. An answer with less confidence is provisional.")
+    ]
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None
@@ -100,8 +109,12 @@ def _summary_fields(job: JobSummary) -> dict[str, Any]:
         "priority": job.priority,
         "model": job.model_name,
         "labels": dict(job.labels),
+        "device_name": job.device_name,
         "micro_batch_size": job.micro_batch_size,
+        "performance": job.performance,
+        "tokens_per_second": job.tokens_per_second,
         "confidence": job.confidence,
+        "confidence_target": job.confidence_target,
         "created_at": job.created_at,
         "started_at": job.started_at,
         "finished_at": job.finished_at,

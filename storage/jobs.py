@@ -53,8 +53,12 @@ class JobSummary:
     owner: str
     priority: int
     model_name: str
+    device_name: str | None
     micro_batch_size: int | None
+    performance: float | None
+    tokens_per_second: float | None
     confidence: int | None
+    confidence_target: int | None
     created_at: datetime
     started_at: datetime | None
     finished_at: datetime | None

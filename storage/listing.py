@@ -1,4 +1,4 @@
-"""Lists of jobs: by state, model and labels, page by page."""
+"""Lists of jobs: by state, model, labels and words, page by page."""
 
 from __future__ import annotations
 
@@ -19,12 +19,16 @@ class InvalidCursorError(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class JobFilter:
-    """Which jobs to list: those that meet every part that is given. A job has all of `labels`, and may have others."""
+    """Which jobs to list: those that meet every part that is given. A job has all of `labels`, and may have others.
+
+    Each word of `search`, whatever its case, is somewhere in its model's name, its device, its owner or a label.
+    """
 
     state: JobState | None = None
     model: str | None = None
     labels: tuple[tuple[str, str], ...] = ()
     owner: str | None = None
+    search: str = ""
 
     def conditions(self) -> list[sa.ColumnElement[bool]]:
         """Return what a row of `jobs` must meet."""
@@ -38,7 +42,17 @@ class JobFilter:
         for key, value in self.labels:
             labelled = sa.select(labels.c.job_id).where(labels.c.key == key, labels.c.value == value)
             conditions.append(jobs.c.id.in_(labelled))
-        return conditions
+        return conditions + [_has_word(word) for word in self.search.split()]
+
+
+def _has_word(word: str) -> sa.ColumnElement[bool]:
+    """Return the condition of a word of a search. Each part reads an index alone, and no row with its documents."""
+    searched = jobs.alias()
+    columns = (searched.c.model_name, searched.c.device_name, searched.c.owner)
+    named = sa.select(searched.c.id).where(sa.or_(*(column.icontains(word, autoescape=True) for column in columns)))
+    text = labels.c.key + "=" + labels.c.value
+    labelled = sa.select(labels.c.job_id).where(text.icontains(word, autoescape=True))
+    return jobs.c.id.in_(named) | jobs.c.id.in_(labelled)
 
 
 def list_jobs(

@@ -7,6 +7,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
+from bexp.explorer.records.recommendation import Recommendation
 from bexp.storage.changes import fence
 from bexp.storage.events import count_events
 from bexp.storage.leases import Lease, LeaseLostError
@@ -20,12 +21,21 @@ def progress_values(progress: Progress) -> dict[str, Any]:
     if progress.answer is not None:
         best = progress.answer.recommendation
         values |= {"answer": progress.answer.model_dump(mode="json"), "serves_up_to": progress.answer.serves_up_to}
-        values |= {"recommendation": None, "micro_batch_size": None, "confidence": None}  # the answer has it
+        values |= {"recommendation": None, **summary_of(best)}  # the answer has it
     elif best is not None:
         values["recommendation"] = best.model_dump(mode="json")
-    if best is not None:
-        values |= {"micro_batch_size": best.candidate.micro_batch_size, "confidence": best.confidence}
+        values |= summary_of(best)
     return values
+
+
+def summary_of(best: Recommendation | None) -> dict[str, Any]:
+    """Return the columns of a job that a list shows of its recommendation."""
+    return {
+        "micro_batch_size": best and best.candidate.micro_batch_size,
+        "performance": best and best.performance,
+        "tokens_per_second": best and best.expected_tokens_per_second,
+        "confidence": best and best.confidence,
+    }
 
 
 def claim_event(attempt: int, worker: str, description: str | None, target: str, num_trials: int) -> EventDraft:

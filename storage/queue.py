@@ -118,6 +118,7 @@ class Queue:
                 known["earlier"] = find_earlier_runs(self.database, job.request, report, software)
             report = report.model_copy(update=known)
             values = {"report": report.model_dump(mode="json"), "fingerprint": fingerprint}
+            values["device_name"] = report.hardware.device_name
             if job.request is not None:
                 values["devices_needed"] = job.request.devices.needed(report.hardware.num_devices)
         with self.database.begin() as connection:

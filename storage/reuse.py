@@ -27,7 +27,8 @@ from bexp.storage.tables import jobs, run_reports
 from bexp.storage.workers import LIVE_WITHIN, WorkerInfo, select_workers
 
 _COPIED = (
-    *("fingerprint", "report", "space", "micro_batch_size", "confidence", "answer"),
+    *("fingerprint", "report", "device_name", "space", "answer"),
+    *("micro_batch_size", "performance", "tokens_per_second", "confidence"),
     *("devices_needed", "software", "request_key"),
 )
 MEMORY_TOLERANCE = 0.1

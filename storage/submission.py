@@ -88,6 +88,7 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         "request": request.model_dump(mode="json"),
         "model_name": request.explored.name,
         "device_kind": request.device_kind,
+        "confidence_target": request.budget.confidence_target,
         "target": request.target_name,
         "devices_needed": request.devices.needed(),
         "attempt": 0,

@@ -108,11 +108,16 @@ jobs = sa.Table(
     ),
     sa.Column("measured_at", UTCDateTime, doc="When that job finished."),
     sa.Column("stored_bytes", sa.BigInteger, doc="What it takes in all tables; null until that is counted anew."),
+    sa.Column("device_name", sa.String(255), doc="Of the report."),
+    sa.Column("confidence_target", sa.Integer, doc="Of the request."),
+    sa.Column("performance", sa.Float, doc="Of the recommendation, relative to its base."),
+    sa.Column("tokens_per_second", sa.Float, doc="To expect of one device with the recommendation."),
     sa.Index(None, "created_at", "id"),
     sa.Index(None, "state", "created_at"),
     sa.Index(None, "owner", "created_at"),
     sa.Index(None, "owner", "stored_bytes"),
     sa.Index(None, "model_name", "created_at"),
+    sa.Index(f"ix_{PREFIX}jobs_searched", "model_name", "device_name", "owner", "id"),
     sa.Index(f"ix_{PREFIX}jobs_queued", "owner", "state", sqlite_where=IS_QUEUED, postgresql_where=IS_QUEUED),
 )
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
-from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.document import FormatError, read_field
 
 
 def parse_micro_batch_size(text: str | None) -> Any:
@@ -30,13 +30,10 @@ def parse_fields(assignments: list[str] | None) -> dict[str, Any]:
 
     Raises CommandError for text without "=" or without a value, and FormatError for a value that is no YAML.
     """
-    fields: dict[str, Any] = {}
-    for assignment in assignments or ():
-        name, separator, value = assignment.partition("=")
-        if not separator or not name:
-            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} is not of the form FIELD=VALUE")
-        if not value.strip():
-            hint = f"{name}=null stands for no value, {name}='\"\"' for an empty text"
-            raise CommandError(ExitCode.USAGE, f"--set {assignment!r} has no value", hint)
-        fields[name] = load_document(f"value: {value}")["value"]
-    return fields
+    try:
+        return dict(map(read_field, assignments or ()))
+    except FormatError:
+        raise
+    except ValueError as error:
+        hint = "FIELD=null stands for no value, FIELD='\"\"' for an empty text"
+        raise CommandError(ExitCode.USAGE, f"--set {error}", hint) from None

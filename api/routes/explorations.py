@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from http import HTTPStatus
 from typing import Annotated, Any
 
@@ -15,7 +16,7 @@ from bexp.api.refusals import invalid_parameter
 from bexp.api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from bexp.api.service import ServiceDep
 from bexp.api.submission import submit
-from bexp.explorer.formats.document import load_document
+from bexp.explorer.formats.document import FormatError, load_document, read_field
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.labels import MAX_LABELS, parse_label
 from bexp.storage.jobs import Job, JobNotFoundError, JobState, JobSummary, get_job, get_summary
@@ -60,6 +61,15 @@ SummaryDep = Annotated[JobSummary, Depends(_summary_of)]
 
 async def _text_of(request: Request, service: ServiceDep) -> str:
     return await bodies.read_text(request, service.settings.max_body_bytes, service.settings.body_seconds)
+
+
+def _fields(assignments: Iterable[str]) -> dict[str, Any]:
+    try:
+        return dict(map(read_field, assignments))
+    except FormatError:
+        raise
+    except ValueError:
+        raise invalid_parameter("set", "must be written as FIELD=VALUE") from None
 
 
 @router.post(
@@ -109,13 +119,23 @@ def submit_exploration(
     priority: Annotated[
         int, Query(ge=-100, le=100, description="Among the explorations of its owner, the highest is next.")
     ] = 0,
+    assignments: Annotated[
+        list[str] | None,
+        Query(
+            alias="set",
+            max_length=32,
+            description="A field of the request in place of what the body says, `FIELD=VALUE`, as `bexp submit --set` "
+            "takes it; may be repeated.",
+            examples=[["batch_size=256", "model.seq_length=4096"]],
+        ),
+    ] = None,
 ) -> Response:
     """Queue an exploration, which a worker will run.
 
     If the same request has been measured on the hardware and with the versions of a live worker, the exploration has
     that answer and ends at once: 201. `fresh: true` in the request measures again.
     """
-    request = parse_request(load_document(text))
+    request = parse_request(load_document(text), overrides=_fields(assignments or ()))
     job, is_new = submit(service.queue, request, idempotency_key=idempotency_key, priority=priority, by=caller)
     shown = Exploration.of_job(job, with_results=caller.may(Scope.READ))
     return Response(  # what FastAPI makes of a model takes another thread
@@ -157,6 +177,16 @@ def list_explorations(
             examples=[["team=search"]],
         ),
     ] = None,
+    search: Annotated[
+        str,
+        Query(
+            max_length=192,
+            pattern=NO_NUL,
+            description="List only explorations that have each of these words, whatever its case, in the model's name, "
+            "the device, the owner or a label.",
+            examples=["h100 team=search"],
+        ),
+    ] = "",
     limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
@@ -169,7 +199,7 @@ def list_explorations(
         labels = [parse_label(text) for text in label or ()]
     except ValueError as error:
         raise invalid_parameter("label", str(error)) from None
-    wanted = JobFilter(state, model, tuple(labels), owner=caller.sees)
+    wanted = JobFilter(state, model, tuple(labels), owner=caller.sees, search=search)
     try:
         jobs, next_cursor = list_jobs(service.database, wanted=wanted, limit=limit, cursor=cursor)
     except InvalidCursorError:

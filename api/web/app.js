@@ -1,5 +1,6 @@
 /** The page: which view is shown, the login, and problems that any view can have. */
 
+import { showComparison } from "./compare.js";
 import { showList } from "./list.js";
 import { showExploration } from "./live.js";
 import { listExplorations, Problem, token } from "./service.js";
@@ -70,6 +71,7 @@ async function show() {
   main.replaceChildren();
   try {
     if (page === "explorations" && id) await showExploration(decodeURIComponent(id), main, signal, shell);
+    else if (page === "compare") await showComparison(decodeURIComponent(id), main, signal, shell);
     else if (page === "submit") showSubmit(main, signal, shell);
     else await showList(main, signal, shell);
   } catch (error) {

@@ -44,7 +44,7 @@ function recommendedRing(points, best) {
     chosen ? svg("circle", { class: "ring", cx: x(chosen), cy: y(chosen), r: 10 }, svg("title", {}, "Recommended")) : "";
 }
 
-/** Throughput over the micro-batch, by policy, with intervals. */
+/** Throughput over the micro-batch, by policy, with a band of what the timing leaves open; a bar for one off the lines. */
 export function throughputChart({ trials, best, width }) {
   const points = latestByCandidate(pointsOf(trials));
   if (points.length === 0) return null;
@@ -61,14 +61,23 @@ export function throughputChart({ trials, best, width }) {
     label: `Throughput over the micro-batch size. ${points.length} candidates were measured. The fastest has ` +
       `${format.describe(fastest.candidate)}, with ${format.rate(fastest.tokensPerSecond)}.`,
   });
+  const end = (point, sign) => [x.at(point.microBatch), y.at(point.tokensPerSecond * (1 + sign * point.interval))];
+  const banded = new Set();
   for (const [policy, series] of fastestByPolicy(points)) {
-    const path = series.map((point) => [x.at(point.microBatch), y.at(point.tokensPerSecond)]);
-    marks.append(line(path, { class: `series p${policyIndex(policy)}` }));
+    const kind = `p${policyIndex(policy)}`;
+    if (series.length > 1) {
+      const corners = [...series.map((point) => end(point, 1)), ...series.toReversed().map((point) => end(point, -1))];
+      marks.append(svg("polygon", { class: `band ${kind}`, points: corners.map((corner) => corner.join(",")).join(" ") }));
+      for (const point of series) banded.add(point);
+    }
+    marks.append(line(series.map((point) => end(point, 0)), { class: `series ${kind}` }));
   }
   for (const point of points) {
     const px = x.at(point.microBatch);
-    const [low, high] = [-1, 1].map((sign) => y.at(point.tokensPerSecond * (1 + sign * point.interval)));
-    if (low - high > 3) marks.append(svg("line", { class: `interval p${point.index}`, x1: px, x2: px, y1: low, y2: high }));
+    const [[, low], [, high]] = [end(point, -1), end(point, 1)];
+    if (!banded.has(point) && low - high > 3) {
+      marks.append(svg("line", { class: `interval p${point.index}`, x1: px, x2: px, y1: low, y2: high }));
+    }
     marks.append(mark(point.index, px, y.at(point.tokensPerSecond), { class: markClass(point) }, titleOf(point)));
   }
   marks.append(recommendedRing(points, best)((p) => x.at(p.microBatch), (p) => y.at(p.tokensPerSecond)));

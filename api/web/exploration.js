@@ -1,7 +1,9 @@
 /** The view of one exploration: what is known, drawn. It asks no service, so a report in a file uses it as well. */
 
 import { renderAnswer } from "./answer.js";
+import { stateBadge } from "./badge.js";
 import { confidenceChart, frontChart, heatMap, memoryChart, throughputChart } from "./charts.js";
+import { copyable, nextCommands } from "./copy.js";
 import { el, throttle } from "./dom.js";
 import * as format from "./format.js";
 import { Log } from "./log.js";
@@ -15,7 +17,7 @@ export const isFinal = (exploration) => FINAL.has(exploration.state);
 
 const CHARTS = [
   ["Throughput by micro-batch", throughputChart,
-    "Bars span two standard errors, each way, of the noisiest part that the trial timed."],
+    "A band, or a bar, spans two standard errors, each way, of the noisiest part that the trial timed."],
   ["Throughput against memory", frontChart, "The line joins candidates that no other beats in both."],
   ["Memory by part", memoryChart, "The candidate recommended so far. The reserve is for fragmentation, the runtime's context and a margin."],
   ["Recomputation by micro-batch", heatMap, "The fastest tokens/s that was measured."],
@@ -41,6 +43,8 @@ export class ExplorationView {
       const root = el("figure", { class: "card" }, el("figcaption", {}, el("h2", {}, name), el("p", { class: "quiet" }, note)), body);
       return { root, body, draw };
     });
+    this.next = el("section", { class: "card", "aria-labelledby": "next-title", hidden: !this.isLinked },
+      el("h2", { id: "next-title" }, "Next"));
     this.log = new Log();
     this.trials = new TrialsTable();
     this.trialsCard = el("section", { class: "card", "aria-labelledby": "trials-title" }, el("h2", { id: "trials-title" }, "Trials"), this.trials.root);
@@ -48,6 +52,7 @@ export class ExplorationView {
       el("header", { class: "page-head" }, el("div", {}, this.title, this.state, this.labels, this.source), el("div", { class: "actions" }, actions)),
       this.trouble,
       this.answer,
+      this.next,
       this.variantLabel,
       el("div", { class: "charts" }, this.figures.map((figure) => figure.root)),
       el("section", { class: "card", "aria-labelledby": "log-title" }, el("h2", { id: "log-title" }, "Log"), this.log.summary, this.log.list),
@@ -80,6 +85,7 @@ export class ExplorationView {
     this.#drawHead(exploration, trials);
     const title = exploration.answer ? "Answer" : "Best so far";
     this.answer.replaceChildren(el("h2", { id: "answer-title" }, title), ...renderAnswer(exploration));
+    if (this.isLinked) this.#drawNext(exploration);
     const best = this.#drawVariants(exploration, trials);
     const shown = trials.filter((trial) => format.variant(trial.measurement.candidate) === this.variant);
     const common = {
@@ -118,7 +124,7 @@ export class ExplorationView {
     ];
     const cancelled = exploration.cancel_requested && !isFinal(exploration) ? " (being cancelled)" : "";
     this.state.replaceChildren(
-      el("span", { class: `badge ${exploration.state}` }, exploration.state + cancelled),
+      stateBadge(exploration, null, cancelled),
       ` ${trials.length} trials · ${facts.filter(Boolean).join(" · ")} · id `,
       el("code", {}, exploration.id),
     );
@@ -126,6 +132,22 @@ export class ExplorationView {
     this.#drawSource(exploration.answered_from);
     const trouble = exploration.answer ? "" : exploration.error ?? exploration.waiting_reason ?? ""; // an answer says more
     if (this.trouble.textContent !== trouble) this.trouble.textContent = trouble;
+  }
+
+  /** Offer the commands that follow, anew only if they are others, so that none moves under a pointer. */
+  #drawNext(exploration) {
+    const commands = nextCommands(exploration);
+    const text = commands.flat().join("\n");
+    if (this.nextText === text) return;
+    this.nextText = text;
+    const about = (path, name) => el("a", { href: `docs#${path}` }, name);
+    this.next.replaceChildren(
+      el("h2", { id: "next-title" }, "Next"),
+      ...commands.map(([why, command]) => copyable(command, why)),
+      el("p", { class: "quiet" }, "What the figures mean: ", about("schema-Recommendation", "recommendation"), ", ",
+        about("schema-Trial", "trial"), ", ", about("schema-ExplorationRequest", "request"), ". What else a program can ask for: ",
+        about("get-/v1/explorations/{exploration_id}/recommendation", "the REST API"), "."),
+    );
   }
 
   /** Say where an answer comes from that was not measured for this exploration. */

@@ -28,6 +28,19 @@ export function seconds(value) {
   return `${value.toFixed(1)}\u00a0s`;
 }
 
+/** The time between two moments: `45 s`, `12 min`, `3 h 05 min`. The second one may be null: now. */
+export function duration(from, to) {
+  const passed = Math.max(0, (to === null ? Date.now() : Date.parse(to)) - Date.parse(from)) / 1000;
+  if (passed < 100) return `${Math.round(passed)}\u00a0s`;
+  const minutes = Math.round(passed / 60);
+  if (minutes < 100) return `${minutes}\u00a0min`;
+  return `${Math.floor(minutes / 60)}\u00a0h\u00a0${String(minutes % 60).padStart(2, "0")}\u00a0min`;
+}
+
+/** Whether a search has ended below the confidence that was asked for. */
+export const isProvisional = ({ state, confidence, confidence_target }) =>
+  state === "succeeded" && confidence !== null && confidence < confidence_target;
+
 export const percent = (share, digits = 1) => `${(100 * share).toFixed(digits)}%`;
 
 /** The local date and time of an ISO timestamp. */

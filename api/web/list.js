@@ -1,30 +1,56 @@
 /** The list of explorations. */
 
+import { stateBadge } from "./badge.js";
+import { MOST_COMPARED } from "./compare.js";
 import { el } from "./dom.js";
 import * as format from "./format.js";
 import { listExplorations, pause } from "./service.js";
 
 const AGAIN_MILLISECONDS = 5_000;
 const STATES = ["queued", "running", "succeeded", "failed", "cancelled"];
+const or = (value, text = String) => (value === null || value === undefined ? "–" : text(value));
+
+/** Each column: its name, whether it holds figures, and what it shows of an exploration. */
+const COLUMNS = [
+  ["state", false, (one) => [
+    stateBadge(one, one.error ?? one.waiting_reason),
+    one.answered_from && el("span", { class: "quiet reused" }, " reused"),
+  ]],
+  ["device", false, (one, find) => or(one.device_name, (name) => finder(name, "find", find))],
+  ["micro-batch", true, (one) => or(one.micro_batch_size)],
+  ["tokens/s", true, (one) => or(one.tokens_per_second, format.number)],
+  ["gain", true, (one) => or(one.performance, (gain) => `${gain.toFixed(2)}x`)],
+  ["confidence", true, (one) => or(one.confidence)],
+  ["duration", true, (one) => (one.started_at === null ? "–" : format.duration(one.started_at, one.finished_at))],
+  ["submitted", false, (one) => el("time", { datetime: one.created_at }, format.moment(one.created_at))],
+  ["owner", false, (one, find) => finder(one.owner, "find", find)],
+  ["id", false, (one) => el("code", {}, one.id)],
+];
+
+/** A button that searches for its text. */
+const finder = (text, kind, find) =>
+  el("button", { type: "button", class: kind, title: "List those with this", onclick: () => find(text) }, text);
 
 /** Show the list and keep its first page current until `signal` is aborted. */
 export async function showList(root, signal, shell) {
   document.title = "Explorations · bexp";
   const title = el("h1", { tabindex: "-1" }, "Explorations");
   const state = el("select", { id: "state" }, el("option", { value: "" }, "all"), STATES.map((name) => el("option", { value: name }, name)));
-  const wanted = el("input", { id: "wanted", type: "search", placeholder: "model or key=value", maxlength: 192 });
+  const wanted = el("input", { id: "wanted", type: "search", placeholder: "model, device, owner, key=value", maxlength: 192 });
   const body = el("tbody");
   const older = el("button", { type: "button", hidden: true }, "Show older ones");
   const empty = el("p", { class: "quiet", hidden: true }, "There are none. ", el("a", { href: "#/submit" }, "Submit one"), ".");
-  const head = ["model", "state", "micro-batch", "confidence", "submitted", "id"];
-  const figures = new Set(["micro-batch", "confidence"]);
+  const compare = el("a", { class: "button", hidden: true });
+  const chosen = new Set();
+  const head = [["", false], ["model", false], ...COLUMNS].map(([name, isFigure]) =>
+    el("th", { scope: "col", class: isFigure && "figure" }, name || el("span", { class: "hidden" }, "compare")));
   root.replaceChildren(
-    el("header", { class: "page-head" }, title, el("div", { class: "actions" }, el("label", {}, "Model or label ", wanted), el("label", {}, "State ", state))),
+    el("header", { class: "page-head" }, title,
+      el("div", { class: "actions" }, compare, el("label", {}, "Search ", wanted), el("label", {}, "State ", state))),
     el(
       "div",
       { class: "card scroll whole", tabindex: "0", role: "region", "aria-label": "Explorations" },
-      el("table", { class: "data list" }, el("caption", { class: "hidden" }, "Explorations, the newest first"),
-        el("thead", {}, el("tr", {}, head.map((name) => el("th", { scope: "col", class: figures.has(name) && "figure" }, name)))), body),
+      el("table", { class: "data list" }, el("caption", { class: "hidden" }, "Explorations, the newest first"), el("thead", {}, el("tr", {}, head)), body),
       empty,
     ),
     older,
@@ -35,24 +61,32 @@ export async function showList(root, signal, shell) {
     const items = [];
     let cursor = null;
     for (let page = 0; page < pages; page += 1) {
-      const text = wanted.value.trim();
-      const filter = { ...(state.value && { state: state.value }), ...(text && { [text.includes("=") ? "label" : "model"]: text }) };
+      const search = wanted.value.trim();
+      const filter = { ...(state.value && { state: state.value }), ...(search && { search }) };
       const query = { limit: 50, ...filter, ...(cursor && { cursor }) };
       const listed = await listExplorations(query, signal);
       items.push(...listed.items);
       cursor = listed.next_cursor;
       if (cursor === null) break;
     }
-    const focused = document.activeElement?.getAttribute("href");
-    body.replaceChildren(...items.map((item) => row(item, find)));
-    if (focused?.startsWith("#/explorations/")) body.querySelector(`a[href="${focused}"]`)?.focus();
+    const focused = document.activeElement;
+    const line = focused?.closest("tr[data-id]");
+    const place = line && usable(line).indexOf(focused);
+    body.replaceChildren(...items.map((item) => row(item, find, chosen, offer)));
+    if (line) usable(body.querySelector(`[data-id="${line.dataset.id}"]`))[place]?.focus();
     empty.hidden = items.length > 0;
     older.hidden = cursor === null;
     shell.connection(true);
   };
-  const readNow = () => read().catch((error) => shell.report(error, signal));
+  const offer = () => {
+    compare.hidden = chosen.size < 2 || chosen.size > MOST_COMPARED;
+    compare.textContent = `Compare ${chosen.size}`;
+    compare.href = `#/compare/${[...chosen].join(",")}`;
+    for (const box of body.querySelectorAll("input")) box.disabled = !box.checked && chosen.size >= MOST_COMPARED;
+  };
+  const readNow = () => read().then(offer).catch((error) => shell.report(error, signal));
   const readFirst = () => ((pages = 1), readNow());
-  const find = (label) => ((wanted.value = label), readFirst());
+  const find = (words) => ((wanted.value = words), readFirst());
   state.addEventListener("change", readFirst);
   wanted.addEventListener("change", readFirst);
   older.addEventListener("click", () => ((pages += 1), readNow()));
@@ -63,6 +97,7 @@ export async function showList(root, signal, shell) {
     if (signal.aborted || document.hidden) continue;
     try {
       await read();
+      offer();
     } catch (error) {
       if (!shell.isPassing(error)) throw error;
       shell.connection(false);
@@ -70,18 +105,19 @@ export async function showList(root, signal, shell) {
   }
 }
 
-function row(exploration, find) {
-  const labels = format.labels(exploration.labels).map((text) =>
-    el("button", { type: "button", class: "label", title: "List those with this label", onclick: () => find(text) }, text));
-  const trouble = exploration.error ?? exploration.waiting_reason;
+/** What of a row can have the focus, in its order. */
+const usable = (line) => [...(line?.querySelectorAll("a, button, input") ?? [])];
+
+function row(exploration, find, chosen, offer) {
+  const { id } = exploration;
+  const choose = ({ target }) => (target.checked ? chosen.add(id) : chosen.delete(id), offer());
+  const box = { type: "checkbox", "aria-label": `Compare ${exploration.model} ${id}`, onchange: choose };
+  const labels = format.labels(exploration.labels).map((text) => finder(text, "label", find));
   return el(
     "tr",
-    {},
-    el("th", { scope: "row" }, el("a", { href: `#/explorations/${exploration.id}` }, exploration.model), labels),
-    el("td", {}, el("span", { class: `badge ${exploration.state}`, title: trouble }, exploration.state), exploration.answered_from && el("span", { class: "quiet reused" }, " reused")),
-    el("td", { class: "figure" }, exploration.micro_batch_size ?? "–"),
-    el("td", { class: "figure" }, exploration.confidence ?? "–"),
-    el("td", {}, el("time", { datetime: exploration.created_at }, format.moment(exploration.created_at))),
-    el("td", {}, el("code", {}, exploration.id)),
+    { "data-id": id },
+    el("td", {}, el("input", { ...box, checked: chosen.has(id) })),
+    el("th", { scope: "row" }, el("a", { href: `#/explorations/${id}` }, exploration.model), labels),
+    COLUMNS.map(([, isFigure, show]) => el("td", { class: isFigure && "figure" }, show(exploration, find))),
   );
 }

@@ -72,7 +72,7 @@ export async function showExploration(id, root, signal, shell) {
 
   show();
   await read();
-  view.title.focus({ preventScroll: true });
+  if (!root.contains(document.activeElement)) view.title.focus({ preventScroll: true }); // a reader may be faster
   for await (const fresh of followEvents(id, signal, shell.connection)) {
     events.push(...fresh);
     show();

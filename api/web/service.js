@@ -55,6 +55,9 @@ export const resumeExploration = (id) => json(`${one(id)}/resume`, { method: "PO
 
 export const deleteExploration = (id) => send(one(id), { method: "DELETE" });
 
+/** Return how likely the answer of exploration `b` is faster than that of `a`. */
+export const compareExplorations = (a, b, signal) => json(`${one(a)}/comparison?${new URLSearchParams({ other: b })}`, { signal });
+
 /** Return the answer in a format of a training framework, as a blob, and the name of its file. */
 export async function exportAnswer(id, format, signal) {
   const query = new URLSearchParams({ format });
@@ -63,13 +66,16 @@ export async function exportAnswer(id, format, signal) {
   return { blob: await response.blob(), name: named?.[1] ?? `bexp-${format}.txt` };
 }
 
-/** Submit a document, which is JSON if it starts with a brace, and YAML otherwise. */
-export const submitExploration = (text) =>
-  json("explorations", {
+/** Submit a document, which is JSON if it starts with a brace, and YAML otherwise; `fields` replace those it has. */
+export const submitExploration = (text, fields = []) =>
+  json(`explorations?${new URLSearchParams(fields.map(([name, value]) => ["set", `${name}=${value}`]))}`, {
     method: "POST",
     body: text,
     headers: { "Content-Type": text.trimStart().startsWith("{") ? "application/json" : "application/yaml" },
   });
+
+/** What the service says of itself. */
+export const readOpenApi = async (signal) => (await fetch("openapi.json", { cache: "no-cache", signal })).json();
 
 /** Return the trials that were stored after `cursor`, and the cursor for the next call. */
 export async function readTrials(id, cursor, signal) {

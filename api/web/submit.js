@@ -1,55 +1,146 @@
 /** The form that submits an exploration. */
 
+import { copyable } from "./copy.js";
 import { el } from "./dom.js";
-import { Problem, submitExploration } from "./service.js";
+import { Problem, readOpenApi, submitExploration } from "./service.js";
+
+/**
+ * The fields beside the document: the option of the command, the field of a request that it stands for, which fields
+ * at fault belong to it, its label, and how its text becomes a value.
+ */
+const FIELDS = [
+  { option: "batch-size", field: "batch_size", label: "Batch size", help: "sequences of an optimizer step, over all devices" },
+  { option: "seq-length", field: "model.seq_length", faults: /seq_length$/, label: "Sequence length", help: "tokens" },
+  { option: "trainer", field: "trainer", label: "Trainer", help: "who will run the answer", isChoice: true },
+  { option: "max-seconds", field: "budget.max_seconds", label: "Time budget, minutes", help: "of all trials together", value: minutes },
+];
+
+/** Minutes as seconds; what is no number stays as it is, for the service to refuse. */
+function minutes(text) {
+  return Number.isFinite(Number(text)) ? String(60 * Number(text)) : text;
+}
 
 /** Show the form. */
 export function showSubmit(root, signal, shell) {
   document.title = "Submit · bexp";
   const title = el("h1", { tabindex: "-1" }, "Submit an exploration");
   const text = el("textarea", {
-    id: "document", rows: "18", required: true, spellcheck: "false", autocapitalize: "off", "aria-describedby": "document-help errors",
+    id: "document", rows: "16", spellcheck: "false", autocapitalize: "off", "aria-describedby": "document-help errors",
   });
   const file = el("input", { id: "file", type: "file", accept: ".json,.yaml,.yml" });
   const errors = el("div", { id: "errors", class: "trouble", role: "alert" });
   const button = el("button", { type: "submit", class: "primary" }, "Submit");
-  file.addEventListener("change", async () => {
-    if (file.files.length > 0) text.value = await file.files[0].text();
-  });
+  const example = el("button", { type: "button" }, "Fill in an example");
+  const next = el("div", {});
+  const inputs = FIELDS.map(fieldOf);
   const form = el(
     "form",
-    { class: "card", onsubmit: submit },
-    el("label", { for: "document" }, "A request, or a config.json"),
+    { class: "card", onsubmit: submit, oninput: showCommand },
+    el("label", { for: "document" }, "A config.json, or a request"),
     el("p", { id: "document-help", class: "quiet" },
-      "JSON or YAML: a request of bexp, a Hugging Face config.json, or a Cerebras configuration. Fields of a request, ",
-      "such as \"batch_size\": 256, may stand beside those of a config.json."),
+      "Paste it or drop a file here, as JSON or YAML: a Hugging Face config.json, a ",
+      el("a", { href: "docs#schema-ExplorationRequest" }, "request of bexp"), ", or a Cerebras configuration. ",
+      "Fields of a request may stand beside those of a config.json; the fields below replace them."),
     text,
-    el("label", { for: "file" }, "or choose a file"),
-    file,
     errors,
+    el("p", { class: "actions" }, el("label", { for: "file" }, "or choose a file"), file, example),
+    el("div", { class: "fields" }, inputs.map((input) => input.root)),
     el("p", {}, button),
   );
-  root.replaceChildren(el("header", { class: "page-head" }, title), form);
+  const command = el("section", { class: "card", "aria-labelledby": "command-title" },
+    el("h2", { id: "command-title" }, "The same in a terminal"), next);
+  root.replaceChildren(el("header", { class: "page-head" }, title), form, command);
   title.focus({ preventScroll: true });
+  showCommand();
+
+  const described = readOpenApi(signal);
+  described.then(({ components }) => {
+    const select = inputs.find((input) => input.isChoice).control;
+    select.append(...components.schemas.TrainerName.enum.map((name) => el("option", {}, name)));
+  }).catch((error) => shell.report(error, signal));
+  example.addEventListener("click", async () => {
+    const { paths } = await described;
+    take(paths["/v1/explorations"].post.requestBody.content["application/yaml"].example);
+  });
+  file.addEventListener("change", async () => {
+    if (file.files.length > 0) take(await file.files[0].text());
+  });
+  form.addEventListener("dragover", (event) => {
+    event.preventDefault();
+    form.classList.add("dropping");
+  });
+  form.addEventListener("dragleave", () => form.classList.remove("dropping"));
+  form.addEventListener("drop", async (event) => {
+    form.classList.remove("dropping");
+    const [dropped] = event.dataTransfer.files;
+    if (!dropped) return; // dropped text goes where the browser puts it
+    event.preventDefault();
+    take(await dropped.text());
+  });
+
+  function take(given) {
+    text.value = given;
+    text.focus();
+  }
+
+  function given() {
+    return inputs.filter((input) => input.text !== "").map((input) => ({ ...input, sent: (input.value ?? String)(input.text) }));
+  }
+
+  function showCommand() {
+    next.replaceChildren(copyable(["bexp submit config.json", ...given().map(({ option, sent }) => `--${option} ${sent}`)].join(" ")));
+  }
 
   async function submit(event) {
     event.preventDefault();
     button.disabled = true;
     errors.replaceChildren();
+    for (const input of inputs) input.refuse([]);
     try {
-      const exploration = await submitExploration(text.value);
+      const exploration = await submitExploration(text.value, given().map(({ field, sent }) => [field, sent]));
       if (!signal.aborted) location.hash = `#/explorations/${exploration.id}`;
     } catch (error) {
       if (!(error instanceof Problem) || error.isUnauthorized) shell.report(error, signal);
-      else errors.replaceChildren(...problemText(error));
+      else refuse(error);
     } finally {
       button.disabled = false;
     }
   }
+
+  /** Show each error beside its field: below the document, those of fields that stand in it. */
+  function refuse(error) {
+    let rest = error.problem.errors ?? [];
+    for (const input of inputs) {
+      const own = rest.filter(({ field }) => input.text !== "" && input.faults.test(field ?? ""));
+      input.refuse(own.map(({ message }) => message));
+      rest = rest.filter((one) => !own.includes(one));
+    }
+    const items = rest.map(({ field, message }) => el("li", {}, field && el("code", {}, field), field && ": ", message));
+    if (rest.length > 0 || !error.problem.errors) errors.replaceChildren(el("p", {}, error.message), items.length > 0 ? el("ul", {}, items) : "");
+    text.setAttribute("aria-invalid", String(rest.length > 0));
+    form.querySelector('[aria-invalid="true"]')?.focus();
+  }
 }
 
-function problemText(error) {
-  const fieldErrors = error.problem.errors ?? [];
-  const items = fieldErrors.map(({ field, message }) => el("li", {}, field && el("code", {}, field), field && ": ", message));
-  return [el("p", {}, error.message), items.length > 0 && el("ul", {}, items)].filter(Boolean);
+/** A field with its label, its help and its error. */
+function fieldOf(described) {
+  const { option, field, label, help, isChoice } = described;
+  const attributes = { id: option, "aria-describedby": `${option}-help ${option}-error` };
+  const control = isChoice
+    ? el("select", attributes, el("option", { value: "" }, "as the document says"))
+    : el("input", { ...attributes, inputmode: "numeric", autocomplete: "off", placeholder: "as the document says" });
+  const error = el("p", { id: `${option}-error`, class: "trouble", role: "alert" });
+  return {
+    faults: new RegExp(`^${field}$`),
+    ...described,
+    control,
+    root: el("div", {}, el("label", { for: option }, label), control, el("p", { id: `${option}-help`, class: "quiet" }, help), error),
+    get text() {
+      return control.value.trim();
+    },
+    refuse(messages) {
+      error.textContent = messages.join("; ");
+      control.setAttribute("aria-invalid", String(messages.length > 0));
+    },
+  };
 }

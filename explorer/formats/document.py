@@ -57,6 +57,22 @@ def describe_problem(problem: Problem) -> str:
     return f"{'.'.join(map(str, location))}: {message}" if location else message
 
 
+def read_field(assignment: str) -> tuple[str, Any]:
+    """Return the name and the value of a field that is written as `FIELD=VALUE`; the value is read as YAML.
+
+    Raises ValueError for text without "=" or without a value, and FormatError for a value that is no YAML.
+    """
+    name, separator, value = assignment.partition("=")
+    if not separator or not name:
+        raise ValueError(f"{assignment!r} is not of the form FIELD=VALUE")
+    if not value.strip():
+        raise ValueError(f"{assignment!r} has no value")
+    try:
+        return name, load_document(f"value: {value}")["value"]
+    except FormatError as error:
+        raise FormatError([((name,), message) for _, message in error.errors]) from None
+
+
 def load_document(text: str) -> dict[str, Any]:
     """Parse a JSON or YAML mapping.
 

@@ -20,7 +20,7 @@ from bexp.api.app import create_app
 from bexp.api.examples import REQUEST
 from bexp.api.rate_limits import BURST_SECONDS, MAX_KEYS, RateLimiter, address_key
 from bexp.api.settings import ServiceSettings
-from bexp.storage.audit import Action, read_audit
+from bexp.storage.audit import read_audit
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.owners import ALL_SCOPES, USUAL_SCOPES, Scope
@@ -103,11 +103,17 @@ def test_what_belongs_to_another_owner_does_not_exist(guarded: TestClient, sqlit
     for path in ("cancel", "run-reports"):
         assert_problem(guarded.post(f"{HERE}/{job['id']}/{path}", headers=b, json={}), 404)
     assert guarded.get(HERE, headers=b).json()["items"] == []
+    assert guarded.get(f"{HERE}?search=team-a", headers=b).json()["items"] == []
+    own = guarded.post(HERE, json=REQUEST, headers=b).json()["id"]
+    for one, other in ((own, job["id"]), (job["id"], own)):
+        assert_problem(guarded.get(f"{HERE}/{one}/comparison?other={other}", headers=b), 404)
+    assert guarded.post(f"{HERE}/{own}/cancel", headers=b).status_code == 200
+    assert guarded.delete(f"{HERE}/{own}", headers=b).status_code == 204
     for seeing in (a, admin):
         assert [item["id"] for item in guarded.get(HERE, headers=seeing).json()["items"]] == [job["id"]]
         assert guarded.get(f"{HERE}/{job['id']}", headers=seeing).status_code == 200
     assert guarded.post(f"{HERE}/{job['id']}/cancel", headers=admin).json()["state"] == "cancelled"
-    cancelled, submitted = (r for r in read_audit(sqlite_database) if r.action in {Action.CANCEL, Action.SUBMIT})
+    cancelled, submitted = (r for r in read_audit(sqlite_database) if r.subject == job["id"])
     assert (cancelled.owner, cancelled.token, cancelled.origin) == ("ops", "ops", "testclient")
     assert (submitted.owner, submitted.token, submitted.subject) == ("team-a", "a", job["id"])
 

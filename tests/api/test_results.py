@@ -12,7 +12,8 @@ from bexp.storage.jobs import Job, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from tests.api.problems import assert_problem
-from tests.contracts.samples import make_progress, make_recommendation, make_request, make_trial
+from tests.contracts.jobs import claim_one
+from tests.contracts.samples import make_progress, make_recommendation, make_report, make_request, make_trial
 from tests.contracts.test_reuse import add_worker, measure
 
 
@@ -41,6 +42,23 @@ def test_the_recommendation_is_provisional_until_the_end(client: TestClient, que
     assert (found["state"], found["final"]) == ("succeeded", True)
     assert found["recommendation"]["candidate"]["micro_batch_size"] == 8
     assert Answer.model_validate(found["answer"]) == answer
+
+
+def test_two_answers_are_compared_once_both_are_there(client: TestClient, queue: Queue, lease: Lease) -> None:
+    other = queue.enqueue(make_request(batch_size=64))[0].id
+    path = f"/v1/explorations/{lease.job_id}/comparison"
+    queue.record(lease, make_progress(0))
+    refused = client.get(path, params={"other": other})
+    assert_problem(refused, 409)
+    assert refused.json()["detail"] == f"exploration {other} has no recommendation."
+    assert_problem(client.get(path, params={"other": "unknown"}), 404)
+    assert_problem(client.get(path, params={"other": "no id"}), 422)
+    second = claim_one(queue, "b").lease
+    queue.pin(second, make_report())
+    queue.record(second, make_progress(0))
+    found = client.get(path, params={"other": other}).json()
+    assert (found["probability_b_faster"], found["differences"]) == (0.5, ["batch_size: None in A, 64 in B"])
+    assert [found[side]["explorations"] for side in "ab"] == [[lease.job_id], [other]]
 
 
 def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queue: Queue, lease: Lease) -> None:

@@ -114,6 +114,28 @@ def test_a_config_for_transformers_is_stored_as_it_came(client: TestClient) -> N
     assert response.json()["model"] == "gemma2"
 
 
+def test_fields_that_are_set_replace_those_of_the_body(client: TestClient) -> None:
+    fields = ["batch_size=256", "model.seq_length=64", "recompute=[none]"]
+    asked = client.post(EXPLORATIONS, params={"set": fields}, json=GPT2 | {"batch_size": 8}).json()["request"]
+    assert (asked["batch_size"], asked["model"]["seq_length"], asked["recompute"]) == (256, 64, ["none"])
+
+
+@pytest.mark.parametrize(
+    ("assignment", "field"),
+    [
+        ("batch_size", "set"),
+        ("batch_size= ", "set"),
+        ("=2", "set"),
+        ("batch_size=-1", "batch_size"),
+        ("batch_size=[", "batch_size"),
+    ],
+)
+def test_a_field_that_cannot_be_set_is_named(client: TestClient, assignment: str, field: str) -> None:
+    response = client.post(EXPLORATIONS, params={"set": assignment}, json=REQUEST)
+    assert_problem(response, 422)
+    assert [error.get("field") for error in response.json()["errors"]] == [field]
+
+
 def test_the_same_idempotency_key_gives_the_same_exploration(client: TestClient) -> None:
     first = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "a"})
     again = client.post(EXPLORATIONS, json=REQUEST, headers={"Idempotency-Key": "a"})

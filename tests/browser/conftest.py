@@ -1,4 +1,4 @@
-"""One service behind a path prefix, one replaying worker, and one Chromium for all tests of a module."""
+"""One service behind a path prefix, one replaying worker, and one Chromium for all tests."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Service:
     finished: str
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
     executable = find_chromium()
     if executable is None:
@@ -68,7 +68,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
         yield browser
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def service(browser: Chromium, sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
     shutil.copyfile(sqlite_template, folder / "bexp.db")

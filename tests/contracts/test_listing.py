@@ -1,0 +1,127 @@
+"""What a list shows of a job and finds it by, without its documents."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import pytest
+import sqlalchemy as sa
+from alembic.migration import MigrationContext
+from alembic.operations import Operations
+
+from bexp.api.settings import ServiceSettings
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.spec.options import Budget
+from bexp.storage.database import Database
+from bexp.storage.jobs import JobState, JobSummary, get_summary
+from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.migrations.versions import v0104_list
+from bexp.storage.owners import USUAL_SCOPES, Caller
+from bexp.storage.queue import Queue
+from bexp.storage.tables import jobs, labels
+from tests.api.serving import in_process
+from tests.contracts.jobs import ANSWER, claim_one
+from tests.contracts.samples import make_recommendation, make_report, make_request
+
+MOST_SECONDS = 0.3
+
+
+def shown(job: JobSummary) -> tuple[object, ...]:
+    return job.device_name, job.micro_batch_size, job.performance, job.tokens_per_second, job.confidence
+
+
+def test_a_list_shows_the_device_and_the_best_so_far(database: Database) -> None:
+    queue = Queue(database)
+    job, _ = queue.enqueue(make_request(budget=Budget(confidence_target=80)))
+    assert shown(get_summary(database, job.id)) == (None, None, None, None, None)
+    lease = claim_one(queue).lease
+    queue.pin(lease, make_report("NVIDIA H200"))
+    queue.record(lease, Progress(recommendation=make_recommendation(4)))
+    (listed,), _ = list_jobs(database)
+    assert shown(listed) == ("NVIDIA H200", 4, 1.2, 1000.0, 45)
+    assert listed.confidence_target == 80
+    nothing = Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None),))
+    queue.finish(lease, JobState.SUCCEEDED, last=Progress(answer=nothing))
+    assert shown(get_summary(database, job.id)) == ("NVIDIA H200", None, None, None, None)
+
+
+def test_the_migration_fills_the_columns_of_what_is_stored(database: Database) -> None:
+    queue = Queue(database)
+    for seed in range(3):
+        queue.enqueue(make_request(seed=seed, budget=Budget(confidence_target=80)))
+    answered, running = claim_one(queue).lease, claim_one(queue).lease
+    for lease in (answered, running):
+        queue.pin(lease, make_report("NVIDIA H200"))
+    queue.finish(answered, JobState.SUCCEEDED, last=Progress(answer=ANSWER))
+    queue.record(running, Progress(recommendation=make_recommendation(4)))
+    before = [(shown(job), job.confidence_target) for job in list_jobs(database)[0]]
+    assert [each[0][2] for each in before] == [None, 1.2, 1.2]
+    with database.begin() as connection:
+        connection.exec_driver_sql("DROP INDEX ix_bexp_jobs_searched")
+        for name in v0104_list.FOUND:
+            connection.exec_driver_sql(f"ALTER TABLE bexp_jobs DROP COLUMN {name}")
+        with Operations.context(MigrationContext.configure(connection)):
+            v0104_list.upgrade()
+    assert [(shown(job), job.confidence_target) for job in list_jobs(database)[0]] == before
+
+
+@pytest.fixture
+def stored(database: Database) -> Database:
+    """Three explorations, the last of which a worker has taken."""
+    queue = Queue(database)
+    for number, (owner, value) in enumerate((("team-a", "search"), ("team-b", "50%"), ("team-b", "search"))):
+        labelled = make_request(seed=number, labels={"run": value})
+        queue.enqueue(labelled, by=Caller(owner, USUAL_SCOPES), job_id=f"{number}")
+    queue.pin(claim_one(queue).lease, make_report("NVIDIA H200"))
+    return database
+
+
+@pytest.mark.parametrize(
+    ("search", "found"),
+    [
+        ("", "210"),
+        ("h200", "0"),
+        ("TINY", "210"),
+        ("run=SEARCH", "20"),
+        ("search team-b", "2"),
+        ("%", "1"),
+        ("_", ""),
+        ("h200 team-b", ""),
+    ],
+)
+def test_words_are_searched_in_models_devices_owners_and_labels(stored: Database, search: str, found: str) -> None:
+    assert "".join(job.id for job in list_jobs(stored, JobFilter(search=search))[0]) == found
+
+
+def test_a_list_of_10000_is_searched_in_300_ms(database: Database) -> None:
+    """At the 95th percentile, over REST, with documents of some kilobytes in each row."""
+    Queue(database).enqueue(make_request())
+    with database.begin() as connection:
+        row = connection.execute(sa.select(jobs)).one()._asdict()
+        row |= {"answer": {"text": "x" * 2_000}, "state": "succeeded"}
+        numbers = sa.select(sa.literal(0).label("n")).cte(recursive=True)
+        numbers = numbers.union_all(sa.select(numbers.c.n + 1).where(numbers.c.n < 9_999))
+
+        def numbered(prefix: str, count: int) -> sa.ColumnElement[str]:
+            return sa.literal(prefix) + sa.cast(numbers.c.n % count, sa.String)
+
+        named = {
+            **{"id": numbered("j", 10_000), "model_name": numbered("m-", 40)},
+            **{"device_name": numbered("h", 7), "owner": numbered("team-", 9)},
+        }
+        values = [named.get(column.name, sa.literal(row[column.name], column.type)) for column in jobs.c]
+        connection.execute(sa.insert(jobs).from_select([*jobs.c], sa.select(*values).select_from(numbers)))
+        labelled = [numbered("j", 10_000), sa.literal("run"), numbered("v", 100)]
+        connection.execute(sa.insert(labels).from_select([*labels.c], sa.select(*labelled).select_from(numbers)))
+    queries = ("", "search=h3", "search=nothing", "search=m-7+h3+run%3Dv7", "state=succeeded&search=team-3")
+    with in_process(ServiceSettings(database.engine.url.render_as_string(hide_password=False))) as client:
+
+        def measured(query: str) -> float:
+            start = time.perf_counter()
+            assert client.get(f"/v1/explorations?{query}").json()["items"] or query == "search=nothing"
+            return time.perf_counter() - start
+
+        rounds = ([measured(query) for query in queries * 4] for _ in range(3))  # a busy host delays some
+        assert any(statistics.quantiles(seconds, n=20)[-1] < MOST_SECONDS for seconds in rounds)
