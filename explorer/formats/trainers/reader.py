@@ -105,7 +105,9 @@ class StatedTraining:
         stated.said = {**file.defaults, **stated.said}
         length = stated.said.get(Setting.SEQ_LENGTH)
         if (uncut or length is None) and not has_length:
-            translation.refuse(stated.source(Setting.SEQ_LENGTH), "is null, so that no text is cut: say --seq-length")
+            translation.refuse(
+                stated.source(Setting.SEQ_LENGTH), "cuts no text, so that no length is known: say --seq-length"
+            )
         elif length is not None:
             translation.put(("model", "seq_length"), length, stated.source(Setting.SEQ_LENGTH))
         return stated

@@ -92,6 +92,13 @@ def test_older_keys_give_way_to_those_of_the_export(files: Path) -> None:
 PLAIN = candidate(4, expert_backend=None)
 
 
+def test_a_batch_of_a_device_gives_way_to_steps(files: Path) -> None:
+    """Axolotl takes one of both."""
+    (files / "axolotl").write_text(FILES["axolotl"][1].replace("gradient_accumulation_steps: 8", "batch_size: 16"))
+    after = yaml.safe_load(written(files, "axolotl", PLAIN)[0])
+    assert (after["batch_size"], after["gradient_accumulation_steps"]) == (None, 4)
+
+
 def test_keys_of_what_was_not_measured_become_null_and_are_named(files: Path) -> None:
     plain = asked_by(files / "axolotl, QLoRA", "axolotl", quantization="none")
     text, comments = written(files, "axolotl, QLoRA", PLAIN, plain)
