@@ -22,6 +22,7 @@ from bexp.explorer.answers.text import slower_text
 from bexp.explorer.exports.exploration import UnknownFormatError
 from bexp.explorer.exports.registry import FORMATS, find_format
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
+from bexp.explorer.spec.request import ExplorationRequest
 
 
 def best(
@@ -84,7 +85,7 @@ def best(
             f"micro_batch_size {size} has confidence {chosen.confidence}, below --min-confidence {min_confidence}",
         )
     if exported is not None:
-        _print_export(exported, export_format, into)
+        _print_export(exported, export_format, into, job.request)
     elif not whole:
         typer.echo(size)
         if result is not None and result.target_version is not None:
@@ -107,11 +108,13 @@ def _print_whole(client: Explorations, job: Exploration, result: Result | None, 
         typer.echo(text)
 
 
-def _print_export(exported: Export, export_format: str | None, into: Path | None) -> None:
+def _print_export(
+    exported: Export, export_format: str | None, into: Path | None, request: ExplorationRequest | None
+) -> None:
     """Print an export, or the file `into` with its settings; what it says to people goes to stderr."""
     text, notes = exported.text, list(exported.notes)
-    if into is not None and export_format is not None:
-        text, comments = exported_into(into, export_format, text)
+    if into is not None and export_format is not None and request is not None:
+        text, comments = exported_into(into, export_format, text, request)
         notes = [*comments, *notes]
     typer.echo(text, nl=False)
     for note in notes:

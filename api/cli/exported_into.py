@@ -2,27 +2,52 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.yaml_lines import UnchangeableError, change_values, read_values
-from bexp.explorer.formats.trainers.reader import FILES, setting_of
+from bexp.explorer.exports.document import WHAT_ELSE
+from bexp.explorer.formats.document import FormatError
+from bexp.explorer.formats.request import parse_request
+from bexp.explorer.formats.trainers.reader import FILES, refusal_of, setting_of
+from bexp.explorer.formats.trainers.trainer_file import Setting
+from bexp.explorer.formats.translation import is_unset
+from bexp.explorer.search.trainer_terms import is_own_code
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.spec.training import lora_arguments
+
+ANY_MODEL = {"model_type": "llama", "dtype": DType.BFLOAT16.value}
+"""Stands for a model of shapes: what a file says of the training does not depend on it."""
 
 
-def exported_into(path: Path, export_format: str, exported: str) -> tuple[str, list[str]]:
+def exported_into(path: Path, export_format: str, exported: str, request: ExplorationRequest) -> tuple[str, list[str]]:
     """Return the text of the file with the values of an `exported` YAML or JSON, and the comments of the export.
 
     Comments, order and spelling of the file stay. Where it sets the same by another key, such as an older name, that
-    key becomes null.
+    key becomes null. So do adapters and quantisation that the `request` of the exploration has none of.
 
-    Raises CommandError if the file cannot be read, or not be changed value by value.
+    Raises CommandError if the file cannot be read, or not be changed value by value, or if it then says of the training
+    what was not measured.
     """
     try:
         with path.open(newline="", encoding="utf-8") as file:  # its ends of lines stay
             text = file.read()
         old, new = read_values(text), read_values(exported)
+        unset = set() if is_own_code(request) else set(_unset(request))
+        dropped = [
+            key
+            for key, value in old.items()
+            if setting_of(export_format, key) in unset and key not in new and not is_unset(value)
+        ]
         told = {setting_of(export_format, key) for key in new} - {None}
+        if Setting.STEPS in told:
+            told.add(Setting.DEVICE_BATCH)  # a trainer takes one of both
         changes = {key: value for key, value in new.items() if key not in old or old[key] != value}
+        changes |= dict.fromkeys(dropped)
         changes |= {
             key: None
             for key, value in old.items()
@@ -33,7 +58,12 @@ def exported_into(path: Path, export_format: str, exported: str) -> tuple[str, l
         raise CommandError(ExitCode.USAGE, f"{error.strerror}: {path}") from None
     except (UnchangeableError, UnicodeDecodeError) as error:
         raise CommandError(ExitCode.USAGE, f"--into {path}: {error}") from None
-    return changed, [line[2:] for line in exported.splitlines() if line.startswith("# ")]
+    if not is_own_code(request):
+        merged = {**old, **changes}
+        own = {key: value for key, value in merged.items() if key not in new or not refusal_of(export_format, key)}
+        _check_training(path, export_format, own, request)
+    comments = [line[2:] for line in exported.splitlines() if line.startswith("# ") and not line.endswith(WHAT_ELSE)]
+    return changed, comments + ([f"null, because it was not measured: {', '.join(dropped)}"] if dropped else [])
 
 
 def check_into(export_format: str | None) -> None:
@@ -41,3 +71,53 @@ def check_into(export_format: str | None) -> None:
     able = [name for name, file in FILES.items() if not file.is_nested]
     if export_format not in able:
         raise CommandError(ExitCode.USAGE, f"--into needs --format {' or '.join(able)}")
+
+
+def _unset(request: ExplorationRequest) -> Iterator[Setting]:
+    """Yield what an exploration has none of, so that no export names it."""
+    if request.training.lora is None:
+        yield Setting.ADAPTERS
+    if request.quantized is None:
+        yield Setting.BITS
+    if request.batching_of_texts == "padded":
+        yield Setting.ORDER
+
+
+def _check_training(path: Path, name: str, values: Mapping[str, Any], request: ExplorationRequest) -> None:
+    """Raise CommandError, which names the keys, unless a file trains as a `request` was measured."""
+    config = dict(request.hf_config or ANY_MODEL)
+    if request.training.precision == "autocast":
+        config["dtype"] = DType.FLOAT32.value  # the checkpoint's own, which a file may refer to
+    beside: dict[str, Any] = {"num_devices": request.num_devices}
+    if request.lengths is not None:
+        beside["lengths"] = request.model_dump(mode="json", include={"lengths"})["lengths"]
+    try:
+        said = parse_request({name: values, "model": config}, overrides=beside)
+    except FormatError as error:
+        found = [f"{'.'.join(map(str, location))}: {reason}" for location, reason in error.errors]
+    else:
+        measured, stated = _training(request, name), _training(said, name)
+        found = [
+            f"{field}: {stated[field]} in the file, {value} in the exploration"
+            for field, value in measured.items()
+            if stated.get(field, value) != value
+        ]
+    if found:
+        raise CommandError(ExitCode.USAGE, f"--into {path}: it does not train as was measured", *found)
+
+
+def _training(request: ExplorationRequest, name: str) -> dict[str, Any]:
+    """Return what the file of a trainer and an exploration must have in common."""
+    lora, quantized, config = request.training.lora, request.quantized, request.hf_config or {}
+    found: dict[str, Any] = {
+        "training.optimizer.name": request.training.optimizer.name,
+        "training.lora": "none" if lora is None else lora_arguments(lora),
+        "quantization": "none" if quantized is None else quantized.name,
+        "batching": request.batching_of_texts or "full sequences",
+    }
+    dtype = config.get("dtype") or config.get("torch_dtype")
+    if request.target_name == TRANSFORMERS and dtype not in (None, DType.FLOAT16):  # no file is read with float16
+        found["dtype"] = dtype
+        if request.trainer == name:  # which keeps what was measured; Axolotl upcasts by itself
+            found["training.precision"] = request.training.precision.replace("upcast", "pure")
+    return found

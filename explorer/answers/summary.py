@@ -9,6 +9,7 @@ from bexp.explorer.answers.choices import second_figure
 from bexp.explorer.answers.plan import mesh_text
 from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, wrap
 from bexp.explorer.answers.variants import variant_lines
+from bexp.explorer.formats.trainers.reader import FILES
 from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
@@ -37,10 +38,9 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
         yield row("batch", line.removeprefix("It makes ").removeprefix("For "))
     if best.plan is not None:
         yield row("mesh", mesh_text(best.plan))
-    changed = changed_settings(best.candidate, best.base)
-    yield row("settings", changed or "nothing else to change")
+    yield row("settings", _settings(best, request))
     about = "" if best.whole_model is not None or best.candidate.is_whole else "about "
-    yield row("speed", f"{about}{rate_text(best.expected_tokens_per_second)} per device, {_gain(best)}")
+    yield row("speed", f"{about}{rate_text(best.expected_tokens_per_second)} per device, {_gain(best, request)}")
     if best.dropped_share is not None:
         yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")
     peak = best.measured_peak_bytes if best.whole_model is None else best.whole_model.measurement.peak_bytes
@@ -58,11 +58,31 @@ def changed_settings(candidate: Candidate, base: Candidate) -> str:
     return " ".join(word for word in candidate.describe().split() if word not in plain)
 
 
-def _gain(best: Recommendation) -> str:
+def _is_of_file(request: ExplorationRequest | None) -> bool:
+    """Whether a base is the micro-batch of a trainer's own file, whose other settings a request does not keep."""
+    return request is not None and request.trainer in FILES and request.base_micro_batch_size is not None
+
+
+def _all_settings(candidate: Candidate) -> str:
+    """Return the settings of a candidate that a trainer's own file has keys for, the micro-batch apart."""
+    return candidate.describe().partition(" ")[2].removeprefix("bta_tile=off ")
+
+
+def _settings(best: Recommendation, request: ExplorationRequest | None) -> str:
+    """Return what to set. What a trainer's own file says is not known here, so that all of it is listed."""
+    if request is None or request.trainer is None or not _is_of_file(request):
+        return changed_settings(best.candidate, best.base) or "nothing else to change"
+    writes = "" if FILES[request.trainer].is_nested else ", as --into writes"
+    return f"{_all_settings(best.candidate)}{writes}"
+
+
+def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
     """Return the gains over the base, and over the best candidate without kernels of this project."""
     if best.candidate == best.base:
         return "which is the base"
     plain = "" if not changed_settings(best.candidate, best.base) else " without these settings"
+    if _is_of_file(request):
+        plain = f" of the file with {_all_settings(best.base)}"
     over = f"{best.ratio_text(best.performance)} micro_batch_size {best.base.micro_batch_size}{plain}"
     if best.stock is not None and best.stock.gain >= LEAST_GAIN:
         over += f", {best.ratio_text(best.stock.gain)} the best with stock kernels"

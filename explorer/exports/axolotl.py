@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import ExportDocument, yaml_export
+from bexp.explorer.exports.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.exports.script import expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
@@ -46,7 +46,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         }
     if reduces_each_batch(settings):
         values["accelerator_config"] = {"gradient_accumulation_kwargs": {"sync_each_batch": True}}
-    notes = ["add base_model, datasets and what decides the learning", *gathering_notes(settings)]
+    notes = [f"add base_model, datasets {WHAT_ELSE}", *gathering_notes(settings)]
     return yaml_export(settings, values, [*notes, *_precision_notes(settings), *expert_notes(settings)])
 
 

@@ -22,6 +22,10 @@ OF_THE_CODE = frozenset(
 """Fields of precision, compilation and recomputation. A target that a person has written decides them by itself."""
 
 
+WHAT_ELSE = "and what decides the learning"
+"""How the line ends that lists what a part of a configuration lacks; a whole one has it."""
+
+
 @dataclass(frozen=True, slots=True)
 class ExportDocument:
     """A file. `header` is for people; `has_header` says that the text holds it as comments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.exports.document import ExportDocument, yaml_export
+from bexp.explorer.exports.document import WHAT_ELSE, ExportDocument, yaml_export
 from bexp.explorer.exports.script import expert_notes, plain_expert_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
@@ -44,7 +44,7 @@ def render(settings: TrainerSettings) -> ExportDocument:
         values |= {"packing": packs, "neat_packing": packs, **order_fields(settings)}
     if settings.attention is not None:
         values["flash_attn"] = ATTENTION[settings.attention]
-    start = "add model_name_or_path, dataset and what decides the learning"
+    start = f"add model_name_or_path, dataset {WHAT_ELSE}"
     return yaml_export(settings, values, [start, *gathering_notes(settings), *notes, *expert_notes(settings)])
 
 

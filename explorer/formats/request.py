@@ -33,6 +33,7 @@ from bexp.explorer.spec.trainer import TrainerName
 
 REQUEST_FIELDS = frozenset(ExplorationRequest.model_fields) - {"model"} | {"num_csx"}
 MAX_ERRORS = 50
+_BATCH = ("batch_size", "base_micro_batch_size")
 LIKE_A_FIELD = 0.85
 """Likeness from which a key of config.json may be a misspelt field; `text_config` is 0.83 like `target_config`."""
 MAX_COMPARED = 100
@@ -96,16 +97,23 @@ def _translate(document: Mapping[str, Any], changes: dict[str, Any]) -> Translat
     files = {key: document[key] for key in training_files.KEYS if key in document}
     own = next((name for name in FILES if name in document), None)
     translation = Translation()
-    stated = None if own is None else StatedTraining.read(own, document[own], translation)
+    stated = None
+    if own is not None:
+        inner = document.get("model")
+        given = (_lookup({**document, **changes}, ("hf_seq_length",)), _lookup(changes, ("model", "seq_length")))
+        has_length = given != (_ABSENT, _ABSENT) or (isinstance(inner, Mapping) and "seq_length" in inner)
+        stated = StatedTraining.read(own, document[own], translation, has_length=has_length)
     rest = {key: value for key, value in document.items() if key not in files and key != own}
     _translate_request(rest, translation, changes)
     if stated is not None and own is not None:
-        _refuse_second_training(own, translation, {"lora"})
+        _refuse_other_trainer(own, _choose(changes, translation.document, "trainer"), translation)
+        _refuse_second_training(own, translation, (*_BATCH, "batching"), {"precision", "optimizer", "lora"})
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         has_lengths = _choose(changes, translation.document, "lengths") is not None
-        stated.translate(translation, devices, has_lengths=has_lengths)
+        has_batching = _lookup(changes, ("batching",)) is not _ABSENT
+        stated.translate(translation, devices, has_lengths=has_lengths, has_batching=has_batching)
     elif files:
-        _refuse_second_training(next(iter(files)), translation)
+        _refuse_second_training(next(iter(files)), translation, _BATCH, {"precision", "optimizer", "sharding"})
         devices = _choose(changes, _one_device_field(translation.document, translation), "num_devices")
         training_files.translate_training(files, translation, devices)
         _drop_master_weights(translation, changes)
@@ -121,11 +129,25 @@ def _drop_master_weights(translation: Translation, changes: Mapping[str, Any]) -
         translation.put(location, "pure")
 
 
-def _refuse_second_training(file: str, translation: Translation, others: Collection[str] = ()) -> None:
-    """Refuse what a document says beside a file of the training side, if the file says the same."""
+def _refuse_other_trainer(own: str, named: Any, translation: Translation) -> None:
+    """Refuse a trainer beside the file of another one, which keeps other number formats."""
+    if named not in (None, own):
+        reason = (
+            f"is a file of {own}, and the trainer that is named is {named!s:.40}: keep one, or give its config.json"
+        )
+        translation.refuse((own,), reason)
+
+
+def _refuse_second_training(
+    file: str, translation: Translation, fields: Collection[str], parts: Collection[str]
+) -> None:
+    """Refuse what a document says beside a file of the training side, if the file says the same.
+
+    `fields` are those of a request, `parts` those of its `training`.
+    """
     training = translation.get("training")
-    said = set(training) & {"precision", "optimizer", "sharding", *others} if isinstance(training, Mapping) else set()
-    own: list[Location] = [(key,) for key in ("batch_size", "base_micro_batch_size") if key in translation.document]
+    said = set(training) & set(parts) if isinstance(training, Mapping) else set()
+    own: list[Location] = [(key,) for key in fields if key in translation.document]
     for location in own + [("training", key) for key in sorted(said)]:
         where = ".".join(map(str, relocate(location, translation.sources)))
         translation.refuse((file,), f"says what {where} says as well: keep one")

@@ -142,7 +142,7 @@ def write_own_files(name: str, folder: Path) -> None:
             path.write_text(text)
             asked = parse_request(beside_its_model(trainer, text))
             answer = replace(exploration(candidate(8, expert_backend=None)), request=asked)
-            path.write_text(exported_into(path, name, export(name, answer).text)[0])
+            path.write_text(exported_into(path, name, export(name, answer).text, asked)[0])
 
 
 def check(name: str, package: Package, folder: Path) -> bool:

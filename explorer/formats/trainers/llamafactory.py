@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from bexp.explorer.formats.trainers.library_arguments import IGNORED, REFUSED, SETTINGS
 from bexp.explorer.formats.trainers.trainer_file import (
     KERNELS,
@@ -18,6 +20,7 @@ from bexp.explorer.formats.trainers.trainer_file import (
     Setting,
     TrainerFile,
     flag,
+    if_on,
     must_be,
     names,
     negated,
@@ -26,6 +29,10 @@ from bexp.explorer.formats.trainers.trainer_file import (
 )
 
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
+
+
+def _is_given(value: Any) -> bool | None:
+    return bool(value) or None
 
 
 def _formats(said: Formats) -> tuple[str, str | None]:
@@ -46,13 +53,17 @@ LLAMAFACTORY = TrainerFile(
         "model_name_or_path": (Setting.MODEL, same),
         "cutoff_len": (Setting.SEQ_LENGTH, same),
         "pure_bf16": (Setting.PURE, flag),
-        "stage": (None, one_of({"sft": None, "pt": None})),
+        "stage": (Setting.PRETRAINING, one_of({"sft": False, "pt": True})),
         "finetuning_type": (Setting.ADAPTERS, one_of({"lora": True, "full": False})),
         "lora_rank": (Setting.R, same),
         "lora_alpha": (Setting.ALPHA, same),
         "lora_dropout": (Setting.DROPOUT, same),
         "lora_target": (Setting.MODULES, names),
         "additional_target": (Setting.SAVED, names),
+        "resize_vocab": (Setting.RESIZED, if_on(True)),
+        **dict.fromkeys(
+            ("add_tokens", "add_special_tokens", "new_special_tokens_config"), (Setting.RESIZED, _is_given)
+        ),
         "use_dora": (Setting.DORA, flag),
         "use_rslora": (Setting.RSLORA, flag),
         "quantization_bit": (Setting.BITS, one_of({"4": 4, "8": 8})),
@@ -60,6 +71,7 @@ LLAMAFACTORY = TrainerFile(
         "quantization_type": must_be("nf4", reason=OTHER_WEIGHTS),
         "double_quantization": (Setting.NESTED, flag),
         "neat_packing": (Setting.PACKING, flag),
+        "packing": (Setting.FULL_ROWS, flag),
         "flash_attn": (Setting.ATTENTION, one_of(_ATTENTION)),
         "disable_gradient_checkpointing": (Setting.RECOMPUTATION, negated),
     },
@@ -93,14 +105,14 @@ LLAMAFACTORY = TrainerFile(
     },
     harmless=IGNORED
     | {
-        *("adapter_folder", "cache_dir", "use_fast_tokenizer", "resize_vocab", "split_special_tokens", "add_tokens"),
-        *("add_special_tokens", "new_special_tokens_config", "init_special_tokens", "model_revision", "infer_*"),
+        *("adapter_folder", "cache_dir", "use_fast_tokenizer", "split_special_tokens", "init_special_tokens"),
+        *("model_revision", "infer_*"),
         *("low_cpu_mem_usage", "moe_aux_loss_coef", "use_reentrant_gc", "train_from_scratch", "offload_folder"),
         *("use_kv_cache", "*_hub_token", "print_param_status", "trust_remote_code", "image_*", "video_*", "crop_to_*"),
         *("use_audio_in_video", "audio_*", "vllm_*", "sglang_*", "export_*", "template", "dataset", "eval_dataset"),
         *("dataset_dir", "media_dir", "train_on_prompt", "mask_history", "streaming", "buffer_size", "mix_strategy"),
         *("interleave_probs", "overwrite_cache", "preprocessing_*", "max_samples", "ignore_pad_token_for_loss"),
-        *("val_size", "packing", "tool_format", "default_system", "enable_thinking", "preserve_thinking"),
+        *("val_size", "tool_format", "default_system", "enable_thinking", "preserve_thinking"),
         *("tokenized_path", "data_shared_file_system", "loraplus_*", "pissa_*", "create_new_adapter", "pref_*"),
         *("freeze_trainable_layers", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
         *("galore_*", "apollo_*", "badam_*", "compute_accuracy", "disable_shuffling", "early_stopping_steps"),

@@ -15,7 +15,7 @@ from bexp.explorer.formats.document import FormatError, Location
 from bexp.explorer.formats.trainers.axolotl import AXOLOTL
 from bexp.explorer.formats.trainers.llamafactory import LLAMAFACTORY
 from bexp.explorer.formats.trainers.torchtune import TORCHTUNE
-from bexp.explorer.formats.trainers.trainer_file import EXPLORED, Formats, Setting, TrainerFile
+from bexp.explorer.formats.trainers.trainer_file import EXPLORED, QLORA, Formats, Setting, TrainerFile
 from bexp.explorer.formats.trainers.trl import TRL
 from bexp.explorer.formats.translation import MAX_NAMED_KEYS, Translation, is_unset, put_dtype
 from bexp.explorer.spec.lengths import EPOCH_TEXTS
@@ -43,7 +43,7 @@ def find_trainer(document: Mapping[str, Any], named: str | None) -> str | None:
     """
     if "hf_config" in document:
         return None
-    found = [name for name, file in FILES.items() if file.model in dict(_values(file, document))]
+    found = [name for name, file in FILES.items() if dict(_values(file, document)).get(file.model) is not None]
     if named in found or len(found) < 2:
         return named if named in found else next(iter(found), None)
     raise FormatError([((FILES[found[0]].model,), f"say whose file this is: --trainer {' or '.join(found)}")])
@@ -59,12 +59,17 @@ def setting_of(name: str, key: str) -> Setting | None:
     return FILES[name].settings.get(key, (None, None))[0]
 
 
+def refusal_of(name: str, key: str) -> str | None:
+    """Return why a key of a trainer's own file is refused where it is set; None for other keys."""
+    return next((why for pattern, why in FILES[name].refused.items() if fnmatchcase(key, pattern)), None)
+
+
 def _values(file: TrainerFile, values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the keys with a value, dotted where a trainer nests them."""
+    """Yield the keys, dotted where a trainer nests them, with their values, which may be None."""
     for key, value in values.items():
         if file.is_nested and isinstance(value, Mapping):
             yield from _values(file, value, f"{before}{key}.")
-        elif value is not None:
+        else:
             yield f"{before}{key}", value
 
 
@@ -77,12 +82,17 @@ class StatedTraining:
     keys: dict[Setting, str] = field(default_factory=dict)
 
     @classmethod
-    def read(cls, name: str, document: Any, translation: Translation) -> StatedTraining:
-        """Read a file, refuse what is not measured, and set the length of a sequence, which the model is read with."""
-        stated, file, unknown = cls(name), FILES[name], []
+    def read(cls, name: str, document: Any, translation: Translation, *, has_length: bool) -> StatedTraining:
+        """Read a file, refuse what is not measured, and set the length of a sequence, which the model is read with.
+
+        `has_length` says that the length is given beside the file.
+        """
+        stated, file, unknown, uncut = cls(name), FILES[name], [], False
         for key, value in _values(file, translation.section(document, (name,)).values):
-            reason = next((why for pattern, why in file.refused.items() if fnmatchcase(key, pattern)), None)
-            if key in file.settings:
+            reason = refusal_of(name, key)
+            if value is None:
+                uncut |= setting_of(name, key) is Setting.SEQ_LENGTH
+            elif key in file.settings:
                 stated._take(key, value, translation)
             elif reason is not None:
                 if not is_unset(value) and not (key.endswith(("_size", "_degree", "_dim")) and value == 1):
@@ -93,7 +103,12 @@ class StatedTraining:
             more = f" and {len(unknown) - MAX_NAMED_KEYS} more" if len(unknown) > MAX_NAMED_KEYS else ""
             translation.notes.append(f"{_UNKNOWN}{', '.join(unknown[:MAX_NAMED_KEYS])}{more}")
         stated.said = {**file.defaults, **stated.said}
-        if (length := stated.said.get(Setting.SEQ_LENGTH)) is not None:
+        length = stated.said.get(Setting.SEQ_LENGTH)
+        if (uncut or length is None) and not has_length:
+            translation.refuse(
+                stated.source(Setting.SEQ_LENGTH), "cuts no text, so that no length is known: say --seq-length"
+            )
+        elif length is not None:
             translation.put(("model", "seq_length"), length, stated.source(Setting.SEQ_LENGTH))
         return stated
 
@@ -122,13 +137,16 @@ class StatedTraining:
             translation.refuse(self.at(key), f"contradicts {self.keys[setting]}")
         self.said[setting], self.keys[setting] = found, key
 
-    def translate(self, translation: Translation, num_devices: Any, *, has_lengths: bool) -> None:
-        """Set everything but the model. `num_devices` multiplies the batch of a device; None is the file's own."""
+    def translate(self, translation: Translation, num_devices: Any, *, has_lengths: bool, has_batching: bool) -> None:
+        """Set everything but the model. `num_devices` multiplies the batch of a device; None is the file's own.
+
+        `has_lengths` and `has_batching` say that lengths of texts, and what becomes of them, are given beside the file.
+        """
         said, file = self.said, FILES[self.name]
         translation.put(("trainer",), self.name)
         devices = num_devices if isinstance(num_devices, int) and num_devices >= 1 else said.get(Setting.DEVICES, 1)
         translation.put(("num_devices",), devices, self.source(Setting.DEVICES))
-        if devices > 1 and file.shards:
+        if devices > 1 and file.shards and translation.get("training", "sharding") is None:
             translation.put(("training", "sharding"), "zero3")
         micro = said.get(Setting.MICRO_BATCH_SIZE, 1)
         steps = said.get(Setting.STEPS) or max(1, said.get(Setting.DEVICE_BATCH, micro) // micro)
@@ -141,11 +159,12 @@ class StatedTraining:
         translation.put(optimizer, said.get(Setting.OPTIMIZER), self.source(Setting.OPTIMIZER))
         if said.get(Setting.COMPILE):
             translation.put(("execution",), "compile", self.source(Setting.COMPILE))
-        if Setting.LOSS in said:
-            translation.put(("losses",), [said[Setting.LOSS]], self.source(Setting.LOSS))
+        if (loss := said.get(Setting.LOSS)) is not None:
+            translation.notes += [file.other_losses[loss]] if loss in file.other_losses else []
+            translation.put(("losses",), ["library" if loss in file.other_losses else loss], self.source(Setting.LOSS))
         self._put_adapters(translation)
         self._put_formats(translation)
-        self._put_texts(translation, has_lengths=has_lengths)
+        self._put_texts(translation, has_lengths=has_lengths, has_batching=has_batching)
         self._note_explored(translation, micro)
         translation.notes += [file.note] if file.note else []
 
@@ -156,9 +175,13 @@ class StatedTraining:
         if bits == 4 and not self.said.get(Setting.NESTED, True):
             reason = "weights in 4 bits are measured with quantised scales: say true"
             translation.refuse(self.source(Setting.NESTED), reason)
+        if self.said.get(Setting.ADAPTERS) == QLORA and bits != 4:
+            translation.refuse(self.source(Setting.ADAPTERS), "qlora needs load_in_4bit: true; without it say lora")
         if not self.said.get(Setting.ADAPTERS):
             return
         lora = {setting.value: self.said[setting] for setting in _LORA if setting in self.said}
+        if self.said.get(Setting.RESIZED):  # then they are trained whole, unless other modules are named
+            lora.setdefault(Setting.SAVED.value, ["embed_tokens", "lm_head"])
         if isinstance(rank := lora.get("r"), int):
             lora.setdefault("alpha", rank * FILES[self.name].alpha_by_rank)
         translation.put(("training", "lora"), lora, self.source(Setting.ADAPTERS))
@@ -188,8 +211,12 @@ class StatedTraining:
         if said.half and dtype == said.weights == "bfloat16" and not said.has_adapters:
             translation.notes.append("weights in bfloat16 are measured without autocast: the export says bf16: false")
 
-    def _put_texts(self, translation: Translation, *, has_lengths: bool) -> None:
+    def _put_texts(self, translation: Translation, *, has_lengths: bool, has_batching: bool) -> None:
         packs, length = self.said.get(Setting.PACKING), translation.get("hf_seq_length")
+        fills = Setting.FULL_ROWS if Setting.FULL_ROWS in self.said else Setting.PRETRAINING
+        if self.said.get(fills) and has_lengths and not (packs or has_batching):
+            reason = "fills every row, however long texts are: leave lengths out, or say batching as well"
+            translation.refuse(self.source(fills), reason)
         if self.said.get(Setting.PADDING_FREE) and not packs:
             reason = "rows without padding are measured for packing alone"
             translation.refuse(self.source(Setting.PADDING_FREE), reason)

@@ -31,12 +31,15 @@ class Setting(StrEnum):
     MODULES = "target_modules"
     PARAMETERS = "target_parameters"
     SAVED = "modules_to_save"
+    RESIZED = "other vocabulary"
     DORA = "use_dora"
     RSLORA = "use_rslora"
     BITS = "bits of a weight"
     NESTED = "quantised scales"
     PACKING = "packing"
     PADDING_FREE = "padding_free"
+    FULL_ROWS = "rows of full length"
+    PRETRAINING = "pretraining"
     ORDER = "grouped by length"
     COMPILE = "torch_compile"
     LOSS = "loss"
@@ -48,6 +51,8 @@ class Setting(StrEnum):
 
 EXPLORED = (Setting.RECOMPUTATION, Setting.ATTENTION, Setting.EXPERTS)
 """What an exploration chooses beside the micro-batch, whatever a file says."""
+QLORA = "qlora"
+"""Adapters beside weights in 4 bits, and no others."""
 Key = tuple[Setting | None, Read]
 
 
@@ -72,7 +77,8 @@ class TrainerFile:
     how often an adapter's alpha has its rank then. `formats` returns the dtype of the products and the precision, None
     for the trainer's default. Of other keys, `refused` change speed or
     memory in a way that is not measured, each with the reason, and `harmless` change neither. Both may be patterns such
-    as `wandb_*`. `shards` says that several devices share parameters and states. `note` is for everyone.
+    as `wandb_*`. `other_losses` are measured as the library's loss, each with what is to be known. `shards` says that
+    several devices share parameters and states. `note` is for everyone.
     """
 
     model: str
@@ -82,6 +88,7 @@ class TrainerFile:
     harmless: frozenset[str]
     defaults: Mapping[Setting, Any] = field(default_factory=dict)
     alpha_by_rank: int = 1
+    other_losses: Mapping[str, str] = field(default_factory=dict)
     is_nested: bool = False
     shards: bool = False
     note: str | None = None

@@ -19,6 +19,7 @@ from bexp.explorer.formats.trainers.trainer_file import (
     same,
 )
 
+CHUNKED = "chunked_nll"
 _DTYPES = {name: name for name in ("auto", "float32", "bfloat16")}
 
 
@@ -65,7 +66,7 @@ TRL = TrainerFile(
         "padding_free": (Setting.PADDING_FREE, flag),
         "packing_strategy": (None, _packing_strategy),
         "attn_implementation": (Setting.ATTENTION, same),
-        "loss_type": (Setting.LOSS, one_of({"nll": None, "chunked_nll": None})),
+        "loss_type": (Setting.LOSS, one_of({"nll": "library", CHUNKED: CHUNKED})),
     },
     defaults={
         Setting.MICRO_BATCH_SIZE: 8,
@@ -75,11 +76,17 @@ TRL = TrainerFile(
         Setting.WEIGHTS: "float32",
         Setting.NESTED: False,
         Setting.RECOMPUTATION: True,
+        Setting.LOSS: CHUNKED,
         Setting.R: 16,
         Setting.ALPHA: 32,
         Setting.DROPOUT: 0.05,
     },
     formats=_formats,
+    other_losses={
+        CHUNKED: "TRL's chunked_nll, its default, is measured as nll with all logits, which the export writes: it "
+        "multiplies 256 tokens at a time by a float32 copy of the output layer, so that its tokens/s are not known; it "
+        "needs less memory where all logits are larger than that copy and its gradient"
+    },
     refused={
         **REFUSED,
         "activation_offloading": OFFLOADING,

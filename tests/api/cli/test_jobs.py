@@ -160,6 +160,15 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     assert json.loads(transformers.stdout)["gradient_accumulation_steps"] == 24
     assert "allocator: measured with PyTorch's default" in transformers.stderr
     assert bexp("best", job_id, "--format", "accelerate", "--min-confidence", "72").code == 1
+    own = config.with_name("sft.yaml")
+    own.write_text("base_model: a/b\nadapter: lora\nlora_r: 8\n")
+    done = bexp("best", job_id, "--format", "axolotl", "--into", own)
+    assert (done.code, done.stdout.splitlines()[:2]) == (0, ["base_model: a/b", "adapter: null"])
+    assert "null, because it was not measured: adapter" in done.stderr
+    own.write_text("base_model: a/b\ndeepspeed: zero2.json\n")
+    done = bexp("best", job_id, "--format", "axolotl", "--into", own)
+    assert (done.code, done.stdout) == (2, "")
+    assert "axolotl.deepspeed: sharding and its launcher are not read" in done.stderr
     unknown = bexp("best", job_id, "--format", "toml")
     assert (unknown.code, unknown.stdout) == (2, "")
     assert "the formats are transformers, trl, python, accelerate" in unknown.stderr

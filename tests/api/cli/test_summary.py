@@ -68,6 +68,17 @@ def test_the_next_command_is_the_trainers() -> None:
     assert "next `bexp best a1b2 -v`" in summary(request=ExplorationRequest.model_validate(own))
 
 
+@pytest.mark.parametrize(("trainer", "writes"), [("axolotl", ", as --into writes"), ("torchtune", "")])
+def test_settings_of_a_trainers_own_file_are_not_said_to_be_those_of_the_base(trainer: str, writes: str) -> None:
+    """Such a file may recompute, and the base does not."""
+    asked = REQUEST.model_copy(update={"trainer": trainer, "base_micro_batch_size": 2})
+    base = BASE.model_copy(update={"micro_batch_size": 2, "expert_backend": None})
+    best = base.model_copy(update={"micro_batch_size": 4})
+    said = summary(RECOMMENDATION.model_copy(update={"candidate": best, "base": base, "stock": None}), asked)
+    assert f"settings recompute=none attention={base.attention_backend}{writes} speed" in said
+    assert f"micro_batch_size 2 of the file with recompute=none attention={base.attention_backend} memory" in said
+
+
 def test_without_a_recommendation_the_reason_is_all() -> None:
     nothing = VariantAnswer.model_validate(
         {**ANSWER.variants[0].model_dump(mode="json"), "recommendation": None, "reason": "nothing fits"}

@@ -15,9 +15,11 @@ from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.files import read_document
 from bexp.api.cli.options import build_request
 from bexp.explorer.exports.registry import export
+from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.api.cli.conftest import Run
+from tests.api.cli.samples import TINY
 from tests.explorer.exports.samples import candidate, exploration
 from tests.explorer.formats.trainers.samples import CONFIG, FILES
 
@@ -39,12 +41,14 @@ def asked_by(path: Path, trainer: str, **fields: Any) -> ExplorationRequest:
     return build_request(path, read_document(path), {"trainer": trainer, **fields})
 
 
-def written(files: Path, name: str, best: Candidate) -> tuple[str, list[str]]:
-    """The file with the export of an exploration that it asked for, and what was said beside it."""
+def written(
+    files: Path, name: str, best: Candidate, request: ExplorationRequest | None = None
+) -> tuple[str, list[str]]:
+    """The file with the export of an exploration, which it asked for, and what was said beside it."""
     trainer = FILES[name][0]
-    asked = exploration(best)
-    source = replace(asked, request=asked_by(files / name, trainer))
-    return exported_into(files / name, trainer, export(trainer, source).text)
+    asked = request or asked_by(files / name, trainer)
+    exported = export(trainer, replace(exploration(best), request=asked))
+    return exported_into(files / name, trainer, exported.text, asked)
 
 
 @pytest.mark.parametrize("recompute", [Recompute.NONE, Recompute.FULL])
@@ -85,15 +89,83 @@ def test_older_keys_give_way_to_those_of_the_export(files: Path) -> None:
     assert (trl["gradient_checkpointing"], trl["activation_checkpointing"]) == (None, False)
 
 
+PLAIN = candidate(4, expert_backend=None)
+
+
+def test_a_batch_of_a_device_gives_way_to_steps(files: Path) -> None:
+    """Axolotl takes one of both."""
+    (files / "axolotl").write_text(FILES["axolotl"][1].replace("gradient_accumulation_steps: 8", "batch_size: 16"))
+    after = yaml.safe_load(written(files, "axolotl", PLAIN)[0])
+    assert (after["batch_size"], after["gradient_accumulation_steps"]) == (None, 4)
+
+
+def test_keys_of_what_was_not_measured_become_null_and_are_named(files: Path) -> None:
+    plain = asked_by(files / "axolotl, QLoRA", "axolotl", quantization="none")
+    text, comments = written(files, "axolotl, QLoRA", PLAIN, plain)
+    after = yaml.safe_load(text)
+    assert (after["adapter"], after["load_in_4bit"]) == ("lora", None)
+    assert "null, because it was not measured: load_in_4bit" in comments
+    text, comments = written(files, "axolotl, QLoRA", PLAIN, asked_by(files / "axolotl", "axolotl"))
+    after = yaml.safe_load(text)
+    assert (after["adapter"], after["load_in_4bit"], after["sample_packing"]) == (None, None, True)
+    assert "null, because it was not measured: load_in_4bit, adapter" in comments
+    (files / "trl").write_text("model_name_or_path: a/b\ndtype: bfloat16\nuse_peft: true\nlora_r: 16\n")
+    after = yaml.safe_load(
+        written(files, "trl", PLAIN, asked_by(files / "trl, full", "trl", **{"training.precision": "pure"}))[0]
+    )
+    assert (after["use_peft"], after["bf16"]) == (None, False)
+
+
+@pytest.mark.parametrize(
+    ("name", "added", "words"),
+    [
+        ("axolotl", "deepspeed: zero2.json", r"axolotl\.deepspeed: sharding and its launcher"),
+        ("axolotl, QLoRA", "sample_packing: true", "batching: packed in the file, full sequences in the exploration"),
+        ("axolotl, QLoRA", "peft_use_dora: true", r"training\.lora: .*'use_dora': True\} in the file"),
+        ("llamafactory, full", "use_unsloth: true", r"llamafactory\.use_unsloth: these kernels"),
+        ("trl", "lora_r: 8", r"training\.lora: \{'r': 8, .*\} in the file, \{'r': 16, .*\} in the exploration"),
+        ("trl", "dtype: float32", r"training\.precision: autocast in the file, pure in the exploration"),
+    ],
+)
+def test_a_file_that_trains_otherwise_than_was_measured_is_not_written(
+    files: Path, name: str, added: str, words: str
+) -> None:
+    asked, key = asked_by(files / name, FILES[name][0]), added.partition(":")[0]
+    others = [line for line in FILES[name][1].splitlines() if not line.startswith(f"{key}:")]
+    (files / name).write_text("\n".join([*others, added, ""]))
+    with pytest.raises(CommandError, match=words):
+        written(files, name, PLAIN, asked)
+
+
+def test_a_file_gets_the_answer_of_shapes_and_of_sharding(files: Path) -> None:
+    """The keys of an export are the file's own, whatever the reader says of them."""
+    sharded = asked_by(
+        files / "axolotl, QLoRA",
+        "axolotl",
+        **{"optim": "adamw", "num_devices": 2, "quantization": "none", "training.sharding": "zero2"},
+    )
+    after = yaml.safe_load(written(files, "axolotl, QLoRA", PLAIN, sharded)[0])
+    assert after["fsdp_config"]["reshard_after_forward"] is False
+    shapes = parse_request(TINY | {"trainer": "llamafactory"})
+    after = yaml.safe_load(written(files, "llamafactory", PLAIN, shapes)[0])
+    assert (after["finetuning_type"], after["cutoff_len"]) == ("full", 32)
+
+
+def test_a_whole_file_is_not_told_what_else_it_needs(files: Path) -> None:
+    for name in ("axolotl", "llamafactory"):
+        assert not any(line.startswith("add ") for line in written(files, name, PLAIN)[1])
+
+
 def test_only_a_yaml_that_is_read_is_written(files: Path) -> None:
     for name in (None, "torchtune", "megatron"):
         with pytest.raises(CommandError, match="--into needs --format axolotl or llamafactory or trl"):
             check_into(name)
+    asked = asked_by(files / "axolotl", "axolotl")
     with pytest.raises(CommandError, match="No such file"):
-        exported_into(files / "missing.yaml", "axolotl", "micro_batch_size: 8\n")
+        exported_into(files / "missing.yaml", "axolotl", "micro_batch_size: 8\n", asked)
     (files / "list.yaml").write_text("- 1\n")
     with pytest.raises(CommandError, match=r"--into .*list.yaml: it is no mapping"):
-        exported_into(files / "list.yaml", "axolotl", "micro_batch_size: 8\n")
+        exported_into(files / "list.yaml", "axolotl", "micro_batch_size: 8\n", asked)
 
 
 def test_a_base_model_on_the_hub_is_named_by_its_config(files: Path, bexp: Run) -> None:

@@ -135,6 +135,58 @@ def test_lengths_of_texts_are_cut_into_batches_as_the_file_says() -> None:
     assert any("one text of 4096 tokens each" in notice for notice in read("axolotl").notices)
 
 
+@pytest.mark.parametrize(
+    ("name", "changes", "key"),
+    [
+        ("llamafactory", {"packing": True}, "packing"),
+        ("llamafactory", {"stage": "pt"}, "stage"),
+        ("axolotl, QLoRA", {"pad_to_sequence_len": True}, "pad_to_sequence_len"),
+    ],
+)
+def test_rows_that_are_full_whatever_the_lengths_are_not_measured_padded(
+    name: str, changes: dict[str, Any], key: str
+) -> None:
+    texts = {"lengths": "lognormal(300, 1.0)"}
+    with pytest.raises(FormatError, match=rf"{key}: fills every row, however long texts are: leave lengths out"):
+        read(name, texts, **changes)
+    assert read(name, **changes).batching is None
+    assert read(name, {**texts, "batching": "padded"}, **changes).batching == "padded"
+    assert read("llamafactory", texts, stage="pt", packing=False).batching == "padded"
+
+
+def test_a_file_that_cuts_no_text_needs_a_length() -> None:
+    for name, key in (("trl", "max_length"), ("torchtune", "tokenizer.max_seq_len")):
+        change: dict[str, Any] = {key.replace(".", "__"): None}
+        assert "say --seq-length" in refusal(name, **change)[f"{name}.{key}"]
+        assert read(name, {"model.seq_length": 512}, **change).seq_length == 512
+
+
+def test_embeddings_that_llamafactory_trains_with_a_new_vocabulary() -> None:
+    for change in ({"resize_vocab": True}, {"add_special_tokens": "<a>,<b>"}):
+        lora = read("llamafactory", **change).training.lora
+        assert lora is not None
+        assert lora.modules_to_save == ("embed_tokens", "lm_head")
+    named = read("llamafactory", resize_vocab=True, additional_target="embed_tokens").training.lora
+    assert named is not None
+    assert named.modules_to_save == ("embed_tokens",)
+
+
+def test_the_loss_in_chunks_of_trl_is_said_to_be_measured_with_all_logits() -> None:
+    changes: tuple[dict[str, Any], ...] = ({}, {"loss_type": "chunked_nll"})
+    for change in changes:
+        asked = read("trl", **change)
+        assert asked.losses == ("library",)
+        assert any("chunked_nll" in notice and "which the export writes" in notice for notice in asked.notices)
+    assert not any("chunked_nll" in notice for notice in read("trl", loss_type="nll").notices)
+
+
+def test_another_trainer_beside_a_file_is_refused() -> None:
+    for document, overrides in (({}, {"trainer": "trl"}), ({"trainer": "trl"}, {})):
+        with pytest.raises(FormatError, match="is a file of axolotl, and the trainer that is named is trl"):
+            parse_request(beside_its_model(*FILES["axolotl"]) | document, overrides=overrides)
+    assert read("axolotl", {"trainer": "axolotl"}).trainer == "axolotl"
+
+
 def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> None:
     asked = read("trl, full", {"model.seq_length": 512, "training.optimizer.name": "sgd", "num_devices": 2})
     assert (asked.seq_length, asked.training.optimizer.name, asked.batch_size) == (512, "sgd", 32)
@@ -174,6 +226,7 @@ def test_compilation_and_loss_of_torchtune() -> None:
         ("axolotl", {"attn_implementation": "sdpa"}, "attn_implementation", "contradicts"),
         ("axolotl, QLoRA", {"lora_model_dir": "out/last"}, "lora_model_dir", "such adapters"),
         ("axolotl, QLoRA", {"lora_mlp_kernel": True}, "lora_mlp_kernel", "kernels are not measured"),
+        ("axolotl, QLoRA", {"load_in_4bit": None}, "adapter", "qlora needs load_in_4bit: true"),
         ("axolotl, QLoRA", {"lora_r": 0}, "lora_r", "greater than or equal to 1"),
         ("llamafactory", {"stage": "dpo"}, "stage", "these are: sft, pt"),
         ("llamafactory", {"finetuning_type": "freeze"}, "finetuning_type", "these are: lora, full"),
@@ -241,8 +294,11 @@ def test_a_request_beside_a_file_does_not_say_the_same_again() -> None:
     document = beside_its_model(*FILES["axolotl"]) | {"training": {"lora": {"r": 8}}, "budget": {"max_trials": 3}}
     with pytest.raises(FormatError, match=r"axolotl: says what training.lora says as well: keep one"):
         parse_request(document)
-    del document["training"]
-    assert parse_request(document).budget.max_trials == 3
+    document["training"] = {"sharding": "zero2"}  # which no file says
+    asked = parse_request(document, overrides={"num_devices": 2, "lengths": None, "batching": None})
+    assert (asked.budget.max_trials, asked.training.sharding) == (3, Sharding.ZERO2)
+    with pytest.raises(FormatError, match=r"axolotl: says what batching says as well: keep one"):
+        parse_request(document | {"batching": "padded", "lengths": [[8, 9]]})
 
 
 def test_no_key_is_both_read_and_harmless() -> None:
