@@ -1,5 +1,6 @@
 """Authorization: a request needs a token, or, if the service does not require one, must come from its own user.
 
+A token that is sent is checked, whoever sends it: a program of this user may pass on the requests of others.
 A token has an owner and scopes. Each route says which scope it needs; what belongs to another owner does not exist.
 """
 
@@ -44,10 +45,10 @@ async def authorize(
     """Check that a request may use the service, and note its caller. Every route but the health checks depends on this.
 
     Raises:
-        ProblemException: 401 if a token is required and the request has no valid one. 403 if it was forwarded, and not
-            by a trusted proxy. 403 if no token is required, and a web page of another origin or another machine sent
-            the request, or it used a name that is not one of this machine. 429 if the address or the token has sent
-            too many requests.
+        ProblemException: 401 if a token is required and none is sent, or if the one that is sent is not valid. 403 if
+            it was forwarded, and not by a trusted proxy. 403 if no token is required, and a web page of another origin
+            or another machine sent the request, or it used a name that is not one of this machine. 429 if the address
+            or the token has sent too many requests.
     """
     settings = service.settings
     peer = peer_of(request.scope)
@@ -55,7 +56,7 @@ async def authorize(
     request.state.secret = None
     if not settings.require_token:
         _refuse_foreign(request, peer)
-        if settings.is_open or peer.is_own:
+        if credentials is None and (settings.is_open or peer.is_own):
             request.state.caller = replace(LOCAL, origin=origin)
             return
     _limit(service.address_limiter, address_key(origin), "address")

@@ -7,11 +7,12 @@ from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.client.explorations import Explorations
+from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import rate_text, row, seconds_text
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare
+from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, whole_runs
+from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.spec.base import Frozen
 
 NOT_COMPARED = {"budget", "fresh", "labels", "notices", "sampler", "seed", "verify"}
@@ -21,20 +22,24 @@ NOT_COMPARED = {"budget", "fresh", "labels", "notices", "sampler", "seed", "veri
 class _Known:
     """One of the two answers: the candidate that exports take, and every run of it in the explorations `given`.
 
-    `given` are ids, separated by commas. The answer is that of the first one.
+    `given` are ids, separated by commas. The answer is that of the first one, and the others ask the same.
+    `without_run` are those of the others that have no run of it.
     """
 
     def __init__(self, client: Explorations, given: str) -> None:
-        self.jobs = [client.get(find_job(client, each).id) for each in given.split(",")]
-        self.job = self.jobs[0]
+        self.jobs = list({job.id: job for job in (find_job(client, each) for each in given.split(","))}.values())
+        self.job, *further = self.jobs
+        for other in further:
+            _check_same_question(self.job, other)
         result = client.result(self.job.id)
         best = None if result is None else result.recommendation
         if best is None:
             raise CommandError(ExitCode.NO_ANSWER, f"exploration {self.job.id} has no recommendation")
         self.chosen: Recommendation | DividingCandidate = best.dividing or best
-        self.trials: list[Trial] = [] if best.plan else [t for job in self.jobs for t in client.trials(job.id)]
-        self.device: Mapping[str, Any] = (self.job.report or {}).get("hardware") or {}
-        kind = "cpu" if self.device.get("device_kind") == "cpu" else "cuda"
+        trials = {job.id: [] if best.plan else list(client.trials(job.id)) for job in self.jobs}
+        self.trials: list[Trial] = [trial for some in trials.values() for trial in some]
+        self.without_run = [job.id for job in further if not whole_runs(self.chosen.candidate, trials[job.id])]
+        kind = "cpu" if _hardware(self.job).get("device_kind") == "cpu" else "cuda"
         self.side = MeasuredCandidate(self.chosen, best.run_noise, self.trials, kind).side()
 
     @property
@@ -48,12 +53,6 @@ class _Known:
         candidate = self.chosen.candidate.model_dump(mode="json")
         about = {"explorations": [job.id for job in self.jobs], "model": self.job.model, "candidate": candidate}
         return {**about, "confidence": self.chosen.confidence, **self.side.model_dump(mode="json")}
-
-    def flat(self) -> dict[str, Any]:
-        """What the answer depends on, by dotted names."""
-        request = {} if self.job.request is None else self.job.request.model_dump(mode="json", exclude=NOT_COMPARED)
-        names = ("device_name", "num_devices", "versions")
-        return dict(_flatten({**request, "device": {name: self.device.get(name) for name in names}}))
 
 
 class ComparisonText(Frozen):
@@ -70,7 +69,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     """
     sides = {"A": _Known(client, a), "B": _Known(client, b)}
     found = compare(sides["A"].side, sides["B"].side)
-    differences = list(_differences(sides["A"].flat(), sides["B"].flat()))
+    differences = list(_differences(_depends_on(sides["A"].job), _depends_on(sides["B"].job)))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
     seconds = (
@@ -87,14 +86,20 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     }
     least, most = found.speedup_90_percent
     lines = [
-        f"B is faster than A with a probability of {found.probability_b_faster:.0%}: {found.speedup:.3f}x its speed, "
-        f"{least:.3f}x to {most:.3f}x with 90%",
+        f"B is faster than A with a probability of {_percent(found.probability_b_faster)}: {found.speedup:.3f}x its "
+        f"speed, {least:.3f}x to {most:.3f}x with 90%",
         *(row(name, _describe(known)) for name, known in sides.items()),
         *(row("different", line) for line in differences),
         *(row("not measured", line) for line in missing),
         row("next", advice),
     ]
     return ComparisonText(document=document, lines=tuple(lines))
+
+
+def _percent(probability: float) -> str:
+    """Return the probability of one of two, that of the likelier one floored as confidences are."""
+    score = confidence_score(max(probability, 1.0 - probability))
+    return f"{score if probability >= 0.5 else 100 - score}%"
 
 
 def _describe(known: _Known) -> str:
@@ -113,7 +118,12 @@ def _not_measured(name: str, known: _Known) -> Iterator[str]:
     elif side.num_runs == 0:
         yield f"{name} as a whole model; its speed follows from measured parts"
     elif side.num_runs == 1:
-        yield f"the noise between whole runs of {name}, of which there is one; that of its parts stands in for it"
+        yield (
+            f"the noise between whole runs of {name}, of which there is one: the probability rests on noise that was "
+            "seen elsewhere, in its parts and between runs of other models"
+        )
+    for job_id in known.without_run:
+        yield f"the candidate of {name} in exploration {job_id}, which has no whole run of it"
 
 
 def _advice(needed: int | None, seconds: float | None) -> str:
@@ -129,6 +139,27 @@ def _advice(needed: int | None, seconds: float | None) -> str:
     )
 
 
+def _hardware(job: Exploration) -> Mapping[str, Any]:
+    return (job.report or {}).get("hardware") or {}
+
+
+def _depends_on(job: Exploration) -> dict[str, Any]:
+    """Return what an answer depends on, by dotted names."""
+    request = {} if job.request is None else job.request.model_dump(mode="json", exclude=NOT_COMPARED)
+    names = ("device_name", "num_devices", "versions")
+    return dict(_flatten({**request, "device": {name: _hardware(job).get(name) for name in names}}))
+
+
+def _check_same_question(first: Exploration, other: Exploration) -> None:
+    """Raise CommandError if `other` asks something else than `first`, or has measured it on another device."""
+    if not (first.report and other.report):  # no device has run one of them
+        other = other.model_copy(update={"report": first.report})
+    differences = list(_differences(_depends_on(first), _depends_on(other), (first.id, other.id)))
+    if differences:
+        reason = f"the runs of {other.id} are not further runs of {first.id}, because what they measured differs"
+        raise CommandError(ExitCode.USAGE, reason, *differences)
+
+
 def _flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     for name, value in document.items():
         if isinstance(value, Mapping) and value:
@@ -137,10 +168,10 @@ def _flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
             yield f"{prefix}{name}", value
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> Iterator[str]:
+def _differences(a: Mapping[str, Any], b: Mapping[str, Any], of: tuple[str, str] = ("A", "B")) -> Iterator[str]:
     for name in dict.fromkeys((*a, *b)):
         if a.get(name) != b.get(name):
-            yield f"{name}: {_short(a.get(name))} in A, {_short(b.get(name))} in B"
+            yield f"{name}: {_short(a.get(name))} in {of[0]}, {_short(b.get(name))} in {of[1]}"
 
 
 def _short(value: Any) -> str:

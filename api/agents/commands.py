@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -26,7 +27,8 @@ _EXPLORATION = re.compile(r"^exploration (\S+), kept in ", re.MULTILINE)
 class Command:
     """One command. Its stdout is a JSON document if it ends well, and its stderr names its exploration."""
 
-    def __init__(self, arguments: Sequence[str], stdin: str = "", folder: Path | None = None) -> None:
+    def __init__(self, name: str, arguments: Sequence[str], stdin: str = "", folder: Path | None = None) -> None:
+        self.name = name
         self._files = Path(tempfile.mkdtemp(prefix="bexp-"))
         (self._files / "in").write_text(stdin)
         with (self._files / "in").open() as given, self._out.open("w") as out, self._err.open("w") as err:
@@ -55,13 +57,13 @@ class Command:
         return match[1] if match else None
 
     def wait(self, seconds: float) -> dict[str, Any] | None:
-        """Return its document; None if it still runs after `seconds`, and has an exploration.
+        """Return its document; None if it still runs after `seconds`.
 
         Raises CommandError with what it has said if it has failed without a document.
         """
         deadline = time.monotonic() + seconds
         while self._process.poll() is None:
-            if time.monotonic() > deadline and self.job_id is not None:
+            if time.monotonic() >= deadline:
                 return None
             time.sleep(POLL_SECONDS)
         if text := self._out.read_text():
@@ -83,17 +85,31 @@ class Commands:
     """The commands that a server has started. They end when the context is left."""
 
     def __init__(self) -> None:
-        self._started: list[Command] = []
+        self._started: dict[str, Command] = {}
+        self._numbers = itertools.count(1)
 
     def __enter__(self) -> Commands:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for command in self._started:
+        for command in self._started.values():
             command.stop()
 
     def start(self, *arguments: str, stdin: str = "", folder: Path | None = None) -> Command:
         """Start a command."""
-        command = Command(arguments, stdin, folder)
-        self._started.append(command)
-        return command
+        name = f"command-{next(self._numbers)}"
+        self._started[name] = Command(name, arguments, stdin, folder)
+        return self._started[name]
+
+    def exploration(self, given: str) -> str:
+        """Return the id of the exploration of the command with this name; what is no such name stays as it is.
+
+        Raises CommandError if the command has none, with what it has said if it has failed.
+        """
+        command = self._started.get(given)
+        if command is None:
+            return given
+        if (job_id := command.job_id) is not None:
+            return job_id
+        command.wait(0.0)
+        raise CommandError(ExitCode.NO_ANSWER, f"{given} has begun no exploration yet; ask again")

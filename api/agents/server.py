@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
@@ -37,6 +38,10 @@ Job = Annotated[str, Field(description="The id of an exploration, its first char
 Wait = Annotated[
     float, Field(ge=0, le=3600, description="Return after so many seconds at the latest; the exploration goes on.")
 ]
+REMOTE_SECONDS = 10.0
+RemoteWait = Annotated[
+    float, Field(ge=0, le=REMOTE_SECONDS, description="Return after so many seconds at the latest; then ask status.")
+]
 Fields = Annotated[
     dict[str, Any] | None,
     Field(description="Fields of the request: batch_size, seq_length, micro_batch_size, trainer, target, budget ..."),
@@ -52,30 +57,30 @@ Open = Callable[[Context], AbstractContextManager[Explorations]]
 """Opens the explorations for one call of a tool, which has the headers of its request if it came over HTTP."""
 
 
-def build_server(open_: Open) -> MCPServer:
-    """Return a server whose tools read explorations and submit them to the workers of a service."""
+def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
+    """Return a server whose tools read explorations; `named` gives the id of one that has another name here."""
     server = MCPServer("bexp", instructions=INSTRUCTIONS, version=metadata.version("bexp"), log_level="WARNING")
 
     def status(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Say in which state an exploration is, and how far its answer can be trusted until now."""
         with open_(ctx) as client:
-            job = find_job(client, exploration)
+            job = find_job(client, named(exploration))
             return {"job": job.model_dump(mode="json", exclude=LARGE), "certainty": _certainty(client, job)}
 
     def best(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Return the best micro-batch size and settings so far, with all that is known of them."""
         with open_(ctx) as client:
-            return document(client, find_job(client, exploration))
+            return document(client, find_job(client, named(exploration)))
 
     def compare(a: Job, b: Job, ctx: Context) -> dict[str, Any]:
         """Say how likely B's answer is faster than A's, how many more runs would tell, and what differs."""
         with open_(ctx) as client:
-            return compare_answers(client, a, b).document
+            return compare_answers(client, named(a), named(b)).document
 
     def trials(exploration: Job, ctx: Context) -> dict[str, Any]:
         """Return every measurement of an exploration, with the state of the device meanwhile."""
         with open_(ctx) as client:
-            job = find_job(client, exploration)
+            job = find_job(client, named(exploration))
             found = [trial.model_dump(mode="json") for trial in client.trials(job.id)]
             return {"exploration": job.id, "certainty": _certainty(client, job), "trials": found}
 
@@ -86,7 +91,9 @@ def build_server(open_: Open) -> MCPServer:
 def add_remote_tools(server: MCPServer, open_: Open) -> None:
     """Add the tools that leave all work to a service: they read no file of this machine and start nothing on it."""
 
-    def explore(config: Config, ctx: Context, fields: Fields = None, wait_seconds: Wait = 30.0) -> dict[str, Any]:
+    def explore(
+        config: Config, ctx: Context, fields: Fields = None, wait_seconds: RemoteWait = REMOTE_SECONDS
+    ) -> dict[str, Any]:
         """Explore a model on the service's workers."""
         with open_(ctx) as client:
             return _submit(client, read_configuration(config, **(fields or {})), wait_seconds)
@@ -128,8 +135,8 @@ def add_local_tools(server: MCPServer, commands: Commands, *, service: bool) -> 
 
     def doctor() -> dict[str, Any]:
         """Show which devices and back ends can be used on this machine, and why the others cannot."""
-        found = commands.start("doctor", "--json").wait(0.0)
-        assert found is not None, "it has no exploration that could go on"
+        found = commands.start("doctor", "--json").wait(math.inf)
+        assert found is not None, "it has ended"
         return found
 
     _add(server, explore, tune, doctor)
@@ -153,8 +160,10 @@ def _follow(command: Command, seconds: float) -> dict[str, Any]:
     found = command.wait(seconds)
     if found is not None:
         return found
+    if command.job_id is None:
+        return {"job": {"id": command.name, "state": "starting"}, "certainty": None}
     with connect() as client:
-        return document(client, find_job(client, command.job_id or ""))
+        return document(client, find_job(client, command.job_id))
 
 
 def _certainty(client: Explorations, job: Exploration) -> dict[str, Any] | None:

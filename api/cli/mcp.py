@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from bexp.api.cli.connection import connect, environment
-from bexp.api.cli.errors import CommandError, ExitCode, say
+from bexp.api.cli.errors import CommandError, ExitCode
 
 PORT = 8643
 
@@ -15,7 +15,7 @@ PORT = 8643
 def mcp(
     http: Annotated[bool, typer.Option("--http", help="Serve streamable HTTP at /mcp, not stdin and stdout.")] = False,
     host: Annotated[
-        str, typer.Option(help="Address to bind; requests need a token unless it is a loopback address.")
+        str, typer.Option(help="Address to bind; beyond loopback, the service must require tokens.")
     ] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=1, max=65535, help="Port to bind.")] = PORT,
 ) -> None:
@@ -32,13 +32,12 @@ def mcp(
             raise CommandError(ExitCode.USAGE, "--http serves a service: set BEXP_API_URL to its URL")
         from bexp.api.agents.http import serve  # noqa: PLC0415 - needs the extra
 
-        say(f"serving http://{host}:{port}/mcp for {url}")
         serve(url, host, port)
         return
     from bexp.api.agents.commands import Commands  # noqa: PLC0415 - for this command alone
     from bexp.api.agents.server import add_local_tools, build_server  # noqa: PLC0415 - needs the extra
 
-    server = build_server(lambda _: connect())
     with Commands() as commands:
+        server = build_server(lambda _: connect(), commands.exploration)
         add_local_tools(server, commands, service=url is not None)
         server.run("stdio")

@@ -11,7 +11,7 @@ from typing import Any
 Configuration = str | Path | Mapping[str, Any]
 
 
-def read_configuration(config: Configuration, **fields: Any) -> dict[str, Any]:
+def read_configuration(config: Configuration, /, **fields: Any) -> dict[str, Any]:
     """Return the document of a request: a mapping, a path to YAML or JSON, or text with several lines or a brace.
 
     `fields` replace fields of the request that are at its top, and `seq_length` that of the `model`. A Hugging Face

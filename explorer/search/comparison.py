@@ -17,7 +17,9 @@ from scipy.special import stdtr, stdtrit
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.records.trial import Trial
+from bexp.explorer.search.confidence import MOST_CONFIDENT
 from bexp.explorer.spec.base import Frozen
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.surrogate.whole_model_error import COMMON_STD
 from bexp.explorer.surrogate.whole_model_runs import NOISE_RUNS, RUN_STD, WholeModelNoise, WholeModelRun
 
@@ -44,7 +46,7 @@ class Comparison(Frozen):
 
     a: ComparedSide
     b: ComparedSide
-    probability_b_faster: float = Field(description="0..1, by Student's t distribution.")
+    probability_b_faster: float = Field(description="0.01..0.99, by Student's t distribution.")
     speedup: float = Field(description="Tokens/s of B over those of A.")
     speedup_90_percent: tuple[float, float] = Field(description="The interval that holds it with a probability of 90%.")
     runs_needed: int | None = Field(
@@ -65,12 +67,7 @@ class MeasuredCandidate:
     def side(self) -> ComparedSide:
         """Return what its runs say."""
         whole = self.chosen.whole_model
-        runs = [
-            (trial.tokens_per_second, run)
-            for trial in self.trials
-            if trial.candidate == self.chosen.candidate and trial.measurement.outcome is Outcome.OK
-            if trial.tokens_per_second and (run := trial.measurement.whole_model) is not None
-        ]
+        runs = whole_runs(self.chosen.candidate, self.trials)
         if not runs and whole is not None:  # an answer that another exploration measured
             runs = [(whole.tokens_per_second, whole.measurement)]
         noise = self.run_noise or 0.0
@@ -91,19 +88,30 @@ class MeasuredCandidate:
             num_runs=found.number,
             standard_error=error,
             run_noise=error * math.sqrt(found.number),
-            degrees=float(NOISE_RUNS + found.number - 1),
+            degrees=_degrees(found.number),
         )
+
+
+def whole_runs(candidate: Candidate, trials: Sequence[Trial]) -> list[tuple[float, WholeModelMeasurement]]:
+    """Return the tokens/s and the measurement of each run of a candidate's whole model."""
+    return [
+        (trial.tokens_per_second, run)
+        for trial in trials
+        if trial.candidate == candidate and trial.measurement.outcome is Outcome.OK
+        if trial.tokens_per_second and (run := trial.measurement.whole_model) is not None
+    ]
 
 
 def compare(a: ComparedSide, b: ComparedSide) -> Comparison:
     """Return how likely it is that B is the faster one."""
+    surest = MOST_CONFIDENT / 100
     log_speedup = math.log(b.tokens_per_second / a.tokens_per_second)
     error, degrees = _error(a, b, 0)
     reach = float(stdtrit(degrees, 0.95)) * error
     return Comparison(
         a=a,
         b=b,
-        probability_b_faster=_probability(a, b, 0, log_speedup),
+        probability_b_faster=min(surest, max(1.0 - surest, _probability(a, b, 0, log_speedup))),
         speedup=math.exp(log_speedup),
         speedup_90_percent=(math.exp(log_speedup - reach), math.exp(log_speedup + reach)),
         runs_needed=next(
@@ -121,14 +129,19 @@ def _probability(a: ComparedSide, b: ComparedSide, more: int, log_speedup: float
 def _error(a: ComparedSide, b: ComparedSide, more: int) -> tuple[float, float]:
     """Return the standard error of the logarithm of the speedup after `more` runs of each, and its degrees of freedom.
 
-    The degrees are those of Welch and Satterthwaite.
+    The degrees are those of Welch and Satterthwaite. Further runs take the place of what measured blocks compose.
     """
     parts = []
     for side in (a, b):
-        variance = side.standard_error**2 if more == 0 else side.run_noise**2 / (side.num_runs + more)
-        parts.append((max(variance, LEAST_VARIANCE), side.degrees + more))
+        number = side.num_runs + more
+        variance = side.standard_error**2 if more == 0 else side.run_noise**2 / number
+        parts.append((max(variance, LEAST_VARIANCE), side.degrees if more == 0 else _degrees(number)))
     total = sum(variance for variance, _ in parts)
     return math.sqrt(total), total**2 / sum(variance**2 / degrees for variance, degrees in parts)
+
+
+def _degrees(num_runs: int) -> float:
+    return float(NOISE_RUNS + num_runs - 1)
 
 
 def _relative_error(whole: WholeModelMeasurement) -> float:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import pytest
 from fastapi.testclient import TestClient
@@ -8,8 +9,10 @@ from fastapi.testclient import TestClient
 from bexp.api.examples import REQUEST
 from bexp.api.settings import ServiceSettings
 from bexp.storage.database import Database
+from bexp.storage.owners import Scope
 from bexp.storage.tokens import create_token, revoke_token
 from tests.api.problems import assert_problem
+from tests.api.serving import in_process
 
 PROTECTED = [
     ("GET", "/v1/explorations"),
@@ -87,6 +90,20 @@ def test_without_tokens_loopback_names_are_served(client: TestClient, host: str)
 @pytest.mark.parametrize("host", ["evil.example", "localhost.evil.example", "10.0.0.1", "", "[::1", "127.0.0.1.nip.io"])
 def test_without_tokens_a_foreign_name_is_refused(client: TestClient, host: str) -> None:
     assert_problem(client.get("/v1/explorations", headers={"Host": host}), 403)
+
+
+@pytest.mark.parametrize("is_open", [False, True])
+def test_a_token_that_is_not_required_counts_all_the_same(
+    settings: ServiceSettings, sqlite_database: Database, is_open: bool
+) -> None:
+    """The service's own user may run a program that passes on the requests of others, with their tokens."""
+    reader = {"Authorization": f"Bearer {create_token(sqlite_database, 'reader', owner='team', scopes={Scope.READ})}"}
+    with in_process(replace(settings, is_open=is_open)) as client:
+        own = client.post("/v1/explorations", json=REQUEST).json()["id"]
+        assert client.get(f"/v1/explorations/{own}").status_code == 200
+        assert_problem(client.get("/v1/explorations", headers={"Authorization": "Bearer bexp_wrong"}), 401)
+        assert client.get("/v1/explorations", headers=reader).json()["items"] == []
+        assert_problem(client.post("/v1/explorations", json=REQUEST, headers=reader), 403)
 
 
 def test_without_tokens_other_origins_are_refused(client: TestClient) -> None:

@@ -3,19 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import yaml
 
 from bexp.api.certainty import describe_certainty
-from bexp.client.explorations import Exploration, Result
+from bexp.api.cli.errors import CommandError
+from bexp.api.comparison import compare_answers
+from bexp.client.errors import ProblemError
+from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.records.recommendation import Answer
+from bexp.explorer.records.trial import Trial
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, UNDIVIDED, job_document, result_document
+from tests.explorer.search.test_comparison import whole_run
 
 Worker = Callable[..., AbstractContextManager[None]]
 
@@ -90,3 +95,68 @@ def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callabl
     assert said["a"]["candidate"]["micro_batch_size"] == 1
     assert said["a"]["num_runs"] == 0
     assert "A as a whole model; its speed follows from measured parts" in said["not_measured"]
+
+
+class Known:
+    """Explorations with the tokens/s of the whole runs of their answer; the newest is the last."""
+
+    def __init__(self, **speeds: tuple[float, ...]) -> None:
+        self.speeds = speeds
+        self.changes: dict[str, dict[str, Any]] = {name: {} for name in speeds}
+
+    def get(self, job_id: str) -> Exploration:
+        if job_id not in self.speeds:
+            raise ProblemError(404, {"title": "Not Found"})
+        return Exploration.model_validate(job_document(id=job_id, **self.changes[job_id]))
+
+    def list(self) -> Iterator[Exploration]:
+        return map(self.get, reversed(self.speeds))
+
+    def result(self, job_id: str) -> Result:
+        return Result.model_validate(result_document(id=job_id))
+
+    def trials(self, job_id: str) -> Iterator[Trial]:
+        return (whole_run(number, speed) for number, speed in enumerate(self.speeds[job_id]))
+
+    def compare(self, a: str, b: str) -> tuple[dict[str, Any], str]:
+        found = compare_answers(cast("Explorations", self), a, b)
+        return found.document, "\n".join(found.lines)
+
+
+def test_further_runs_count_once() -> None:
+    known = Known(aaaa11=(100.0,), bbbb22=(101.0,), cccc33=(102.0,))
+    said, _ = known.compare("aaaa11,aaaa,bbbb22,bbbb", "cccc33,latest")
+    assert (said["a"]["explorations"], said["a"]["num_runs"]) == (["aaaa11", "bbbb22"], 2)
+    assert (said["b"]["explorations"], said["b"]["num_runs"]) == (["cccc33"], 1)
+
+
+def test_a_further_id_asks_the_same_and_one_without_a_run_is_named() -> None:
+    known = Known(first=(100.0,), other=(50.0,), empty=())
+    report = {"hardware": {"device_name": "H100"}}
+    known.changes = {"first": {"report": report}, "other": {"report": report}, "empty": {}}
+    said, lines = known.compare("first,empty,other", "other")
+    assert (said["a"]["num_runs"], said["not_measured"][0]) == (
+        2,
+        "the candidate of A in exploration empty, which has no whole run of it",
+    )
+    assert "which has no whole run of it" in " ".join(lines.split())
+    for change, named in (
+        ({"request": {**job_document()["request"], "batch_size": 48}}, "batch_size: 24 in first, 48 in other"),
+        ({"report": {"hardware": {"device_name": "A100"}}}, "device.device_name: H100 in first, A100 in other"),
+    ):
+        known.changes["other"] = {"report": report, **change}
+        with pytest.raises(CommandError, match=named):
+            known.compare("first,other", "first")
+        assert known.compare("first", "other")[0]["differences"]
+
+
+def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() -> None:
+    known = Known(slow=(100.0,) * 9, fast=(200.0,) * 9, once=(100.0,))
+    for a, b, shown in (("slow", "fast", "99%"), ("fast", "slow", "1%"), ("slow", "slow", "50%")):
+        said, lines = known.compare(a, b)
+        assert lines.startswith(f"B is faster than A with a probability of {shown}: ")
+        assert 0.01 <= said["probability_b_faster"] <= 0.99
+        assert said["not_measured"] == []
+    (line,) = known.compare("once", "fast")[0]["not_measured"]
+    assert line.startswith("the noise between whole runs of A, of which there is one: ")
+    assert "noise that was seen elsewhere" in line

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
+import anyio.to_thread
 import httpx
 import pytest
 import uvicorn
@@ -20,10 +21,11 @@ pytest.importorskip("mcp", reason="the extra mcp is not installed")
 import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
+from starlette.responses import Response
 
 from bexp.api.agents import http
 from bexp.api.agents.commands import Commands
-from bexp.api.agents.http import create_app
+from bexp.api.agents.http import Guard, create_app
 from bexp.api.cli.errors import CommandError
 from bexp.api.peers import Peer
 from bexp.api.serve import bind
@@ -35,9 +37,12 @@ from bexp.storage.tokens import create_token
 from tests.acceptance.test_explore import TABLES
 from tests.api.cli.samples import TINY
 from tests.api.serving import start
+from tests.api.test_peers import OTHER, ask_as, linux, needs_root
 
 Worker = Callable[..., AbstractContextManager[None]]
 Call = Callable[..., Awaitable[Any]]
+MESSAGE = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
+ACCEPTED = {"Accept": "application/json, text/event-stream"}
 READING = {"status", "best", "compare", "trials"}
 
 
@@ -61,12 +66,12 @@ def talk(server: Any, conversation: Callable[[Client, Call], Awaitable[None]], *
     anyio.run(main)
 
 
-def serve(service_url: str) -> Iterator[str]:
-    listener = bind("127.0.0.1", 0)
-    server = uvicorn.Server(uvicorn.Config(create_app(service_url, "127.0.0.1"), log_level="warning"))
+def serve(service_url: str, host: str = "127.0.0.1") -> Iterator[str]:
+    listener = bind(host, 0)
+    server = uvicorn.Server(uvicorn.Config(create_app(service_url, host), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
-    yield f"http://127.0.0.1:{listener.getsockname()[1]}/mcp"
+    yield f"http://{host}:{listener.getsockname()[1]}/mcp"
     server.should_exit = True
     thread.join(20)
 
@@ -78,19 +83,25 @@ def open_service(service: tuple[str, str]) -> Iterator[str]:
 
 
 @pytest.fixture
-def guarded(queue: Queue) -> Iterator[tuple[str, Database]]:
-    """The address of a server for a service that requires tokens, and the database of that."""
+def requiring(queue: Queue) -> Iterator[str]:
+    """The address of a service that requires tokens."""
     served = start(ServiceSettings(queue.database.url, require_token=True, poll_seconds=0.05))
-    for url in serve(served.url):
-        yield url, queue.database
+    yield served.url
     served.stop()
+
+
+@pytest.fixture
+def guarded(requiring: str, queue: Queue) -> Iterator[tuple[str, Database]]:
+    """The address of a server for a service that requires tokens, and the database of that."""
+    for url in serve(requiring):
+        yield url, queue.database
 
 
 def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: Worker) -> None:
     async def conversation(client: Client, call: Call) -> None:
         names = {tool.name for tool in (await client.list_tools()).tools}
         assert names == READING | {"explore", "doctor"}  # a command to tune would run on the server's machine
-        explored = await call("explore", config=TINY, fields={"fresh": True, "batch_size": 48}, wait_seconds=60)
+        explored = await call("explore", config=TINY, fields={"fresh": True, "batch_size": 48})
         job_id = explored["job"]["id"]
         assert (explored["job"]["state"], explored["job"]["request"]["batch_size"]) == ("succeeded", 48)
         assert explored["certainty"]["confidence"] == 87
@@ -104,6 +115,8 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
         assert await call("doctor") == {"workers": []}
         assert "no exploration begins with 'unknown'" in await call("best", exploration="unknown")
         assert "model.num_layers: is missing" in await call("explore", config={"model": {}})
+        assert "config: is not a field" in await call("explore", config=TINY, fields={"config": {}})
+        assert "wait_seconds" in await call("explore", config=TINY, wait_seconds=60)  # it would hold a thread
         assert "explore" in await call("explore", config="/etc/passwd")  # a path of the server's machine
 
     with worker():
@@ -114,11 +127,11 @@ def test_over_http_the_tokens_are_the_services(guarded: tuple[str, Database], mo
     url, database = guarded
     reader = create_token(database, "reader", owner="mcp-test", scopes={Scope.READ})
     monkeypatch.setenv("BEXP_API_TOKEN", create_token(database, "the-servers-own", owner="mcp-test"))
-    message = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-    accepted = {"Accept": "application/json, text/event-stream"}
     for headers in ({}, {"Authorization": "Bearer bexp_wrong"}, {"Authorization": "Basic eDp5"}):
-        refused = httpx.post(url, json=message, headers={**accepted, **headers})
+        refused = httpx.post(url, json=MESSAGE, headers={**ACCEPTED, **headers})
         assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
+    two = [*ACCEPTED.items(), *[("Authorization", f"Bearer {token}") for token in ("bexp_wrong", reader)]]
+    assert httpx.post(url, json=MESSAGE, headers=two).status_code == 400
 
     async def conversation(_: Client, call: Call) -> None:
         assert "there is no exploration yet" in await call("status", exploration="latest")  # that of other owners
@@ -129,12 +142,65 @@ def test_over_http_the_tokens_are_the_services(guarded: tuple[str, Database], mo
 
 def test_without_a_token_another_user_is_refused(open_service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The service would take the request for one of this process's user."""
-    post = {"jsonrpc": "2.0", "id": 1, "method": "tools/list"}
-    accepted = {"Accept": "application/json, text/event-stream"}
-    assert httpx.post(open_service, json=post, headers={**accepted, "Host": "evil.example"}).status_code == 421
-    assert httpx.post(open_service, json=post, headers={**accepted, "X-Forwarded-For": "10.1.1.1"}).status_code == 401
+
+    def status(**headers: str) -> int:
+        return httpx.post(open_service, json=MESSAGE, headers={**ACCEPTED, **headers}).status_code
+
+    assert status() == 200
+    assert status(**{"X-Forwarded-For": "10.1.1.1"}) == 401
+    assert status(Authorization="Bearer x") == 401  # the service requires none, and checks it all the same
     monkeypatch.setattr(http, "find_peer", lambda *_: Peer("127.0.0.1", 12_345))
-    assert httpx.post(open_service, json=post, headers=accepted).status_code == 401
+    assert status() == status(Authorization="Bearer x") == 401
+
+
+@linux
+@needs_root
+def test_the_kernel_says_who_sends_no_token(open_service: str) -> None:
+    assert httpx.get(f"{open_service}/none").status_code == 404
+    assert ask_as(OTHER, open_service)[0] == ask_as(OTHER, open_service, {"Authorization": "Bearer x"})[0] == 401
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("127.0.0.2", marks=linux)])
+def test_a_page_that_rebinds_its_name_is_refused(service: tuple[str, str], host: str) -> None:
+    for url in serve(service[0], host):
+        assert httpx.post(url, json=MESSAGE, headers=ACCEPTED).status_code == 200
+        assert httpx.post(url, json=MESSAGE, headers={**ACCEPTED, "Host": "evil.example"}).status_code == 421
+        assert httpx.post(url, json=MESSAGE, headers={**ACCEPTED, "Origin": "http://evil.example"}).status_code == 403
+
+
+def test_other_machines_are_served_only_if_the_service_requires_tokens(
+    service: tuple[str, str], requiring: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served: list[str] = []
+    monkeypatch.setattr(uvicorn, "run", lambda *_, host, **__: served.append(host))
+    with pytest.raises(CommandError, match="--require-token"):
+        http.serve(service[0], "0.0.0.0", 1)
+    http.serve(requiring, "0.0.0.0", 1)
+    http.serve(service[0], "127.0.0.1", 1)
+    assert served == ["0.0.0.0", "127.0.0.1"]
+
+
+def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(
+    service: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[tuple[bytes, bytes]]] = []
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        seen.append([header for header in scope["headers"] if header[0] == b"authorization"])
+        await Response()(scope, receive, send)
+
+    async def main() -> None:
+        guard = Guard(app, service[0], "127.0.0.1")
+        threads = anyio.to_thread.current_default_thread_limiter()
+        for _ in range(int(threads.total_tokens)):  # as many tools
+            threads.acquire_on_behalf_of_nowait(object())
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(guard), base_url="http://127.0.0.1") as client:
+            with anyio.fail_after(20):
+                assert (await client.get("/", headers={"Authorization": "Basic eDp5"})).status_code == 200
+
+    monkeypatch.setattr(http, "find_peer", lambda *_: Peer("127.0.0.1", os.geteuid()))
+    anyio.run(main)
+    assert seen == [[]]
 
 
 @pytest.mark.slow
@@ -156,7 +222,10 @@ def test_over_stdio_an_agent_explores_on_this_machine(tmp_path: Path) -> None:
             wait_seconds=0,
         )
         job_id = begun["job"]["id"]
-        while (status := await call("status", exploration=job_id))["job"]["state"] in {"queued", "running"}:
+        assert begun["job"]["state"] in {"starting", "queued", "running"}
+        while "no exploration yet" in (status := await call("status", exploration=job_id)) or (
+            status["job"]["state"] in {"queued", "running"}
+        ):
             await anyio.sleep(0.1)
         assert status["job"]["state"] == "succeeded"
         best = await call("best", exploration=job_id)
@@ -173,5 +242,10 @@ def test_a_command_that_goes_on_ends_with_the_server(tmp_path: Path, monkeypatch
         endless = commands.start("serve", "--port", "0")
         with pytest.raises(CommandError, match="no exploration yet"):
             commands.start("best", "latest", "--json").wait(60)
-        assert endless._process.poll() is None
+        assert endless.wait(0.0) is None
+        assert commands.exploration("latest") == "latest"
+        with pytest.raises(CommandError, match="command-1 has begun no exploration yet; ask again"):
+            commands.exploration("command-1")
+        with pytest.raises(CommandError, match="there is no exploration yet"):  # what it has said
+            commands.exploration("command-2")
     assert endless._process.returncode is not None

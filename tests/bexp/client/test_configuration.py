@@ -26,6 +26,7 @@ def test_a_path_and_its_text_are_the_same(text: str, tmp_path: Path) -> None:
         (LLAMA, {}, LLAMA),
         (LLAMA, {"batch_size": 8}, {"hf_config": LLAMA, "batch_size": 8}),
         ({**LLAMA, "time_step_limit": [0.0, float("inf")]}, {}, LLAMA),
+        ({"batch_size": 8}, {"config": 1}, {"batch_size": 8, "config": 1}),  # what reads it knows no such field
         (LLAMA, {"seq_length": 32}, {"hf_config": LLAMA, "hf_seq_length": 32}),
         (
             {"model": {"seq_length": 64, "num_layers": 2}},
