@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.data_loader import followed, with_sampler
 from bexp.tune.lengths import Lengths
-from bexp.tune.link import SIZE
+from bexp.tune.link import SIZE, asked
 from bexp.tune.measuring import ACCUMULATION, serving
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
-from bexp.tune.own_loop import asked
 
 
 def patch(module: ModuleType) -> None:

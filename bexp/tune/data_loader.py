@@ -9,8 +9,7 @@ from functools import wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bexp.tune.link import SIZE, STEPS
-from bexp.tune.own_loop import asked
+from bexp.tune.link import SIZE, STEPS, asked
 
 if TYPE_CHECKING:  # this module is loaded while torch itself is
     from torch.utils.data import DataLoader

@@ -14,10 +14,9 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.data_loader import follow, with_sampler
 from bexp.tune.lengths import Lengths, WorstFirst
-from bexp.tune.link import SCRATCH, SIZE, CannotSetError, refusing
+from bexp.tune.link import SCRATCH, SIZE, CannotSetError, asked, refusing
 from bexp.tune.measuring import ACCUMULATION, describe_parameters
 from bexp.tune.micro_batches import epoch_of, order_of
-from bexp.tune.own_loop import asked
 
 _LEFT_OUT = {
     "Checkpoint",

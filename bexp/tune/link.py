@@ -27,6 +27,8 @@ PROMISE = "BEXP_TUNE_PROMISE"
 """The variable with what the answer promises, as a JSON object: it is there in a command that runs with an answer."""
 SCRATCH = "BEXP_TUNE_SCRATCH"
 """The variable that names a folder which takes what the command would write."""
+asked: dict[str, Any] = {}
+"""What a library's loop was asked for, if its size can be set from within: kind, size, accumulation and lengths."""
 
 
 class Link:

@@ -10,16 +10,12 @@ import os
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from bexp.tune.link import SIZE, CannotSetError, choice, connect, refusing
+from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusing
 from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
     from bexp.tune.link import Link
     from bexp.tune.measuring import Clock
-
-
-asked: dict[str, Any] = {}
-"""What a library's loop was asked for, if its size can be set from within: kind, size, accumulation and lengths."""
 
 
 def patch(module: ModuleType) -> None:
@@ -54,7 +50,7 @@ class _Loop:
     def _begin(self, optimizer: Any) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
-        from bexp.tune.data_loader import followed  # noqa: PLC0415 - it imports this module
+        from bexp.tune.data_loader import followed  # noqa: PLC0415 - where it is followed
         from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
         from bexp.tune.measuring import (  # noqa: PLC0415 - needs torch
             ACCUMULATION,
