@@ -134,7 +134,7 @@ def answer_for_trainer(seed: int, name: TrainerName) -> AnswerForTrainer | None:
         "python": RecommendedSetup.read(document).micro_batch_size,
         "export": choice.candidate.micro_batch_size,
     }
-    same = choice.candidate == known.candidate and not choice.missing and bool(texts(found.source, name))
+    same = choice.candidate == known.candidate and not choice.missing and all(texts(found.source, name))
     regret = truth.regret(choice.candidate)
     return AnswerForTrainer(truth.name, seed, name, sizes, same, regret, known.confidence)
 

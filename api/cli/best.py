@@ -11,7 +11,6 @@ import typer
 from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.cli.exported_into import check_into, exported_into
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import answer_text, document, print_json
 from bexp.client.explorations import Exploration, Explorations, Export, Result
@@ -114,6 +113,8 @@ def _print_export(
     """Print an export, or the file `into` with its settings; what it says to people goes to stderr."""
     text, notes = exported.text, list(exported.notes)
     if into is not None and export_format is not None and request is not None:
+        from bexp.api.cli.exported_into import exported_into  # noqa: PLC0415 - it reads files, which takes long to import
+
         text, comments = exported_into(into, export_format, text, request)
         notes = [*comments, *notes]
     typer.echo(text, nl=False)
@@ -123,6 +124,8 @@ def _print_export(
 
 def _check_format(name: str | None, into: Path | None, *, prints_all: bool) -> None:
     if into is not None:
+        from bexp.api.cli.exported_into import check_into  # noqa: PLC0415 - likewise
+
         check_into(name)
     if name is None:
         return

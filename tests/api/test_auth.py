@@ -25,6 +25,7 @@ PROTECTED = [
     ("GET", "/v1/explorations/0/log"),
     ("GET", "/v1/explorations/0/recommendation"),
     ("GET", "/v1/explorations/0/trials"),
+    ("GET", "/v1/explorations/0/comparison"),
     ("GET", "/v1/explorations/0/run-reports"),
     ("POST", "/v1/explorations/0/run-reports"),
     ("GET", "/v1/workers"),

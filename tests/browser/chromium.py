@@ -101,7 +101,12 @@ class Chromium:
         """Return the value of `expression` once it is true."""
         deadline = time.monotonic() + seconds
         while True:
-            value = self.evaluate(PATIENT % expression)
+            try:
+                value = self.evaluate(PATIENT % expression)
+            except PageError as error:
+                if "navigated" not in str(error):  # another page begins
+                    raise
+                value = None
             if value:
                 return value
             if time.monotonic() > deadline:

@@ -115,7 +115,7 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
         assert await call("doctor") == {"workers": []}
         assert "no exploration begins with 'unknown'" in await call("best", exploration="unknown")
         assert "model.num_layers: is missing" in await call("explore", config={"model": {}})
-        assert "config: is not a field" in await call("explore", config=TINY, fields={"config": {}})
+        assert "config: is not a known field" in await call("explore", config=TINY, fields={"config": {}})
         assert "wait_seconds" in await call("explore", config=TINY, wait_seconds=60)  # it would hold a thread
         assert "explore" in await call("explore", config="/etc/passwd")  # a path of the server's machine
 
