@@ -7,6 +7,7 @@ import sqlite3
 import time
 import warnings
 from abc import abstractmethod
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -40,12 +41,12 @@ class SqliteFile:
         self.url = f"sqlite:///{self._path}"
 
     def hurt(self, rng: Random) -> None:
-        """Hold the write lock for longer than a worker waits for it."""
+        """Hold the write lock, often for longer than anybody waits for it."""
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=5)
         try:
             with suppress(sqlite3.OperationalError):  # it is busy already
                 connection.execute("BEGIN IMMEDIATE")
-                time.sleep(rng.uniform(0.5, 4.0))
+                time.sleep(rng.uniform(0.5, 8.0))
                 connection.execute("ROLLBACK")
         finally:
             connection.close()
@@ -55,7 +56,7 @@ class SqliteFile:
 
 
 class PostgresServer:
-    """A server that is killed and started again; it recovers from its write-ahead log."""
+    """A server that is killed and started again, which then recovers from its write-ahead log, or that is frozen."""
 
     fault = "database_kill"
 
@@ -67,13 +68,25 @@ class PostgresServer:
         self.url = str(self._server.get_uri())
 
     def hurt(self, rng: Random) -> None:
-        """Kill the server, or make it drop everything at once, and start it again after a moment."""
+        """Freeze the server, or kill it, or make it drop everything at once; it is back after a moment."""
         postmaster = psutil.Process(self._server.get_pid())
         family = [postmaster, *postmaster.children(recursive=True)]
-        postmaster.send_signal(rng.choice((signal.SIGKILL, signal.SIGQUIT)))
+        how = rng.choice((signal.SIGKILL, signal.SIGQUIT, signal.SIGSTOP))
+        if how == signal.SIGSTOP:
+            self._signal(family, signal.SIGSTOP)
+            time.sleep(rng.uniform(0.5, 8.0))
+            self._signal(family, signal.SIGCONT)
+            return
+        postmaster.send_signal(how)
         psutil.wait_procs(family, timeout=20)
         time.sleep(rng.uniform(0.0, 3.0))
         self._server.ensure_postgres_running()
+
+    @staticmethod
+    def _signal(family: Sequence[psutil.Process], number: int) -> None:
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def close(self) -> None:
         """Stop the server."""

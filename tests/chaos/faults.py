@@ -16,6 +16,7 @@ from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs
 from tests.chaos.databases import ChaosDatabase
+from tests.chaos.failpoints import Failpoints
 from tests.chaos.fork_server import StartedProcess
 from tests.chaos.processes import LEASE_SECONDS, Service
 
@@ -32,7 +33,10 @@ AIMED_SHARE = 0.8
 class Faults:
     """Kills, freezes and outages. `hurt` begins one, `tend` ends what is over and starts what has died."""
 
-    def __init__(self, service: Service, database: ChaosDatabase, opened: Database, rng: Random) -> None:
+    def __init__(
+        self, service: Service, database: ChaosDatabase, opened: Database, rng: Random, failpoints: Failpoints
+    ) -> None:
+        self.failpoints = failpoints
         self.counts: Counter[str] = Counter()
         self.num_during_jobs = 0
         """How many faults struck a worker that ran a job."""
@@ -47,10 +51,12 @@ class Faults:
     def hurt(self) -> bool:
         """Begin one fault, if the one that is drawn can begin now."""
         choices: list[tuple[str, int, Callable[[], bool]]] = [
-            ("worker_kill", 4, self._kill_worker),
-            ("worker_freeze_past_lease", 4, self._freeze_worker),
-            ("api_kill", 2, self._kill_api),
-            (self._database.fault, 1, self._hurt_database),
+            ("worker_kill", 3, self._kill_worker),
+            ("worker_freeze_past_lease", 3, self._freeze_worker),
+            ("worker_end", 1, self._end_worker),
+            ("api_kill", 1, self._kill_api),
+            (self._database.fault, 2, self._hurt_database),
+            ("failpoints", 10, self._arm),
         ]
         name, _, begin = self._rng.choices(choices, weights=[weight for _, weight, _ in choices])[0]
         begun = begin()
@@ -65,6 +71,7 @@ class Faults:
                 del self._frozen[pid]
                 with suppress(ProcessLookupError):
                     worker.send_signal(signal.SIGCONT)
+        self.failpoints.tend()
         self._service.tend()
 
     def end(self) -> None:
@@ -74,6 +81,20 @@ class Faults:
         while self._frozen:
             self.tend()
             time.sleep(0.05)
+        self.failpoints.end()
+        self.counts["failpoints"] = self.failpoints.struck.total()
+
+    def _arm(self) -> bool:
+        """Arm one edge or two. Whether a process passes them is seen later."""
+        self.failpoints.arm(self._rng.choice((1, 2)))
+        return True
+
+    def _end_worker(self) -> bool:
+        """Tell a worker to end, which puts its job back."""
+        worker = self._choose_worker([worker for worker in self._service.workers if worker.pid not in self._frozen])
+        if worker is not None:
+            worker.terminate()
+        return worker is not None
 
     def _kill_worker(self) -> bool:
         worker = self._choose_worker(self._service.workers)
