@@ -16,6 +16,10 @@ from typing import Any, Protocol
 import psutil
 
 
+OUTAGE_SECONDS = (0.5, 12.0)
+"""Often longer than any answer may take."""
+
+
 class ChaosDatabase(Protocol):
     """A database that a campaign may hurt. `url` stays the same afterwards."""
 
@@ -46,7 +50,7 @@ class SqliteFile:
         try:
             with suppress(sqlite3.OperationalError):  # it is busy already
                 connection.execute("BEGIN IMMEDIATE")
-                time.sleep(rng.uniform(0.5, 8.0))
+                time.sleep(rng.uniform(*OUTAGE_SECONDS))
                 connection.execute("ROLLBACK")
         finally:
             connection.close()
@@ -74,7 +78,7 @@ class PostgresServer:
         how = rng.choice((signal.SIGKILL, signal.SIGQUIT, signal.SIGSTOP))
         if how == signal.SIGSTOP:
             self._signal(family, signal.SIGSTOP)
-            time.sleep(rng.uniform(0.5, 8.0))
+            time.sleep(rng.uniform(*OUTAGE_SECONDS))
             self._signal(family, signal.SIGCONT)
             return
         postmaster.send_signal(how)

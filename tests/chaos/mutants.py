@@ -84,15 +84,14 @@ def judge(names: Sequence[str], options: Options, lanes: int) -> dict[str, Any]:
             ]
             for name in everything
         }
-        rows = {
-            name: {"tests": tested[name].result(), "campaigns": [campaign.result() for campaign in hurt[name]]}
-            for name in everything
-        }
+        rows: dict[str, dict[str, Any]] = {}
+        for name in everything:
+            campaigns = [campaign.result() for campaign in hurt[name]]
+            rows[name] = {"tests": tested[name].result(), "campaigns": campaigns, "found_by": []}
+            rows[name]["found_by"] += ["tests"] * (rows[name]["tests"]["status"] == 1)
+            rows[name]["found_by"] += [f"campaign on {each['database']}" for each in campaigns if each["violations"]]
+            print(f"{name}: {', '.join(rows[name]['found_by']) or 'not noticed'}", file=sys.stderr, flush=True)
     unchanged = rows.pop(UNCHANGED)
-    for name, row in rows.items():
-        row["text"] = MUTATIONS[name].text
-        row["found_by"] = ["tests"] * (row["tests"]["status"] == 1)
-        row["found_by"] += [f"campaign on {each['database']}" for each in row["campaigns"] if each["violations"]]
     alarms = [f"without a mutation: {each}" for each in unchanged["campaigns"] if each["violations"]]
     alarms += [f"without a mutation: {unchanged['tests']}"] if unchanged["tests"]["status"] else []
     by = {
@@ -106,7 +105,7 @@ def judge(names: Sequence[str], options: Options, lanes: int) -> dict[str, Any]:
         "num_found": sum(bool(row["found_by"]) for row in rows.values()),
         "num_found_by": by,
         "unchanged": unchanged,
-        "mutations": rows,
+        "mutations": {name: {"text": MUTATIONS[name].text, **row} for name, row in rows.items()},
         "violations": alarms + [f"nobody noticed {name}" for name, row in rows.items() if not row["found_by"]],
     }
 
@@ -125,8 +124,6 @@ def main() -> int:
         parser.error(f"there is no {', '.join(sorted(unknown))}")
     how = Options(options.minutes, options.fault_seconds, options.seed)
     found = judge(options.names or list(MUTATIONS), how, options.lanes)
-    for name, row in found["mutations"].items():
-        print(f"{name}: {', '.join(row['found_by']) or 'NOT FOUND'}", file=sys.stderr)
     print(f"{found['num_found']} of {found['num']} found", file=sys.stderr)
     return write_document(found, options.output)
 
