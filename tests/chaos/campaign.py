@@ -142,7 +142,7 @@ def _run(
         service, opened, Random(rng.random()), num_trials=plan.num_trials, open_jobs=JOBS_OF_A_WORKER * plan.num_workers
     )
     with closing(Clients(service, opened, Random(rng.random()), crowd.headers[OWNERS[0]])) as clients:
-        faults = Faults(service, database, opened, rng, failpoints)
+        faults = Faults(service, database, opened, rng, failpoints, crowd.await_write)
         clients.await_start()
         started = time.monotonic()
         crowd.start()
@@ -156,6 +156,7 @@ def _run(
         finally:
             faults.end()
             crowd.stop()
+            service.tend()  # which notes an API that has just been killed
         result.faults = dict(faults.counts)
         result.faults_during_jobs = faults.num_during_jobs
         result.failpoints, result.edges = dict(failpoints.struck), len(list_edges())

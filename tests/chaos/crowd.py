@@ -29,6 +29,7 @@ PATIENCE_SECONDS = 12.0
 """How long a client waits, who was promised an answer in less than half of it."""
 PAUSE_SECONDS = 0.1
 PRUNE_PAUSE_SECONDS = 15.0
+WRITE_SECONDS = 3.0
 KEPT_JOBS = 12
 NUM_SEEDS = 3
 NUM_RECENT = 10
@@ -53,6 +54,7 @@ class Crowd:
         self._known: dict[str, list[str]] = {owner: [] for owner in OWNERS}
         self._keys: dict[str, list[tuple[str, int]]] = {owner: [] for owner in OWNERS}
         self._ended = threading.Event()
+        self._written = threading.Event()
         self._errors: list[BaseException] = []
         works = [self._act] * NUM_THREADS + [self._watch, self._prune]
         self._threads = [threading.Thread(target=self._keep, args=(work, Random(rng.random()))) for work in works]
@@ -69,6 +71,11 @@ class Crowd:
             thread.join()
         for error in self._errors:
             raise error
+
+    def await_write(self) -> None:
+        """Return just after somebody was told that something is written, or after some seconds without that."""
+        self._written.clear()
+        self._written.wait(WRITE_SECONDS)
 
     def show_all(self) -> None:
         """Get every exploration that anybody was told of, when nothing is hurt any more."""
@@ -206,6 +213,8 @@ class Crowd:
         except httpx.HTTPError as error:
             call.error = type(error).__name__
         call.ended = time.time()
+        if call.is_done and method != "GET":
+            self._written.set()
         if call.is_done and operation in {"submit", "get", "peek", "cancel", "resume"}:
             call.seen = Seen.of(reply.json())
         elif call.is_done and operation == "list":

@@ -7,14 +7,13 @@ import sqlite3
 import time
 import warnings
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
 import psutil
-
 
 OUTAGE_SECONDS = (0.5, 12.0)
 """Often longer than any answer may take."""
@@ -27,8 +26,8 @@ class ChaosDatabase(Protocol):
     fault: str
 
     @abstractmethod
-    def hurt(self, rng: Random) -> None:
-        """Make the database unusable for a moment."""
+    def hurt(self, rng: Random, await_write: Callable[[], None]) -> None:
+        """Make the database unusable for a moment, just after a write whose client was told that it is done."""
 
     @abstractmethod
     def close(self) -> None:
@@ -44,7 +43,7 @@ class SqliteFile:
         self._path = folder / "bexp.db"
         self.url = f"sqlite:///{self._path}"
 
-    def hurt(self, rng: Random) -> None:
+    def hurt(self, rng: Random, _: Callable[[], None]) -> None:
         """Hold the write lock, often for longer than anybody waits for it."""
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=5)
         try:
@@ -71,7 +70,7 @@ class PostgresServer:
         self._server: Any = postgres_server.get_server(folder / "postgres", cleanup_mode="stop")
         self.url = str(self._server.get_uri())
 
-    def hurt(self, rng: Random) -> None:
+    def hurt(self, rng: Random, await_write: Callable[[], None]) -> None:
         """Freeze the server, or kill it, or make it drop everything at once; it is back after a moment."""
         postmaster = psutil.Process(self._server.get_pid())
         family = [postmaster, *postmaster.children(recursive=True)]
@@ -81,6 +80,7 @@ class PostgresServer:
             time.sleep(rng.uniform(*OUTAGE_SECONDS))
             self._signal(family, signal.SIGCONT)
             return
+        await_write()
         postmaster.send_signal(how)
         psutil.wait_procs(family, timeout=20)
         time.sleep(rng.uniform(0.0, 3.0))

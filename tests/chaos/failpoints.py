@@ -34,9 +34,9 @@ OF_ADMINISTRATORS = {
 UNREACHED = {"_open", "_answer_from_stored", "end_overdue", "Queue.report_fault"}
 """Those for documents of other versions, for answers that are reused, after seven days, and for faults of a search."""
 
-FREEZE_SECONDS = (2.2, 4.5)
-"""Longer than a lease."""
-ARMED_SECONDS = 5.0
+FREEZE_SECONDS = (2.2, 6.0)
+"""Longer than a lease, and often so long that another worker has ended the job."""
+ARMED_SECONDS = 20.0
 """So long an edge waits for a process that passes it, before others have their turn."""
 
 _BODY = """        with self._take_turn(), self.engine.connect() as connection, connection.begin():

@@ -34,9 +34,16 @@ class Faults:
     """Kills, freezes and outages. `hurt` begins one, `tend` ends what is over and starts what has died."""
 
     def __init__(
-        self, service: Service, database: ChaosDatabase, opened: Database, rng: Random, failpoints: Failpoints
+        self,
+        service: Service,
+        database: ChaosDatabase,
+        opened: Database,
+        rng: Random,
+        failpoints: Failpoints,
+        await_write: Callable[[], None],
     ) -> None:
         self.failpoints = failpoints
+        self._await_write = await_write
         self.counts: Counter[str] = Counter()
         self.num_during_jobs = 0
         """How many faults struck a worker that ran a job."""
@@ -76,9 +83,7 @@ class Faults:
 
     def end(self) -> None:
         """Wait until no fault lasts any more."""
-        if self._outage is not None:
-            self._outage.join()
-        while self._frozen:
+        while self._frozen or (self._outage is not None and self._outage.is_alive()):
             self.tend()
             time.sleep(0.05)
         self.failpoints.end()
@@ -147,7 +152,7 @@ class Faults:
             return False
 
         def hurt(rng: Random) -> None:
-            self._database.hurt(rng)
+            self._database.hurt(rng, self._await_write)
             self._database_answers_since = time.monotonic()
 
         self._outage = threading.Thread(target=hurt, args=(Random(self._rng.random()),))

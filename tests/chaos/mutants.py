@@ -115,7 +115,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.mutants", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="MUTATION", help=f"default: all: {', '.join(MUTATIONS)}")
     parser.add_argument("--minutes", type=float, default=2.0, help="of faults, of each campaign")
-    parser.add_argument("--fault-seconds", type=float, default=0.6, help="the mean pause between two faults")
+    parser.add_argument("--fault-seconds", type=float, default=0.4, help="the mean pause between two faults")
     parser.add_argument("--lanes", type=int, default=2 * (os.cpu_count() or 1), help="so many at once")
     parser.add_argument("--seed", type=int, default=1, help="of the faults")
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")

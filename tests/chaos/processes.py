@@ -134,10 +134,10 @@ class Service:
         return statuses
 
     def complaints(self) -> list[str]:
-        """The errors that the processes logged, apart from a database that was away when a worker started."""
+        """The errors that the processes logged, apart from a database that was away when one of them started."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        errors = [line for line in lines if " ERROR " in line or line.startswith("Traceback")]
+        errors = [line for line in lines if " ERROR " in line or line.startswith(("Traceback", "error: Exception"))]
         self._log.close()
         return [line for line in errors if "the database cannot be used" not in line]
 
