@@ -36,6 +36,8 @@ UNREACHED = {"_open", "_answer_from_stored", "end_overdue", "Queue.report_fault"
 
 FREEZE_SECONDS = (2.2, 6.0)
 """Longer than a lease, and often so long that another worker has ended the job."""
+FALLING_ASLEEP_SECONDS = 0.3
+"""From the moment when a process takes an armed edge to its sleep, at most."""
 ARMED_SECONDS = 20.0
 """So long an edge waits for a process that passes it, before others have their turn."""
 
@@ -137,8 +139,10 @@ class Failpoints:
                     os.kill(pid, signal.SIGCONT)
 
     def end(self) -> None:
-        """Disarm all edges, and wait until nothing sleeps."""
+        """Disarm all edges, and wake up what sleeps."""
         self._armed = {edge: (action, 0.0) for edge, (action, _) in self._armed.items()}
         while self._asleep or self._armed:
+            soon = time.time() + FALLING_ASLEEP_SECONDS
+            self._asleep = {pid: min(until, soon) for pid, until in self._asleep.items()}
             self.tend()
             time.sleep(0.05)

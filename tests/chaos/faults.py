@@ -82,11 +82,12 @@ class Faults:
         self._service.tend()
 
     def end(self) -> None:
-        """Wait until no fault lasts any more."""
+        """Wake up all that sleeps, and wait until no fault lasts any more."""
+        self._frozen = {pid: (0.0, worker) for pid, (_, worker) in self._frozen.items()}
+        self.failpoints.end()
         while self._frozen or (self._outage is not None and self._outage.is_alive()):
             self.tend()
             time.sleep(0.05)
-        self.failpoints.end()
         self.counts["failpoints"] = self.failpoints.struck.total()
 
     def _arm(self) -> bool:

@@ -74,7 +74,7 @@ def judge_by_campaign(name: str, database: str, options: Options) -> dict[str, A
 
 def judge(names: Sequence[str], options: Options, lanes: int) -> dict[str, Any]:
     """Return what became of each mutation, with the product without one first."""
-    everything = [UNCHANGED, *names]
+    commit, everything = read_commit(), [UNCHANGED, *names]
     with ThreadPoolExecutor(lanes) as pool:
         tested = {name: pool.submit(judge_by_tests, name) for name in everything}
         hurt = {
@@ -98,7 +98,7 @@ def judge(names: Sequence[str], options: Options, lanes: int) -> dict[str, Any]:
         who: sum(any(who in each for each in row["found_by"]) for row in rows.values()) for who in ("tests", "campaign")
     }
     return {
-        "commit": read_commit(),
+        "commit": commit,
         "minutes_of_a_campaign": options.minutes,
         "machine": {"cores": os.cpu_count(), "lanes": lanes},
         "num": len(rows),

@@ -77,7 +77,7 @@ BROKEN: dict[str, tuple[str, Callable[[], list[str]]]] = {
     ),
     "a lost run report": ("stored 0 times", lambda: judge(call("report", 6.0, 201, number=8))),
     "no answer": ("no answer within", lambda: judge(UNANSWERED)),
-    "a late answer": ("no answer within", lambda: judge(replace(AGAIN, ended=9.0))),
+    "a late answer": ("no answer within", lambda: judge(replace(AGAIN, ended=20.0))),
     "a server error": ("unexpected answer", lambda: judge(call("get", 6.0, 500))),
     "another owner's job": ("unexpected answer", lambda: judge(call("peek", 6.0, 200, QUEUED))),
     "a list that lacks it": ("not in the list", lambda: judge(replace(LIST, listed=frozenset()))),
