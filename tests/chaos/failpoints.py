@@ -78,10 +78,10 @@ def pass_edge(name: str, place: str) -> None:
     """Strike this process if the edge is armed."""
     armed = f"{os.environ[VARIABLE]}/{name}:{place}"
     try:
-        os.rename(armed, struck := f"{armed}@{os.getpid()}")  # noqa: PTH104 - each transaction comes here
+        action = Path(armed).read_text()  # before it is taken: then its owner may look at it and delete it
+        Path(armed).rename(f"{armed}@{os.getpid()}")
     except FileNotFoundError:
         return
-    action = Path(struck).read_text()
     if action == "lose":
         raise sa.exc.OperationalError("COMMIT", {}, ConnectionError(f"the connection was lost at {name}:{place}"))
     os.kill(os.getpid(), signal.SIGKILL if action == "kill" else signal.SIGSTOP)
