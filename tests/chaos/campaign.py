@@ -82,6 +82,7 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
     with tempfile.TemporaryDirectory(prefix="bexp-chaos-") as name:
         folder = Path(name)
         folder.chmod(0o711)  # PostgreSQL runs as a user of its own
+        mutation = MUTATIONS.get(plan.mutation or "")
         database: ChaosDatabase = PostgresServer(folder) if plan.postgres else SqliteFile(folder)
         result = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
         try:
@@ -96,18 +97,12 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
                 plan.trial_seconds,
                 require_token=True,
                 failpoints_folder=folder / "failpoints",
-                changes=MUTATIONS[plan.mutation].changes if plan.mutation else (),
+                changes=mutation.changes if mutation else (),
             )
             try:
-                _run(
-                    plan,
-                    database,
-                    opened,
-                    service,
-                    Failpoints(folder / "failpoints", Random(plan.seed)),
-                    result,
-                    ending,
-                )
+                transactions = mutation.transactions if mutation else ()
+                failpoints = Failpoints(folder / "failpoints", Random(plan.seed), transactions)
+                _run(plan, database, opened, service, failpoints, result, ending)
             finally:
                 statuses = service.end()
             result.violations += [f"a worker ended with status {status}" for status in statuses if status not in OK]

@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import psutil
 
-OUTAGE_SECONDS = (0.5, 12.0)
-"""Often longer than any answer may take."""
+OUTAGE_SECONDS = ((0.5, 4.0), (10.0, 12.0))
+"""Every other one is longer than any answer may take."""
 
 
 class ChaosDatabase(Protocol):
@@ -49,7 +49,7 @@ class SqliteFile:
         try:
             with suppress(sqlite3.OperationalError):  # it is busy already
                 connection.execute("BEGIN IMMEDIATE")
-                time.sleep(rng.uniform(*OUTAGE_SECONDS))
+                time.sleep(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
                 connection.execute("ROLLBACK")
         finally:
             connection.close()
@@ -77,7 +77,7 @@ class PostgresServer:
         how = rng.choice((signal.SIGKILL, signal.SIGQUIT, signal.SIGSTOP))
         if how == signal.SIGSTOP:
             self._signal(family, signal.SIGSTOP)
-            time.sleep(rng.uniform(*OUTAGE_SECONDS))
+            time.sleep(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
             self._signal(family, signal.SIGCONT)
             return
         await_write()

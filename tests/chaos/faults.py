@@ -23,7 +23,7 @@ from tests.chaos.processes import LEASE_SECONDS, Service
 API_LIFE_SECONDS = 1.0
 """An API that is killed sooner after its first answer would hardly serve anybody."""
 
-DATABASE_LIFE_SECONDS = 8.0
+DATABASE_LIFE_SECONDS = 6.0
 """Between two outages the others find something to do."""
 
 AIMED_SHARE = 0.8
@@ -62,7 +62,7 @@ class Faults:
             ("worker_freeze_past_lease", 3, self._freeze_worker),
             ("worker_end", 1, self._end_worker),
             ("api_kill", 1, self._kill_api),
-            (self._database.fault, 2, self._hurt_database),
+            (self._database.fault, 3, self._hurt_database),
             ("failpoints", 10, self._arm),
         ]
         name, _, begin = self._rng.choices(choices, weights=[weight for _, weight, _ in choices])[0]

@@ -26,6 +26,9 @@ from tests.chaos.side_by_side import REST_SECONDS
 
 UNCHANGED = "unchanged"
 DATABASES = ("SQLite", "PostgreSQL")
+TRIAL_SECONDS = 0.05
+"""So short that explorations often end, which a fault may be about."""
+
 SHOWN = 3
 """So many of the violations are kept, and so many of the failed tests."""
 
@@ -55,6 +58,7 @@ def judge_by_campaign(name: str, database: str, options: Options) -> dict[str, A
     with tempfile.TemporaryDirectory(prefix="bexp-mutant-") as folder:
         output = Path(folder) / "result.json"
         command = [sys.executable, "-m", "tests.chaos", "--raw", "--output", str(output), "--cancels", "2"]
+        command += ["--trial-seconds", str(TRIAL_SECONDS)]
         command += ["--minutes", str(options.minutes), "--fault-seconds", str(options.fault_seconds)]
         command += ["--seed", str(options.seed), *(["--postgres"] if database == "PostgreSQL" else [])]
         command += ["--mutation", name] if name in MUTATIONS else []

@@ -28,12 +28,14 @@ class Mutation:
         changes: of the product's modules.
         tests: what concerns it, as pytest takes it.
         databases: those on which it changes anything.
+        transactions: at whose edges a campaign strikes; none: at those of all.
     """
 
     text: str
     changes: tuple[Change, ...]
     tests: tuple[str, ...]
     databases: tuple[str, ...] = ("SQLite", "PostgreSQL")
+    transactions: tuple[str, ...] = ()
 
 
 _LEASES, _CANCELS = "tests/contracts/test_leases.py", "tests/contracts/test_cancels.py"
@@ -54,6 +56,7 @@ MUTATIONS = {
             ),
         ),
         ("tests/contracts/test_queue.py", _LEASES, "tests/contracts/test_events.py"),
+        transactions=("Queue.finish",),
     ),
     "finish-without-fence": Mutation(
         "a worker that lost its lease ends the exploration all the same",
@@ -65,6 +68,7 @@ MUTATIONS = {
             ),
         ),
         (_LEASES,),
+        transactions=("Queue.finish",),
     ),
     "cancel-of-finished": Mutation(
         "a cancel ends a finished exploration again",
@@ -128,6 +132,7 @@ MUTATIONS = {
         "a step whose commit was not confirmed is stored again",
         ((QUEUE, "*([] if after_seq is None else [jobs.c.last_seq == after_seq])]", "]"),),
         (_LEASES,),
+        transactions=("Queue.record",),
     ),
     "split-step": Mutation(
         "a trial is stored after its event, in a transaction of its own",
@@ -142,6 +147,7 @@ MUTATIONS = {
             ),
         ),
         ("tests/contracts/test_queue.py", _LEASES),
+        transactions=("Queue.record",),
     ),
 }
 """By name."""
