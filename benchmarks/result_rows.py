@@ -287,6 +287,18 @@ def chaos(result: Row) -> Iterable[Row]:
         yield {"commit": commit, "database": database, "broken": broken, **sums}
 
 
+def mutants(result: Row) -> Iterable[Row]:
+    """Return each fault that was put into the code, and who noticed it; then how many were noticed."""
+    who = {"by_tests": "tests", "by_sqlite": "campaign on SQLite", "by_postgresql": "campaign on PostgreSQL"}
+    for row in result["mutations"].values():
+        there = {f"campaign on {each['database']}" for each in row["campaigns"]} | {"tests"}
+        told = {name: "yes" if text in row["found_by"] else "no" for name, text in who.items() if text in there}
+        yield {"text": row["text"], **told}
+    by, num = result["num_found_by"], result["num"]
+    told = {"by_tests": f"{by['tests']} of {num}", "by_sqlite": f"on either: {by['campaign']} of {num}"}
+    yield {"text": f"noticed: {result['num_found']} of {num}", **told}
+
+
 def several(_: Row, pattern: str) -> Iterable[Row]:
     """Return the results whose names fit."""
     return ({"result": path.stem, **load(path.stem)} for path in sorted(RESULTS.glob(f"{pattern}.json")))

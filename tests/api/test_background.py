@@ -156,6 +156,19 @@ def test_a_database_that_hangs_gets_a_503_in_time(settings: ServiceSettings, mon
             release.set()
 
 
+def test_no_limit_on_waiting_is_above_what_is_promised() -> None:
+    limits = DatabaseLimits()
+    of_a_write = limits.turn + limits.lock  # on SQLite, one after the other
+    each = (
+        limits.connect,
+        limits.statement,
+        limits.pool,
+        of_a_write,
+        timedelta(seconds=ServiceSettings("").answer_seconds),
+    )
+    assert max(each) < timedelta(seconds=5)
+
+
 def test_waiting_for_postgresql_is_limited(postgresql_server: str) -> None:
     database = open_database(postgresql_server, SHORT)
     try:

@@ -7,20 +7,30 @@ import signal
 import tempfile
 import threading
 import time
-from contextlib import closing
+from collections import Counter
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 
-from bexp.storage.database import Database, DatabaseLimits, open_database
-from bexp.storage.jobs import JobState, get_job
+import sqlalchemy as sa
+
+from bexp.storage.database import DATABASE_TROUBLE, Database, DatabaseLimits, open_database
+from bexp.storage.events import read_events
+from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.schema import upgrade
+from bexp.storage.tables import jobs
 from bexp.storage.trials import read_trials
 from tests.chaos.clients import Clients
+from tests.chaos.crowd import OPEN_STATES, OWNERS, Crowd
 from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
+from tests.chaos.failpoints import Failpoints, list_edges
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import violations_of
+from tests.chaos.mutations import MUTATIONS
 from tests.chaos.processes import Service
+from tests.chaos.promises import broken_promises, read_stored
 from tests.chaos.result import Result, read_commit
 from tests.chaos.undisturbed import Outcome, UndisturbedSearches
 
@@ -28,6 +38,7 @@ STALL_SECONDS = 120.0
 """Jobs are stuck if none of them adds to its log for so long. A slow machine delays them, and does not stop them."""
 
 DRAIN_SECONDS = 1800.0
+JOBS_OF_A_WORKER = 4
 MISSED_SECONDS = 0.05
 """The mean pause after a fault that could not begin."""
 
@@ -47,6 +58,7 @@ class Plan:
         num_trials: of a job.
         trial_seconds: how long a trial takes.
         num_cancels: running jobs that are cancelled afterwards, when nothing is hurt, to take their time.
+        mutation: of the product's code, by its name in `tests.chaos.mutations`.
         postgres: on PostgreSQL (pgserver) instead of SQLite.
         port: of the API; null: any.
     """
@@ -59,6 +71,7 @@ class Plan:
     num_trials: int = 24
     trial_seconds: float = 0.0
     num_cancels: int = 5
+    mutation: str | None = None
     postgres: bool = False
     port: int | None = None
 
@@ -69,14 +82,27 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
     with tempfile.TemporaryDirectory(prefix="bexp-chaos-") as name:
         folder = Path(name)
         folder.chmod(0o711)  # PostgreSQL runs as a user of its own
+        mutation = MUTATIONS.get(plan.mutation or "")
         database: ChaosDatabase = PostgresServer(folder) if plan.postgres else SqliteFile(folder)
         result = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
         try:
             opened = open_database(database.url, DatabaseLimits())
             upgrade(opened)
-            service = Service(database.url, folder, plan.num_workers, plan.port, plan.cold_share, plan.trial_seconds)
+            service = Service(
+                database.url,
+                folder,
+                plan.num_workers,
+                plan.port,
+                plan.cold_share,
+                plan.trial_seconds,
+                require_token=True,
+                failpoints_folder=folder / "failpoints",
+                changes=mutation.changes if mutation else (),
+            )
             try:
-                _run(plan, database, opened, service, result, ending or threading.Event())
+                transactions = mutation.transactions if mutation else ()
+                failpoints = Failpoints(folder / "failpoints", Random(plan.seed), transactions)
+                _run(plan, database, opened, service, failpoints, result, ending)
             finally:
                 statuses = service.end()
             result.violations += [f"a worker ended with status {status}" for status in statuses if status not in OK]
@@ -102,18 +128,21 @@ def _run(
     database: ChaosDatabase,
     opened: Database,
     service: Service,
+    failpoints: Failpoints,
     result: Result,
-    ending: threading.Event,
+    ending: threading.Event | None,
 ) -> None:
     rng = Random(plan.seed)
-    rng_of_clients, open_jobs = Random(rng.random()), 4 * plan.num_workers
-    with closing(Clients(service, opened, rng_of_clients, num_trials=plan.num_trials, open_jobs=open_jobs)) as clients:
-        faults = Faults(service, database, opened, rng)
+    crowd = Crowd(
+        service, opened, Random(rng.random()), num_trials=plan.num_trials, open_jobs=JOBS_OF_A_WORKER * plan.num_workers
+    )
+    with closing(Clients(service, opened, Random(rng.random()), crowd.headers[OWNERS[0]])) as clients:
+        faults = Faults(service, database, opened, rng, failpoints, crowd.await_write)
         clients.await_start()
         started = time.monotonic()
-        clients.start()
+        crowd.start()
         try:
-            while time.monotonic() - started < plan.seconds and not ending.is_set():
+            while time.monotonic() - started < plan.seconds and not (ending and ending.is_set()):
                 mean = plan.fault_seconds if faults.hurt() else MISSED_SECONDS
                 pause_ends = time.monotonic() + rng.uniform(0.1, 1.9) * mean
                 while (left := pause_ends - time.monotonic()) > 0:
@@ -121,54 +150,77 @@ def _run(
                     time.sleep(min(left, 0.1))
         finally:
             faults.end()
-            clients.stop()
+            crowd.stop()
+            service.tend()  # which notes an API that has just been killed
         result.faults = dict(faults.counts)
         result.faults_during_jobs = faults.num_during_jobs
-        _drain(clients, service, result)
+        result.failpoints, result.edges = dict(failpoints.struck), len(list_edges())
+        result.calls = dict(Counter(call.operation for call in crowd.history.calls))
+        if _check(crowd, opened, service, failpoints, result):
+            return  # what is left could take for ever
+        _drain(opened, service, result)
         result.seconds = round(time.monotonic() - started, 1)
         result.exits = dict(service.exits)
         clients.await_start()
+        service.note_answer(service.api)
+        crowd.show_all()
+        _check(crowd, opened, service, failpoints, result)
         for _ in range(plan.num_cancels):
             seconds = clients.time_cancel()
             if seconds is None:
                 result.violations.append("a job did not start, or its cancel did not end it, though nothing was hurt")
-            else:
-                result.cancel_seconds.append(round(seconds, 2))
-        _check(clients, opened, result)
+                break
+            result.cancel_seconds.append(round(seconds, 2))
 
 
-def _drain(clients: Clients, service: Service, result: Result) -> None:
+def _drain(opened: Database, service: Service, result: Result) -> None:
     """Let every job end, without further faults."""
     started = moved = time.monotonic()
     seen: object = None
+    is_open = jobs.c.state.in_(OPEN_STATES)
+    progress: Sequence[object] = ()
     while (now := time.monotonic()) - moved < STALL_SECONDS and now - started < DRAIN_SECONDS:
         service.tend()
-        clients.note_finished()
-        if not clients.open:
-            return
-        progress = (len(clients.finished), dict(clients.last_seqs))
+        with suppress(*DATABASE_TROUBLE), opened.read() as connection:
+            progress = connection.execute(sa.select(jobs.c.id, jobs.c.last_seq).where(is_open)).all()
+            if not progress:
+                return
         if progress != seen:
             seen, moved = progress, now
         time.sleep(0.2)
     left = f"not finished {time.monotonic() - started:.0f} s after the last fault"
-    result.violations += [f"{job_id}: {left}" for job_id in clients.open]
+    result.violations += [f"{row}: {left}" for row in progress]
 
 
-def _check(clients: Clients, opened: Database, result: Result) -> None:
-    if len(set(clients.job_ids.values())) < len(clients.job_ids):
-        result.violations.append("two keys made one job")
+def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoints, result: Result) -> bool:
+    """Judge all calls, and the jobs that have ended by now; return whether a promise is broken."""
+    frozen = [[since, until] for pid, since, until in failpoints.frozen if pid in service.api_pids]
+    service.disturbances += [times for times in frozen if times not in service.disturbances]
+    stored = read_stored(opened)
+    found = broken_promises(crowd.history, stored, service.was_disturbed)
+    calls_of = crowd.history.of_jobs()
     undisturbed = UndisturbedSearches()
-    for job_id in sorted(clients.finished):
-        job = get_job(opened, job_id)
-        result.violations += violations_of(opened, job, may_be_cancelled=job_id in clients.cancelled)
-        result.jobs += 1
-        result.attempts += job.attempt
-        result.most_attempts_of_a_job = max(result.most_attempts_of_a_job, job.attempt)
-        if job.state is JobState.CANCELLED:
-            result.cancelled_jobs += 1
-        elif job.request is not None:
-            expected = undisturbed.outcome_of(job.request)
-            found = Outcome.of((stored.trial for stored in read_trials(opened, job_id, limit=1000)), job.recommendation)
-            if found != expected:
-                result.different_answers += 1
-                result.violations.append(f"{job_id}: {found}, and without faults {expected}")
+    ended = [job for job_id in sorted(stored) if (job := get_job(opened, job_id)).state.is_final]
+    for job in ended:
+        asked = Counter(call.operation for call in calls_of.get(job.id, ()))
+        found += violations_of(opened, job, num_resumes=asked["resume"], num_cancels=asked["cancel"])
+        differs = _difference(opened, job, undisturbed)
+        found += [f"{job.id}: it differs from the search without faults: {differs}"] if differs else []
+        result.different_answers += bool(differs)
+    result.jobs = len(ended)
+    result.cancelled_jobs = sum(job.state is JobState.CANCELLED for job in ended)
+    result.attempts = sum(job.attempt for job in ended)
+    result.most_attempts_of_a_job = max((job.attempt for job in ended), default=0)
+    result.violations += found
+    return bool(found)
+
+
+def _difference(opened: Database, job: Job, undisturbed: UndisturbedSearches) -> str:
+    """Return how a job differs from the search without faults, of which a cancelled one has gone a part of the way."""
+    if job.request is None:
+        return "its request cannot be read"
+    expected = undisturbed.outcome_of(job.request)
+    trials = (each.trial for each in read_trials(opened, job.id, limit=1000))
+    found = Outcome.of(trials, read_events(opened, job.id, limit=100_000), job.recommendation)
+    is_alike = found.begins(expected) if job.state is JobState.CANCELLED else found == expected
+    return "" if is_alike else "; ".join(found.differences(expected))

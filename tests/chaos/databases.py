@@ -7,12 +7,16 @@ import sqlite3
 import time
 import warnings
 from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 from typing import Any, Protocol
 
 import psutil
+
+OUTAGE_SECONDS = ((0.5, 4.0), (10.0, 12.0))
+"""Every other one is longer than any answer may take."""
 
 
 class ChaosDatabase(Protocol):
@@ -22,8 +26,8 @@ class ChaosDatabase(Protocol):
     fault: str
 
     @abstractmethod
-    def hurt(self, rng: Random) -> None:
-        """Make the database unusable for a moment."""
+    def hurt(self, rng: Random, await_write: Callable[[], None]) -> None:
+        """Make the database unusable for a moment, just after a write whose client was told that it is done."""
 
     @abstractmethod
     def close(self) -> None:
@@ -39,13 +43,13 @@ class SqliteFile:
         self._path = folder / "bexp.db"
         self.url = f"sqlite:///{self._path}"
 
-    def hurt(self, rng: Random) -> None:
-        """Hold the write lock for longer than a worker waits for it."""
+    def hurt(self, rng: Random, _: Callable[[], None]) -> None:
+        """Hold the write lock, often for longer than anybody waits for it."""
         connection = sqlite3.connect(self._path, isolation_level=None, timeout=5)
         try:
             with suppress(sqlite3.OperationalError):  # it is busy already
                 connection.execute("BEGIN IMMEDIATE")
-                time.sleep(rng.uniform(0.5, 4.0))
+                time.sleep(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
                 connection.execute("ROLLBACK")
         finally:
             connection.close()
@@ -55,7 +59,7 @@ class SqliteFile:
 
 
 class PostgresServer:
-    """A server that is killed and started again; it recovers from its write-ahead log."""
+    """A server that is killed and started again, which then recovers from its write-ahead log, or that is frozen."""
 
     fault = "database_kill"
 
@@ -66,14 +70,27 @@ class PostgresServer:
         self._server: Any = postgres_server.get_server(folder / "postgres", cleanup_mode="stop")
         self.url = str(self._server.get_uri())
 
-    def hurt(self, rng: Random) -> None:
-        """Kill the server, or make it drop everything at once, and start it again after a moment."""
+    def hurt(self, rng: Random, await_write: Callable[[], None]) -> None:
+        """Freeze the server, or kill it, or make it drop everything at once; it is back after a moment."""
         postmaster = psutil.Process(self._server.get_pid())
         family = [postmaster, *postmaster.children(recursive=True)]
-        postmaster.send_signal(rng.choice((signal.SIGKILL, signal.SIGQUIT)))
+        how = rng.choice((signal.SIGKILL, signal.SIGQUIT, signal.SIGSTOP))
+        if how == signal.SIGSTOP:
+            self._signal(family, signal.SIGSTOP)
+            time.sleep(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
+            self._signal(family, signal.SIGCONT)
+            return
+        await_write()
+        postmaster.send_signal(how)
         psutil.wait_procs(family, timeout=20)
         time.sleep(rng.uniform(0.0, 3.0))
         self._server.ensure_postgres_running()
+
+    @staticmethod
+    def _signal(family: Sequence[psutil.Process], number: int) -> None:
+        for process in family:
+            with suppress(psutil.NoSuchProcess):
+                process.send_signal(number)
 
     def close(self) -> None:
         """Stop the server."""

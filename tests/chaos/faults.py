@@ -16,13 +16,14 @@ from bexp.storage.database import DATABASE_TROUBLE, Database
 from bexp.storage.jobs import JobState
 from bexp.storage.tables import jobs
 from tests.chaos.databases import ChaosDatabase
+from tests.chaos.failpoints import Failpoints
 from tests.chaos.fork_server import StartedProcess
 from tests.chaos.processes import LEASE_SECONDS, Service
 
 API_LIFE_SECONDS = 1.0
 """An API that is killed sooner after its first answer would hardly serve anybody."""
 
-DATABASE_LIFE_SECONDS = 8.0
+DATABASE_LIFE_SECONDS = 6.0
 """Between two outages the others find something to do."""
 
 AIMED_SHARE = 0.8
@@ -32,7 +33,17 @@ AIMED_SHARE = 0.8
 class Faults:
     """Kills, freezes and outages. `hurt` begins one, `tend` ends what is over and starts what has died."""
 
-    def __init__(self, service: Service, database: ChaosDatabase, opened: Database, rng: Random) -> None:
+    def __init__(
+        self,
+        service: Service,
+        database: ChaosDatabase,
+        opened: Database,
+        rng: Random,
+        failpoints: Failpoints,
+        await_write: Callable[[], None],
+    ) -> None:
+        self.failpoints = failpoints
+        self._await_write = await_write
         self.counts: Counter[str] = Counter()
         self.num_during_jobs = 0
         """How many faults struck a worker that ran a job."""
@@ -47,10 +58,12 @@ class Faults:
     def hurt(self) -> bool:
         """Begin one fault, if the one that is drawn can begin now."""
         choices: list[tuple[str, int, Callable[[], bool]]] = [
-            ("worker_kill", 4, self._kill_worker),
-            ("worker_freeze_past_lease", 4, self._freeze_worker),
-            ("api_kill", 2, self._kill_api),
-            (self._database.fault, 1, self._hurt_database),
+            ("worker_kill", 3, self._kill_worker),
+            ("worker_freeze_past_lease", 3, self._freeze_worker),
+            ("worker_end", 1, self._end_worker),
+            ("api_kill", 1, self._kill_api),
+            (self._database.fault, 3, self._hurt_database),
+            ("failpoints", 10, self._arm),
         ]
         name, _, begin = self._rng.choices(choices, weights=[weight for _, weight, _ in choices])[0]
         begun = begin()
@@ -65,15 +78,29 @@ class Faults:
                 del self._frozen[pid]
                 with suppress(ProcessLookupError):
                     worker.send_signal(signal.SIGCONT)
+        self.failpoints.tend()
         self._service.tend()
 
     def end(self) -> None:
-        """Wait until no fault lasts any more."""
-        if self._outage is not None:
-            self._outage.join()
-        while self._frozen:
+        """Wake up all that sleeps, and wait until no fault lasts any more."""
+        self._frozen = {pid: (0.0, worker) for pid, (_, worker) in self._frozen.items()}
+        self.failpoints.end()
+        while self._frozen or (self._outage is not None and self._outage.is_alive()):
             self.tend()
             time.sleep(0.05)
+        self.counts["failpoints"] = self.failpoints.struck.total()
+
+    def _arm(self) -> bool:
+        """Arm one edge or two. Whether a process passes them is seen later."""
+        self.failpoints.arm(self._rng.choice((1, 2)))
+        return True
+
+    def _end_worker(self) -> bool:
+        """Tell a worker to end, which puts its job back."""
+        worker = self._choose_worker([worker for worker in self._service.workers if worker.pid not in self._frozen])
+        if worker is not None:
+            worker.terminate()
+        return worker is not None
 
     def _kill_worker(self) -> bool:
         worker = self._choose_worker(self._service.workers)
@@ -126,7 +153,7 @@ class Faults:
             return False
 
         def hurt(rng: Random) -> None:
-            self._database.hurt(rng)
+            self._database.hurt(rng, self._await_write)
             self._database_answers_since = time.monotonic()
 
         self._outage = threading.Thread(target=hurt, args=(Random(self._rng.random()),))

@@ -77,7 +77,7 @@ def open_bench(number: int, *, postgres: bool, num_workers: int) -> Iterator[Ben
         upgrade(database)
         service = Service(chosen.url, folder, num_workers, cold_share=0.0)
         stack.callback(service.end)
-        clients = Clients(service, database, Random(0), num_trials=24, open_jobs=0)
+        clients = Clients(service, database, Random(0))
         stack.callback(clients.close)
         clients.await_start()
         kind = "PostgreSQL" if postgres else "SQLite"

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from bexp.explorer.records.event import EventCode
+import re
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from bexp.explorer.records.event import Event, EventCode, EventDraft
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import Job, JobState
@@ -11,24 +15,70 @@ from bexp.storage.trials import read_trials
 OF_A_TRIAL = {EventCode.TRIAL, EventCode.WHOLE_MODEL, EventCode.INFEASIBLE, EventCode.WARNING}
 """One of these is stored with each trial."""
 
+WORKER = r"worker [\w.-]+-\d+-replay-[0-9a-f]+ \(.+\)"
+ENDS = {
+    JobState.SUCCEEDED: {EventCode.SUCCEEDED},
+    JobState.FAILED: {EventCode.FAILED, EventCode.NOTHING_FITS},
+    JobState.CANCELLED: {EventCode.CANCELLED},
+}
+COMPARED = ("candidate", "performance", "confidence", "tokens_per_second", "measured_peak_bytes")
+"""Of a recommendation, as its event and as the answer tell it."""
 
-def violations_of(database: Database, job: Job, *, may_be_cancelled: bool = False) -> list[str]:
-    """Return what a finished job breaks. One that somebody asked to cancel may have ended before."""
-    is_cancelled = may_be_cancelled and job.state is JobState.CANCELLED
+TEXTS = {
+    EventCode.QUEUED: r"Exploration {id} (of {model} is queued|is queued again)",
+    EventCode.STARTED: rf"Exploration started by {WORKER}, measuring .+",
+    EventCode.RESUMED: rf"Exploration resumed by {WORKER} with {{num_trials}} stored trials?",
+    EventCode.WAITING: r"Waiting for a worker: .+",
+    EventCode.WARNING: r"Put back: .+",
+    EventCode.CANCELLED: r"Exploration cancelled",
+}
+"""By code: what storage tells, with the job's id, its model's name and the number of trials stored by then."""
+
+
+def is_of_storage(event: EventDraft) -> bool:
+    """Whether storage tells this, and not the search."""
+    return event.code in TEXTS and (event.code is not EventCode.WARNING or event.message.startswith("Put back"))
+
+
+def violations_of(database: Database, job: Job, *, num_resumes: int = 0, num_cancels: int = 0) -> list[str]:
+    """Return what a finished job breaks, of which so many resumptions and cancels were asked for."""
+    is_cancelled = num_cancels > 0 and job.state is JobState.CANCELLED
     events = read_events(database, job.id, after=0, limit=100_000)
     trials = [stored.trial for stored in read_trials(database, job.id, limit=100_000)]
     numbers = [trial.number for trial in trials]
     told = [event.data["trial"] for event in events if event.code in OF_A_TRIAL and "trial" in event.data]
-    ends = [event for event in events if event.code.ends_job]
-    found = job.answer.recommendation if job.answer is not None else None
+    queued = [index for index, event in enumerate(events) if event.code is EventCode.QUEUED]
+    ends = [index for index, event in enumerate(events) if event.code.ends_job]
+    recommended = [event.data["recommendation"] for event in events if event.code is EventCode.RECOMMENDATION]
+    best = None if job.recommendation is None else job.recommendation.model_dump(mode="json")
     checks = {
         "the log has a gap or a double": [event.seq for event in events] == list(range(1, len(events) + 1)),
         "the job's last seq is not the log's": job.last_seq == len(events),
-        "the log has not exactly one end": len(ends) == 1 and events[-1] is ends[0],
+        "the log does not end once each time that the job was queued": queued == [0, *(end + 1 for end in ends[:-1])]
+        and ends[-1:] == [len(events) - 1],
+        "the log was queued again more often than somebody asked for that": len(queued) - 1 <= num_resumes,
+        "the log ends in another way than the job": bool(events) and events[-1].code in ENDS[job.state],
         "a healthy job failed": is_cancelled or job.state is JobState.SUCCEEDED,
-        "the answer is not the stored recommendation": is_cancelled
-        or (found is not None and found == job.recommendation),
+        "the answer is not the recommendation that was told last": is_cancelled
+        or (best is not None and job.answer is not None and bool(recommended) and _same(recommended[-1], best)),
         "a trial is missing or doubled": numbers == list(range(len(numbers))),
         "an event of a trial is missing or doubled": told == numbers,
     }
-    return [f"{job.id}: {what} ({job.state}, {job.error})" for what, holds in checks.items() if not holds]
+    found = [f"{job.id}: {what} ({job.state}, {job.error})" for what, holds in checks.items() if not holds]
+    return found + [f"{job.id}: a wrong text: {text}" for text in _wrong_texts(job, events)]
+
+
+def _same(told: dict[str, Any], best: dict[str, Any]) -> bool:
+    return all(told[name] == best[name] for name in COMPARED)
+
+
+def _wrong_texts(job: Job, events: Sequence[Event]) -> Iterator[str]:
+    """Return what storage tells in other words than it should."""
+    trials = set[int]()
+    for event in events:
+        if is_of_storage(event):
+            known = {"id": job.id, "model": re.escape(job.model_name), "num_trials": len(trials)}
+            if not re.fullmatch(TEXTS[event.code].format(**known), event.message):
+                yield f"{event.code} {event.message}"
+        elif "trial" in event.data:
+            trials.add(event.data["trial"])

@@ -8,17 +8,23 @@ import socket
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
 
 import psutil
 
+from tests.chaos import failpoints
 from tests.chaos.fork_server import ForkServer, StartedProcess
+from tests.chaos.interposition import Change, environment_with
 from tests.chaos.slow_worker import VARIABLE
 
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 2.0
+CALM_SECONDS = 0.5
+"""What an API that answers again has still to do of what it was asked before."""
+
 END_SECONDS = 90.0
 """How long a process may take to end, on a machine that has more to do."""
 
@@ -29,7 +35,7 @@ class Service:
     """Starts processes on one database, and starts another for each that has ended.
 
     `cold_share` of them are started by the interpreter, the others by a fork server. A trial of its workers takes
-    `trial_seconds`.
+    `trial_seconds`. Edges can be armed in `failpoints_folder`. `changes` are made to the product's modules.
     """
 
     def __init__(
@@ -40,8 +46,17 @@ class Service:
         port: int | None = None,
         cold_share: float = 0.05,
         trial_seconds: float = 0.0,
+        *,
+        require_token: bool = False,
+        failpoints_folder: Path | None = None,
+        changes: Sequence[Change] = (),
     ) -> None:
         self.database_url = database_url
+        self.disturbances: list[list[float]] = []
+        """When the API was killed, frozen or starting: from and until, in seconds since 1970."""
+        self.api_pids: set[int] = set()
+        self._api_seen_at = time.time()
+        self._serve = ("serve", *(["--require-token", "--token-rate", "0", "--address-rate", "0"] * require_token))
         self.exits: dict[str, int] = {}
         self.num_cold_starts = 0
         self.workers: list[StartedProcess] = []
@@ -54,7 +69,6 @@ class Service:
         self._environment |= {
             "BEXP_DATABASE_URL": database_url,
             "BEXP_LEASE_SECONDS": str(LEASE_SECONDS),
-            "BEXP_MAX_ATTEMPTS": "100",  # faults come so fast that one job may be struck 20 times before its next trial
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
             VARIABLE: str(trial_seconds),
@@ -64,10 +78,14 @@ class Service:
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
         }
+        if failpoints_folder is not None:
+            self._environment[failpoints.VARIABLE] = str(failpoints_folder)
+            changes = [*changes, failpoints.CHANGE]
+        self._environment = environment_with(changes, self._environment)
         self._cold_share = cold_share
         self._rng = Random(num_workers)
         self._fork_server = ForkServer(self._environment, self._log)
-        self.api = self._start_api()
+        self._start_api()
         self.workers = [self._start_worker() for _ in range(num_workers)]
 
     @property
@@ -75,16 +93,22 @@ class Service:
         """Where the API answers."""
         return f"http://127.0.0.1:{self.port}"
 
-    def note_answer(self) -> None:
-        """Take note that the API answers."""
-        if self.api_answers_since is None:
+    def note_answer(self, api: StartedProcess) -> None:
+        """Take note that the API answers, if it is still this one."""
+        if api is self.api and self.api_answers_since is None:
             self.api_answers_since = time.monotonic()
+            self.disturbances[-1][1] = time.time()
+
+    def was_disturbed(self, start: float, end: float) -> bool:
+        """Whether the API was killed, frozen or starting at some time between these."""
+        return any(since <= end and start <= until + CALM_SECONDS for since, until in self.disturbances)
 
     def tend(self) -> None:
         """Start what has ended by itself or by a fault."""
         if self.api.poll() is not None:
             self._note("api", self.api)
-            self.api = self._start_api()
+            self._start_api()
+        self._api_seen_at = time.time()
         for index, worker in enumerate(self.workers):
             if worker.poll() is not None:
                 self._note("worker", worker)
@@ -110,10 +134,10 @@ class Service:
         return statuses
 
     def complaints(self) -> list[str]:
-        """The errors that the processes logged, apart from a database that was away when a worker started."""
+        """The errors that the processes logged, apart from a database that was away when one of them started."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        errors = [line for line in lines if " ERROR " in line or line.startswith("Traceback")]
+        errors = [line for line in lines if " ERROR " in line or line.startswith(("Traceback", "error: Exception"))]
         self._log.close()
         return [line for line in errors if "the database cannot be used" not in line]
 
@@ -129,9 +153,12 @@ class Service:
         key = f"{name} {process.returncode}"
         self.exits[key] = self.exits.get(key, 0) + 1
 
-    def _start_api(self) -> StartedProcess:
+    def _start_api(self) -> None:
+        self.api = self._start("bexp.api.cli", *self._serve, "--port", str(self.port))
+        self.api_pids.add(self.api.pid)
+        if self.api_answers_since is not None or not self.disturbances:
+            self.disturbances.append([self._api_seen_at, float("inf")])
         self.api_answers_since = None
-        return self._start("bexp.api.cli", "serve", "--port", str(self.port))
 
     def _start_worker(self) -> StartedProcess:
         return self._start("tests.chaos.slow_worker", "--device", f"replay:{TABLE}")

@@ -25,6 +25,9 @@ class Result:
     Attributes:
         cpu_seconds: of the harness and the service, without a PostgreSQL server.
         cold_starts: processes that the interpreter started; the others were forks.
+        calls: of the clients, by what they asked for.
+        failpoints: how often each edge of a transaction was struck, and how.
+        edges: of all transactions that can be reached.
         faults_during_jobs: those of a worker that ran a job, and not of an idle one or of one that was starting.
         cancel_seconds: taken while nothing was hurt.
     """
@@ -36,6 +39,9 @@ class Result:
     cpu_seconds: float = 0.0
     cold_starts: int = 0
     faults: dict[str, int] = field(default_factory=dict)
+    calls: dict[str, int] = field(default_factory=dict)
+    failpoints: dict[str, int] = field(default_factory=dict)
+    edges: int = 0
     faults_during_jobs: int = 0
     jobs: int = 0
     cancelled_jobs: int = 0
@@ -51,9 +57,13 @@ def sum_results(results: Sequence[Result], lost: Sequence[str] = ()) -> dict[str
     """Return the sum of campaigns as a JSON document; `lost` has a line for each campaign without a result."""
     faults: Counter[str] = Counter()
     exits: Counter[str] = Counter()
+    calls: Counter[str] = Counter()
+    failpoints: Counter[str] = Counter()
     for result in results:
         faults.update(result.faults)
         exits.update(result.exits)
+        calls.update(result.calls)
+        failpoints.update(result.failpoints)
     cancels = sorted(seconds for result in results for seconds in result.cancel_seconds)
     violations = [f"seed {result.seed}: {text}" for result in results for text in result.violations] + list(lost)
     if (p99 := percentile(cancels, 0.99)) is not None and p99 > CANCEL_LIMIT_SECONDS:
@@ -68,6 +78,10 @@ def sum_results(results: Sequence[Result], lost: Sequence[str] = ()) -> dict[str
         "cold_starts": sum(result.cold_starts for result in results),
         "num_faults": sum(faults.values()),
         "faults": dict(sorted(faults.items())),
+        "calls": dict(sorted(calls.items())),
+        "edges_struck": len({name.split()[0] for name in failpoints}),
+        "edges": max((result.edges for result in results), default=0),
+        "failpoints": dict(sorted(failpoints.items())),
         "faults_during_jobs": sum(result.faults_during_jobs for result in results),
         "jobs": sum(result.jobs for result in results),
         "cancelled_jobs": sum(result.cancelled_jobs for result in results),

@@ -16,10 +16,11 @@ pytestmark = pytest.mark.slow
 
 
 def test_a_few_faults_break_no_promise() -> None:
-    result = run_campaign(Plan(seconds=3.0, seed=1, fault_seconds=0.5, num_trials=6, num_cancels=1))
+    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_trials=6, num_cancels=1))
     assert result.violations == []
     assert result.jobs >= 1
     assert result.faults
+    assert result.calls["submit"] >= result.jobs
     (seconds,) = result.cancel_seconds
     assert seconds < START_SECONDS, "a busy host takes longer than is promised, but not for ever"
 

@@ -96,6 +96,18 @@ def test_a_process_that_is_frozen_within_a_transaction_keeps_no_lock_of_postgres
     limited.dispose()
 
 
+def test_a_commit_is_as_durable_as_the_server_is_told(database: Database) -> None:
+    """No connection asks for less, as `synchronous_commit = off` would."""
+    limited = open_database(database.url, DatabaseLimits())
+    with limited.read() as connection:
+        if database.is_postgresql:
+            query = "SELECT source FROM pg_settings WHERE name = 'synchronous_commit'"
+            assert connection.exec_driver_sql(query).scalar_one() in {"default", "configuration file"}
+        else:
+            assert connection.exec_driver_sql("PRAGMA synchronous").scalar_one() >= 1
+    limited.dispose()
+
+
 @pytest.mark.parametrize("password", ["x@secret", "x@sec/ret", "x@/secret", "x@1:secret"])
 def test_a_password_with_an_at_sign_is_not_shown_as_a_host(password: str) -> None:
     with pytest.raises(ValueError, match="the database URL") as caught:

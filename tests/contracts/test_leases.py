@@ -102,6 +102,18 @@ def test_a_lost_lease_writes_nothing(database: Database, write: str) -> None:
         queue.record(new.lease, make_progress(1))
 
 
+@pytest.mark.parametrize("write", WRITES.keys() - {"watch"})
+def test_what_a_worker_writes_at_once_is_one_transaction(database: Database, write: str) -> None:
+    """Between two, somebody could see the one without the other, or the worker could die."""
+    queue = Queue(database)
+    queue.enqueue(make_request())
+    lease = claim_one(queue).lease
+    begun: list[object] = []
+    sa.event.listen(database.engine, "commit", begun.append)
+    WRITES[write](queue, lease)
+    assert sum(not connection.get_execution_options().get("bexp_read_only") for connection in begun) == 1  # type: ignore[attr-defined]  # connections
+
+
 def test_a_finished_job_takes_no_more(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())

@@ -188,8 +188,8 @@ class JobWorker:
                 self._make_ready()
 
     def _claim(self, info: WorkerInfo, description: str) -> Claim | None:
-        among = None if self._job_ids is None else tuple(self._job_ids)
         try:
+            among = None if self._job_ids is None else tuple(self._job_ids)  # which may ask the database
             return self._queue.claim(info, description=description, among=among)
         except DATABASE_TROUBLE as error:
             _log.warning("no job could be claimed: %s", str(error).splitlines()[0])

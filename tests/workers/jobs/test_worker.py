@@ -2,10 +2,12 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
 import pytest
+import sqlalchemy as sa
 
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
@@ -152,4 +154,24 @@ def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database)
             assert not done.done()
         done.result(timeout=60)
     impatient.dispose()
+    assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+
+
+def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: Database) -> None:
+    """Their ids are read before each claim, and the database may be away just then."""
+    job, _ = Queue(sqlite_database).enqueue(make_request())
+
+    class Chosen:
+        times = 0
+
+        def __iter__(self) -> Iterator[str]:
+            self.times += 1
+            if self.times == 1:
+                raise sa.exc.OperationalError("SELECT", {}, ConnectionError("connection refused"))
+            yield job.id
+
+    queue = Queue(sqlite_database)
+    JobWorker(queue, FakeProfiler(), "cpu", explore=fake_explore, job_ids=Chosen(), targets={"bexp": ""}).run(
+        max_jobs=1
+    )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
