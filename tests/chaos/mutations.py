@@ -121,8 +121,8 @@ MUTATIONS = {
         (
             (
                 DATABASE,
-                "            connection.commit()\n",
-                "            connection.execute('SET synchronous_commit = off')\n            connection.commit()\n",
+                "'idle_in_transaction_session_timeout', '{idle}', true)",
+                "'idle_in_transaction_session_timeout', '{idle}', true), set_config('synchronous_commit', 'off', true)",
             ),
         ),
         ("tests/contracts/test_database.py", "tests/api/test_postgresql.py"),
