@@ -182,7 +182,7 @@ class TrainerCallback(_Callback):
     def comparison(self) -> str:
         """Return one line that compares what was reached with what was promised, after what was not as measured."""
         if self.report is None:
-            return "nothing was measured"
+            return f"nothing was measured: the first {_WARM_UP_STEPS} steps warm up"
         reached, promised = self.report, self.recommendation
         differences = self._differences(reached.micro_batch_size)
         text = f"not as measured ({'; '.join(differences)}): " if differences else ""

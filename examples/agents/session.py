@@ -16,6 +16,7 @@ from typing import Any
 
 from mcp import Client, StdioServerParameters
 
+ENDED = ("succeeded", "failed", "cancelled")
 SHOWN = {
     "status": ("job.id", "job.state", "job.micro_batch_size", "certainty"),
     "best": (
@@ -57,7 +58,7 @@ async def main() -> None:
         async def explore(**fields: Any) -> str:
             arguments = {"config": "examples/tiny-moe.yaml", "fields": fields, "wait_seconds": 5}
             job_id: str = (await call("explore", **arguments))["job"]["id"]
-            while (await call("status", quiet=True, exploration=job_id))["job"]["state"] in {"queued", "running"}:
+            while (await call("status", quiet=True, exploration=job_id))["job"]["state"] not in ENDED:
                 await asyncio.sleep(1)
             await call("status", exploration=job_id)
             return job_id

@@ -84,8 +84,9 @@ def _gain(best: Recommendation, request: ExplorationRequest | None) -> str:
     if _is_of_file(request):
         plain = f" of the file with {_all_settings(best.base)}"
     over = f"{best.ratio_text(best.performance)} micro_batch_size {best.base.micro_batch_size}{plain}"
-    if best.stock is not None and best.stock.gain >= LEAST_GAIN:
-        over += f", {best.ratio_text(best.stock.gain)} the best with stock kernels"
+    stock = best.stock
+    if stock is not None and stock.gain >= LEAST_GAIN and changed_settings(best.candidate, stock.candidate):
+        over += f", {best.ratio_text(stock.gain)} the best with stock kernels"
     return over
 
 

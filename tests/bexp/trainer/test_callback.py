@@ -106,7 +106,7 @@ def test_a_short_run_reports_nothing() -> None:
     callback = bexp.TrainerCallback(document())
     train(callback, steps=3)
     assert callback.report is None
-    assert callback.comparison() == "nothing was measured"
+    assert callback.comparison() == "nothing was measured: the first 3 steps warm up"
 
 
 @pytest.fixture
