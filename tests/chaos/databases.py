@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import sqlite3
+import threading
 import time
 import warnings
 from abc import abstractmethod
@@ -15,15 +16,16 @@ from typing import Any, Protocol
 
 import psutil
 
-OUTAGE_SECONDS = ((0.5, 4.0), (10.0, 12.0))
-"""Every other one is longer than any answer may take."""
+OUTAGE_SECONDS = ((0.5, 4.0), (0.5, 4.0), (10.0, 12.0))
+"""Every third one is longer than any answer may take."""
 
 
 class ChaosDatabase(Protocol):
-    """A database that a campaign may hurt. `url` stays the same afterwards."""
+    """A database that a campaign may hurt. `url` stays the same afterwards. `calm` ends what lasts."""
 
     url: str
     fault: str
+    calm: threading.Event
 
     @abstractmethod
     def hurt(self, rng: Random, await_write: Callable[[], None]) -> None:
@@ -40,6 +42,7 @@ class SqliteFile:
     fault = "database_lock"
 
     def __init__(self, folder: Path) -> None:
+        self.calm = threading.Event()
         self._path = folder / "bexp.db"
         self.url = f"sqlite:///{self._path}"
 
@@ -49,7 +52,7 @@ class SqliteFile:
         try:
             with suppress(sqlite3.OperationalError):  # it is busy already
                 connection.execute("BEGIN IMMEDIATE")
-                time.sleep(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
+                self.calm.wait(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
                 connection.execute("ROLLBACK")
         finally:
             connection.close()
@@ -64,6 +67,7 @@ class PostgresServer:
     fault = "database_kill"
 
     def __init__(self, folder: Path) -> None:
+        self.calm = threading.Event()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # platformdirs, imported by pgserver, wants XDG_RUNTIME_DIR
             from pgserver import postgres_server
@@ -77,7 +81,7 @@ class PostgresServer:
         how = rng.choice((signal.SIGKILL, signal.SIGQUIT, signal.SIGSTOP))
         if how == signal.SIGSTOP:
             self._signal(family, signal.SIGSTOP)
-            time.sleep(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
+            self.calm.wait(rng.uniform(*rng.choice(OUTAGE_SECONDS)))
             self._signal(family, signal.SIGCONT)
             return
         await_write()

@@ -140,9 +140,13 @@ class Failpoints:
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
 
+    def disarm(self) -> None:
+        """Disarm all edges, at the next `tend`."""
+        self._armed = {edge: (action, 0.0) for edge, (action, _) in self._armed.items()}
+
     def end(self) -> None:
         """Disarm all edges, and wake up what sleeps."""
-        self._armed = {edge: (action, 0.0) for edge, (action, _) in self._armed.items()}
+        self.disarm()
         while self._asleep or self._armed:
             soon = time.time() + FALLING_ASLEEP_SECONDS
             self._asleep = {pid: min(until, soon) for pid, until in self._asleep.items()}

@@ -23,7 +23,7 @@ from tests.chaos.processes import LEASE_SECONDS, Service
 API_LIFE_SECONDS = 1.0
 """An API that is killed sooner after its first answer would hardly serve anybody."""
 
-DATABASE_LIFE_SECONDS = 6.0
+DATABASE_LIFE_SECONDS = 8.0
 """Between two outages the others find something to do."""
 
 AIMED_SHARE = 0.8
@@ -85,13 +85,16 @@ class Faults:
         """Wake up all that sleeps, and wait until no fault lasts any more."""
         self._frozen = {pid: (0.0, worker) for pid, (_, worker) in self._frozen.items()}
         self.failpoints.end()
-        while self._frozen or (self._outage is not None and self._outage.is_alive()):
+        self._database.calm.set()
+        while self._frozen or self._is_away():
             self.tend()
             time.sleep(0.05)
         self.counts["failpoints"] = self.failpoints.struck.total()
 
     def _arm(self) -> bool:
         """Arm one edge or two. Whether a process passes them is seen later."""
+        if self._is_away():
+            return False
         self.failpoints.arm(self._rng.choice((1, 2)))
         return True
 
@@ -140,17 +143,23 @@ class Faults:
 
     def _kill_api(self) -> bool:
         answers_since = self._service.api_answers_since
-        if answers_since is None or time.monotonic() - answers_since < API_LIFE_SECONDS:
+        if self._is_away() or answers_since is None or time.monotonic() - answers_since < API_LIFE_SECONDS:
             return False
         self._service.api.kill()
         self._service.api.wait()
         return True
 
+    def _is_away(self) -> bool:
+        """Whether the database is away. The API is left alone then, because it must still answer in time."""
+        return self._outage is not None and self._outage.is_alive()
+
     def _hurt_database(self) -> bool:
-        if self._outage is not None and self._outage.is_alive():
+        if self._is_away():
             return False
         if time.monotonic() - self._database_answers_since < DATABASE_LIFE_SECONDS:
             return False
+
+        self.failpoints.disarm()
 
         def hurt(rng: Random) -> None:
             self._database.hurt(rng, self._await_write)

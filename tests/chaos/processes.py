@@ -23,7 +23,7 @@ from tests.chaos.slow_worker import VARIABLE
 ROOT = Path(__file__).parents[2]
 LEASE_SECONDS = 2.0
 CALM_SECONDS = 0.5
-"""What an API that answers again has still to do of what it was asked before."""
+"""How much later than its end an API may be missed, and what it may still have to do when it answers again."""
 
 END_SECONDS = 90.0
 """How long a process may take to end, on a machine that has more to do."""
@@ -101,7 +101,7 @@ class Service:
 
     def was_disturbed(self, start: float, end: float) -> bool:
         """Whether the API was killed, frozen or starting at some time between these."""
-        return any(since <= end and start <= until + CALM_SECONDS for since, until in self.disturbances)
+        return any(since - CALM_SECONDS <= end and start <= until + CALM_SECONDS for since, until in self.disturbances)
 
     def tend(self) -> None:
         """Start what has ended by itself or by a fault."""
