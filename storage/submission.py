@@ -124,7 +124,9 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         if hashed is None:
             raise
         with database.read() as connection:
-            first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one()
+            first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one_or_none()
+        if first is None:  # and was deleted since
+            return insert_submission(database, given)
     if first is None:
         return job_from_row(row, request), True
     if not asks_the_same(first, request, body_hash):

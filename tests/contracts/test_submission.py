@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
+from bexp.storage import submission
 from bexp.storage.database import Database
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
@@ -43,6 +45,29 @@ def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(databas
         connection.execute(sa.update(jobs).values(request={"model": 1}))
     with pytest.raises(IdempotencyConflictError):
         queue.enqueue(make_request(), idempotency_key="k")
+
+
+def test_a_key_whose_faster_job_is_deleted_meanwhile_makes_another(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(database)
+    faster, _ = queue.enqueue(make_request(), idempotency_key="k")
+    find_first, read, seen = submission._find_first, database.read, []
+
+    def late(*given: Any) -> Any:
+        seen.append(given)
+        return None if len(seen) == 1 else find_first(*given)
+
+    def read_later() -> Any:
+        with database.begin() as connection:
+            connection.execute(sa.delete(jobs).where(jobs.c.id == faster.id))
+        return read()
+
+    monkeypatch.setattr(submission, "_find_first", late)
+    monkeypatch.setattr(database, "read", read_later)
+    job, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert is_new
+    assert job.id != faster.id
 
 
 def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
