@@ -202,8 +202,15 @@ class Database:
             connection.execute(sa.select(1))
 
     def dispose(self) -> None:
-        """Close the connections."""
+        """Close the connections; those that are in use, once they are given back."""
+        pool = self.engine.pool
         self.engine.dispose()
+        event.listen(pool, "checkin", _close_late)  # not of the pool that takes its place
+
+
+def _close_late(connection: Any, _: object) -> None:
+    if connection is not None:
+        connection.close()
 
 
 def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:

@@ -108,6 +108,21 @@ def test_a_commit_is_as_durable_as_the_server_is_told(database: Database) -> Non
     limited.dispose()
 
 
+def test_a_connection_in_use_is_closed_after_the_others(database: Database) -> None:
+    own = open_database(database.url)
+    with own.read() as connection:
+        driver: Any = connection.connection.driver_connection
+        own.dispose()
+        assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
+    with pytest.raises(database.engine.dialect.loaded_dbapi.Error):
+        driver.execute("SELECT 1")
+    with own.read() as connection, own.read() as other:
+        assert [each.exec_driver_sql("SELECT 1").scalar_one() for each in (connection, other)] == [1, 1]
+    with own.read() as connection:
+        assert connection.exec_driver_sql("SELECT 1").scalar_one() == 1
+    own.dispose()
+
+
 @pytest.mark.parametrize("password", ["x@secret", "x@sec/ret", "x@/secret", "x@1:secret"])
 def test_a_password_with_an_at_sign_is_not_shown_as_a_host(password: str) -> None:
     with pytest.raises(ValueError, match="the database URL") as caught:
