@@ -9,7 +9,8 @@ import numpy as np
 import numpy.typing as npt
 
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints, required_table
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints
+from bexp.explorer.cost_model.required_memory import required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.hardware import HardwareSpec

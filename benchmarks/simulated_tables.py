@@ -22,7 +22,8 @@ import numpy as np
 
 from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, required_table
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request

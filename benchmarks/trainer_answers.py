@@ -31,7 +31,8 @@ from benchmarks.replay.ground_truth import GroundTruth
 from benchmarks.replay.runs import SearchTruth, read_truth
 from benchmarks.unseen.device import UnseenDevice
 from benchmarks.unseen.truth import draw_truth
-from bexp.explorer.cost_model.composition import Floats, required_table
+from bexp.explorer.cost_model.composition import Floats
+from bexp.explorer.cost_model.required_memory import required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.exports.choice import choose
 from bexp.explorer.exports.exploration import ExportError, ExportSource

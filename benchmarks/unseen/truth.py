@@ -13,7 +13,8 @@ from benchmarks.unseen.kernels import Kernels
 from benchmarks.unseen.models import GIB, STATE_SHARE, draw_report, draw_request
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, Floats, Mask, predict_memory, required_table
+from bexp.explorer.cost_model.composition import Composition, Floats, Mask
+from bexp.explorer.cost_model.required_memory import predict_memory, required_table
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import EmptySpaceError

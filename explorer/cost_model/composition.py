@@ -7,15 +7,13 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.collectives import Overlap, ShardingCommunication
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.decomposition import Decomposer, Decomposition
 from bexp.explorer.cost_model.part_costs import PartsDecomposer
 from bexp.explorer.cost_model.request_texts import tokens_per_sequence, widest
-from bexp.explorer.cost_model.step import FRAGMENTATION, MARGIN_BYTES, MemoryParts, gathered_bytes, static_parts
+from bexp.explorer.cost_model.step import MemoryParts, gathered_bytes, static_parts
 from bexp.explorer.spec.candidate import Candidate, Recompute
-from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -327,27 +325,3 @@ class Composition:
     def missing(self, row: int, known_K: Mask) -> tuple[Component, ...]:
         """Return the components of a candidate that are not known yet, in the order of a step."""
         return tuple(c for c in self.decompositions[row].components if not known_K[self.column[c]])
-
-
-def predict_component_table(table: Composition) -> Floats:
-    """Return the predicted saved, forward-peak and backward-peak bytes of the table's components, shape (3, K)."""
-    sizes = [predict_component_bytes(c, table.model, table.request) for c in table.components]
-    return np.array([[getattr(s, name) for s in sizes] for name in ("saved", "forward_peak", "backward_peak")], float)
-
-
-def predict_memory(table: Composition, hardware: HardwareSpec, *, activation_share: float = 1.0) -> Floats:
-    """Return the bytes that every candidate requires, shape (C,): reserved, context and margin.
-
-    `activation_share` scales the activations. A share below 1 tells what would fit if the prediction were too high.
-    """
-    saved, transient = table.activation_bytes(*predict_component_table(table))
-    return required_table(table, activation_share * (saved + transient), hardware)
-
-
-def required_table(
-    table: Composition, activations: Floats, hardware: HardwareSpec, rows: Ints | slice = slice(None)
-) -> Floats:
-    """Return the bytes that candidates require with these activations at the peak; the last axis is the rows."""
-    peak = table.static_bytes_C[rows] + activations
-    reserved = peak * (1 + FRAGMENTATION[table.request.allocator])
-    return np.asarray(reserved + hardware.context_bytes + MARGIN_BYTES[hardware.device_kind])

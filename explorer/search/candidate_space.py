@@ -36,11 +36,12 @@ from bexp.explorer.search.event_messages import (
 from bexp.explorer.search.noise_limit import noise_figures
 from bexp.explorer.search.progress_log import ProgressLog
 from bexp.explorer.search.pruned_space import PrunedSpace
-from bexp.explorer.search.relaxations import SmallestCandidate, explain_without_fit
-from bexp.explorer.search.reported_runs import peak_factor, reported_event
+from bexp.explorer.search.relaxations import explain_without_fit
+from bexp.explorer.search.reported_runs import reported_event
 from bexp.explorer.search.restored import restore_knowledge
 from bexp.explorer.search.samplers import make_sampler
 from bexp.explorer.search.search_space import NextCheck, SearchSpace, StepFigures
+from bexp.explorer.search.smallest_candidate import find_smallest
 from bexp.explorer.search.stages import SearchStages
 from bexp.explorer.search.study import AskedTrial, Points, TrialStudy, params_of
 from bexp.explorer.search.suggestion import Suggestion, split_suggestion
@@ -330,30 +331,17 @@ class CandidateSpace(SearchSpace):
 
     def explain(self) -> tuple[str, tuple[Relaxation, ...]]:
         """Memory is short, every trial failed, or the budget was too small."""
-        context, smallest = self._context, self._smallest()
+        context = self._context
+        memory_failed = self._history.failed_for_memory(context.variant)
+        smallest = find_smallest(self._posterior, self._whole_models.trials, memory_failed=memory_failed)
         limit = memory_limit(self._request, context.report.hardware)
-        all_failed = self._history.failed_for_memory(context.variant) and not self._is_unfinished()
+        all_failed = memory_failed and not self._is_unfinished()
         if smallest.reported_factor * smallest.required_bytes > limit or all_failed:
             return explain_without_fit(self._request, context.report, context.model, smallest)
         failure = self._history.commonest_failure(context.variant)
         if failure is not None:
             return f"no candidate could be measured; most failed with {failure}", ()
         return "the budget ended before a candidate of the space was measured: raise max_seconds or max_trials", ()
-
-    def _smallest(self) -> SmallestCandidate:
-        """The candidate with the smallest peak; of several, one whose whole model ran out of memory."""
-        posterior, smallest = self._posterior, self._posterior.smallest_row
-        ran_out = (t for t in self._whole_models.trials if t.measurement.outcome is Outcome.OUT_OF_MEMORY)
-        rows = [self._table.row[t.candidate] for t in ran_out if t.candidate in self._table.row]
-        alike = [row for row in rows if posterior.memory.required_C[row] <= posterior.memory.required_C[smallest]]
-        row, failed = (alike[0], "its whole model") if alike else (smallest, None)
-        is_measured, memory = posterior.is_known(row), posterior.bytes(row)
-        if failed is None and posterior.fits(row) and not (is_measured or posterior.is_open(row)):
-            failed = "a component of it" if self._history.failed_for_memory(self._context.variant) else None
-        factor = peak_factor(posterior.knowledge.reported)
-        return SmallestCandidate(
-            self._table.candidates[row], memory.peak, memory.required, is_measured, failed, reported_factor=factor
-        )
 
     def _is_unfinished(self) -> bool:
         """Whether a candidate that is expected to fit was not tried."""

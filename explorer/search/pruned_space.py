@@ -11,7 +11,8 @@ from itertools import compress
 import numpy as np
 
 from bexp.explorer.cost_model.collectives import is_communication_timed
-from bexp.explorer.cost_model.composition import Composition, Mask, predict_memory
+from bexp.explorer.cost_model.composition import Composition, Mask
+from bexp.explorer.cost_model.required_memory import predict_memory
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.step import memory_limit
 from bexp.explorer.records.device_report import DeviceReport

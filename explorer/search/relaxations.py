@@ -9,12 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition, predict_component_table
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_component_table
 from bexp.explorer.cost_model.step import GIB, memory_limit, required_bytes, static_parts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, enumerate_candidates
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.search.smallest_candidate import SmallestCandidate
+from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.options import BTASpec, divisors
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
@@ -41,34 +43,6 @@ class _Change:
             return ExplorationRequest.model_validate({**request.model_dump(), **self.settings})
         except ValueError:
             return None
-
-
-@dataclass(frozen=True, slots=True)
-class SmallestCandidate:
-    """The candidate that needs least memory, as its components compose its peak.
-
-    `is_measured` says that all of them are measured. `ran_out_of_memory` names what was tried and did not fit: its
-    whole model, or a component; None if neither was. `reported_factor` is how many times the composed memory real runs
-    of the model have needed at least; 1 without any.
-    """
-
-    candidate: Candidate
-    peak_bytes: int
-    required_bytes: int
-    is_measured: bool = True
-    ran_out_of_memory: str | None = None
-    reported_factor: float = 1.0
-
-    def describe(self) -> str:
-        """Return what the candidate needs, and what else says that it does not fit."""
-        tried = f", and {self.ran_out_of_memory} ran out of memory" if self.ran_out_of_memory else ""
-        if self.reported_factor > 1.0:
-            tried += f", and real runs needed at least {self.reported_factor:.2f}x the composed memory"
-        peak = "a peak" if self.is_measured else "an expected peak"
-        return (
-            f"the smallest candidate ({self.candidate.describe()}) has {peak} of {self.peak_bytes / GIB:.2f} GiB and "
-            f"needs {self.required_bytes / GIB:.2f} GiB with fragmentation, context and margin{tried}"
-        )
 
 
 def find_relaxations(

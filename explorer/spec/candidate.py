@@ -7,7 +7,7 @@ from collections.abc import Collection
 from enum import StrEnum
 from typing import Annotated, Any, Self
 
-from pydantic import Field, GetJsonSchemaHandler, model_validator
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, model_validator
 
 from bexp.explorer.spec.base import Frozen, RuleError, is_null
 from bexp.explorer.spec.execution import Execution, Kernels
@@ -126,6 +126,20 @@ class Recompute(StrEnum):
 
 ON_DEVICE = tuple(policy for policy in Recompute if policy is not Recompute.OFFLOAD)
 """Policies without a number that leave activations on the device: those that are explored where none is named."""
+
+
+def _explain_number(name: Any) -> Any:
+    """Say what a name with a number may be, which the list of members does not."""
+    if isinstance(name, str) and name.startswith(("layer", "group")) and not _NUMBERED.fullmatch(name):
+        raise ValueError(
+            f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at least 1 and at "
+            "most the number of layers"
+        )
+    return name
+
+
+Policy = Annotated[Recompute, BeforeValidator(_explain_number)]
+"""A policy by its name, as a request gives it."""
 
 
 class Candidate(Frozen):

@@ -7,13 +7,13 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from bexp.explorer.spec.base import Frozen, is_false, is_null
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.candidate import Candidate, Policy
 from bexp.explorer.spec.context_parallel import ContextParallelSpec
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.explored import Explored, HuggingFaceConfig, OwnModel, Shapes
-from bexp.explorer.spec.fabric import FabricSpec, expand_fabric
+from bexp.explorer.spec.fabric import FabricSpec
 from bexp.explorer.spec.labels import Labels
-from bexp.explorer.spec.lengths import Batching, Lengths, expand_lengths
+from bexp.explorer.spec.lengths import Batching, Lengths
 from bexp.explorer.spec.mesh import ParallelismSpec
 from bexp.explorer.spec.model import CapacityFactor, ModelSpec
 from bexp.explorer.spec.options import (
@@ -30,16 +30,9 @@ from bexp.explorer.spec.request_rules import MESH_RULES, RULES
 from bexp.explorer.spec.requested_devices import RequestedDevices
 from bexp.explorer.spec.requested_space import RequestedSpace
 from bexp.explorer.spec.routing import RoutingSpec
-from bexp.explorer.spec.shorthands import (
-    expand_capacity_factors,
-    expand_execution,
-    expand_parallelism,
-    expand_query_groups,
-    expand_sharding,
-)
+from bexp.explorer.spec.shorthands import expand_shorthands
 from bexp.explorer.spec.target import LOCAL, TRANSFORMERS, TargetName, check_hugging_face_config, check_target_config
 from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
-from bexp.explorer.spec.trainer_rules import expand_trainer
 from bexp.explorer.spec.training import Sharding, TrainingSpec
 
 Loss = Literal["library", "chunked", "liger"]
@@ -129,7 +122,7 @@ class ExplorationRequest(Frozen):
         exclude_if=is_null,
     )
     bta: BTASpec = BTASpec()
-    recompute: Annotated[tuple[Recompute, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
+    recompute: Annotated[tuple[Policy, ...], Field(min_length=1, max_length=MAX_POLICIES)] | None = Field(
         None,
         description="The policies to choose among. Null: all but `offload` and those with a number, `layers_N` and "
         "`groups_N`, which are explored only if they are named here; `offload` also if nothing else may fit.",
@@ -239,37 +232,10 @@ class ExplorationRequest(Frozen):
     def _check_target_config(cls, config: dict[str, Any] | None) -> dict[str, Any] | None:
         return None if config is None else check_target_config(config)
 
-    @field_validator("recompute", mode="before")
-    @classmethod
-    def _check_numbered_policies(cls, policies: Any) -> Any:
-        for name in policies if isinstance(policies, list | tuple) else ():
-            if isinstance(name, str) and name.startswith(("layer", "group")):
-                try:
-                    Recompute(name)
-                except ValueError:
-                    raise ValueError(
-                        f"'{name:.40}' is no policy; with a number there are 'layers_N' or 'groups_N', and N is at "
-                        "least 1 and at most the number of layers"
-                    ) from None
-        return policies
-
     @model_validator(mode="before")
     @classmethod
     def _expand_shorthands(cls, data: Any) -> Any:
-        if not isinstance(data, dict):
-            return data
-        for expand in (
-            expand_fabric,
-            expand_parallelism,
-            expand_query_groups,
-            expand_capacity_factors,
-            expand_sharding,
-            expand_execution,
-            expand_lengths,
-            expand_trainer,
-        ):
-            data = expand(data)
-        return data
+        return expand_shorthands(data) if isinstance(data, dict) else data
 
     @model_validator(mode="after")
     def _keep_rules(self) -> Self:

@@ -6,6 +6,9 @@ from typing import Any
 
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Execution
+from bexp.explorer.spec.fabric import expand_fabric
+from bexp.explorer.spec.lengths import expand_lengths
+from bexp.explorer.spec.trainer_rules import expand_trainer
 from bexp.explorer.spec.training import Sharding
 
 
@@ -135,3 +138,23 @@ def _move(data: dict[str, Any], value: Any, section: str, name: str) -> dict[str
             f"{section}.{name}",
         )
     return {**data, section: {**(old or {}), name: value}}
+
+
+def expand_shorthands(data: dict[str, Any]) -> dict[str, Any]:
+    """Return a request whose shorter ways to write fields are replaced by those fields.
+
+    Raises:
+        RuleError: a field is given in both ways.
+    """
+    for expand in (
+        expand_fabric,
+        expand_parallelism,
+        expand_query_groups,
+        expand_capacity_factors,
+        expand_sharding,
+        expand_execution,
+        expand_lengths,
+        expand_trainer,
+    ):
+        data = expand(data)
+    return data

@@ -16,7 +16,8 @@ import numpy as np
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN, Overlap
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask, predict_component_table
+from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
+from bexp.explorer.cost_model.required_memory import predict_component_table
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.text_batches import NUM_DRAWN
 from bexp.explorer.records.measurement import ComponentMeasurement

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, predict_component_table, predict_memory, required_table
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.parameters import count_embedding, count_head
+from bexp.explorer.cost_model.required_memory import predict_component_table, predict_memory, required_table
 from bexp.explorer.cost_model.step import gathered_bytes, required_bytes
 from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute, recomputed_layers
 from bexp.explorer.spec.model import LayerKind

@@ -11,7 +11,8 @@ from pydantic import ValidationError
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, predict_component_table
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_component_table
 from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport

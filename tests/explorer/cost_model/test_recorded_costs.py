@@ -11,7 +11,8 @@ import pytest
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.collectives import Overlap, is_communication_timed
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, predict_component_table, predict_memory
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_component_table, predict_memory
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.trial import TrialKind, TrialTask

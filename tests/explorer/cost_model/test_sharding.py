@@ -9,7 +9,8 @@ import pytest
 
 from bexp.explorer.cost_model.collectives import Overlap
 from bexp.explorer.cost_model.components import ComponentKind
-from bexp.explorer.cost_model.composition import Composition, predict_memory
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_memory
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialTask

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from bexp.explorer.cost_model.composition import Composition, predict_component_table
+from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.part_costs import part_work, predict_part_bytes
+from bexp.explorer.cost_model.required_memory import predict_component_table
 from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate

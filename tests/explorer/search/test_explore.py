@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import Component
-from bexp.explorer.cost_model.composition import Composition, required_table
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.trial import TrialKind
 from bexp.explorer.search.legal_space import enumerate_candidates

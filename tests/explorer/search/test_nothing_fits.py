@@ -16,7 +16,8 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.feasibility import MOST_TOO_LARGE
 from bexp.explorer.search.history import HOPELESS_FAILURES
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.relaxations import SmallestCandidate, explain_nothing_fits, find_relaxations
+from bexp.explorer.search.relaxations import explain_nothing_fits, find_relaxations
+from bexp.explorer.search.smallest_candidate import SmallestCandidate
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of

@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, predict_memory
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_memory
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.legal_space import (
     EmptySpaceError,

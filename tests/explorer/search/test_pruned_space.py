@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition, predict_memory
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_memory
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
 from bexp.explorer.spec.candidate import ON_DEVICE, Recompute

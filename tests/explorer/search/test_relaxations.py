@@ -6,7 +6,8 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.cost_model.composition import Composition, predict_memory
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_memory
 from bexp.explorer.cost_model.step import GIB, memory_limit
 from bexp.explorer.records.recommendation import Relaxation, RelaxationKind
 from bexp.explorer.search.explore import explore

@@ -10,7 +10,8 @@ import pytest
 
 from bexp.explorer.cost_model.collectives import ASSUMED_SLOWDOWN
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, predict_component_table
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import predict_component_table
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate

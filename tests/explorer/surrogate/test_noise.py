@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition, required_table
+from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.required_memory import required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
