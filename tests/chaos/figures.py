@@ -38,6 +38,7 @@ from tests.chaos.databases import PostgresServer, SqliteFile
 from tests.chaos.followers import follow_jobs
 from tests.chaos.processes import LEASE_SECONDS, Service
 from tests.chaos.result import percentile, read_commit, write_document
+from tests.chaos.soak import soak
 from tests.contracts.samples import make_progress, make_request, make_worker
 
 NUM_FINISHED, NUM_QUEUED, NUM_CLIENTS = 10_000, 1_000, 8
@@ -269,6 +270,11 @@ def follow(bench: Bench) -> dict[str, Any]:
     return follow_jobs(bench.service, bench.database, bench.number)
 
 
+def stay_small(bench: Bench) -> dict[str, Any]:
+    """Work for `number` minutes, and see how much each process grows."""
+    return soak(bench.service, bench.number)
+
+
 FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
     "posts": (time_posts, 1_600, 0),
     "health": (time_health, 400, 0),
@@ -276,6 +282,7 @@ FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
     "recovery": (time_recovery, 20, 2),
     "cancels": (time_cancels, 200, 2),
     "followers": (follow, 2000, 0),
+    "soak": (stay_small, 60, 2),
 }
 """By name: how it is taken, how often by default, and with how many workers."""
 
