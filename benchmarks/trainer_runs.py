@@ -31,6 +31,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from benchmarks.trainer_recipes import adapt, checkpoint_folder, fields_of, load_quantized
 from benchmarks.trainer_texts import Collator, Texts
 
@@ -41,7 +43,7 @@ if TYPE_CHECKING:
 
 DEFAULTS: dict[str, Any] = {"lengths": None, "batch_size": None, "steps": 20, "max_seconds": 15.0, "recipe": {}}
 """Of a run: the lengths of texts, sequences of a step, micro-steps, when it may end, how the model is fine-tuned."""
-WARM_UP, VARIED_WARM_UP = 5, 24
+WARM_UP = 5
 """Micro-steps that no figure contains: the first of each length load kernels, and make the allocator's cache grow."""
 MIN_MICRO_STEPS = 8
 ACCUMULATED = 3
@@ -129,12 +131,21 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
             use_cpu=not cuda,
             dataloader_drop_last=True,
         )
-        fewest = MIN_MICRO_STEPS if run["lengths"] is None else VARIED_WARM_UP + 2 * MIN_MICRO_STEPS
+        fewest = MIN_MICRO_STEPS if run["lengths"] is None else run["steps"]
         clock = Clock(device, run["max_seconds"], fewest)
         vocab_size = model.config.get_text_config(decoder=True).vocab_size
         texts = Texts(vocab_size, run["seq_length"], run["lengths"], packed=bool(run["recipe"].get("packed")))
+        if run["lengths"] is not None:
+            texts.repeat(size * accumulated * math.ceil(run["steps"] / accumulated / 2))
         collator = Collator()
-        trainer = Trainer(
+
+        class InOrder(Trainer):
+            """Takes texts in their order."""
+
+            def _get_train_sampler(self, *_: Any) -> Any:
+                return torch.utils.data.SequentialSampler(texts)
+
+        trainer = InOrder(
             model=model, args=settings, train_dataset=texts, data_collator=collator, callbacks=[clock.callback()]
         )
         training_loss = trainer.train().training_loss
@@ -142,7 +153,7 @@ def _train(config: dict[str, Any], run: dict[str, Any]) -> dict[str, Any]:
     if run["lengths"] is None:
         seconds = batch_seconds(clock.steps, size, run["batch_size"])
     else:
-        seconds = varied_seconds(clock.steps, collator.tokens, batch * texts.mean)
+        seconds = varied_seconds(clock.steps, collator.positions, batch / size, *texts.epoch(size))
     return {
         "micro_batch_size": size,
         **({} if applied is None else {"applied": applied}),
@@ -208,23 +219,29 @@ def batch_seconds(steps: Sequence[Sequence[float]], micro_batch_size: int, batch
     return sum(seconds) + (wanted - length) * (seconds[-2] if length > 1 else seconds[0])
 
 
-def varied_seconds(steps: Sequence[Sequence[float]], tokens: Sequence[int], batch_tokens: float) -> float:
-    """Seconds of a step of a batch of so many tokens, where micro-steps differ in `tokens`.
+def varied_seconds(
+    steps: Sequence[Sequence[float]], positions: Sequence[int], num_micro_steps: float, mean: float, new_share: float
+) -> float:
+    """Seconds of a step of so many micro-steps, where micro-steps differ in their tokens, padding included.
 
-    Micro-steps without an update say what a token costs. The last one of each step says what the update adds.
+    A line through the micro-steps says what such a token costs, what the first micro-step of a width takes longer, and
+    what an update adds. An epoch has a `mean` of tokens, and a `new_share` of micro-steps whose width is new.
     """
-    first, length = warm_up_steps(steps, varied=True), len(steps[0])
-    warm = [(step, tokens[i * length : (i + 1) * length]) for i, step in enumerate(steps) if i >= first]
-    if length == 1:
-        return batch_tokens * sum(step[0] for step, _ in warm) / sum(own[0] for _, own in warm)
-    cost = sum(sum(step[:-1]) for step, _ in warm) / sum(sum(own[:-1]) for _, own in warm)
-    update = statistics.fmean(step[-1] - cost * own[-1] for step, own in warm)
-    return batch_tokens * cost + update
+    seconds, rows = [], []
+    for i, step in enumerate(steps):
+        for j, micro_step in enumerate(step):
+            place = i * len(step) + j
+            is_new = positions[place] not in positions[:place]
+            rows.append([1.0, positions[place], is_new, j == len(step) - 1])
+            seconds.append(micro_step)
+    warm = min(WARM_UP, len(rows) - 1)
+    base, each, longer, update = np.linalg.lstsq(np.array(rows[warm:], float), np.array(seconds[warm:]), rcond=None)[0]
+    return float(num_micro_steps * (base + each * mean + longer * new_share) + update)
 
 
-def warm_up_steps(steps: Sequence[Sequence[float]], *, varied: bool = False) -> int:
+def warm_up_steps(steps: Sequence[Sequence[float]]) -> int:
     """How many steps no figure contains."""
-    return min(math.ceil((VARIED_WARM_UP if varied else WARM_UP) / len(steps[0])), len(steps) - 1)
+    return min(math.ceil(WARM_UP / len(steps[0])), len(steps) - 1)
 
 
 def build(config: dict[str, Any], device: torch.device) -> Any:

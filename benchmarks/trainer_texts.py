@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from typing import Any
 
 from bexp.explorer.spec.lengths import CutLengths, Lengths, expand_lengths
 
-NUM_DRAWN = 20_000
-"""Texts of unequal length that are drawn; later ones repeat them."""
+NUM_DRAWN, NUM_PACKED = 100_000, 20_000
+"""Texts of unequal length that are drawn, an epoch of them; later ones repeat them."""
 IGNORED = -100
 """The label of a token that the loss leaves out."""
 PIECE = 1000
@@ -23,13 +24,25 @@ class Texts:
     """
 
     def __init__(self, vocab_size: int, seq_length: int, lengths: Any, *, packed: bool = False) -> None:
-        self._vocab_size = vocab_size
+        self._vocab_size, self._seq_length, self._is_packed = vocab_size, seq_length, packed
         self._rows, self.mean = [[seq_length]], float(seq_length)
         if lengths is not None:
             found = _cut(lengths, seq_length)
-            drawn = random.Random(0).choices(found.lengths, found.counts, k=NUM_DRAWN)  # noqa: S311 - texts
+            drawn = _draw(lengths, seq_length)[: NUM_PACKED if packed else None]
             self._rows = pack(drawn, seq_length) if packed else [[length] for length in drawn]
             self.mean = sum(drawn) / len(self._rows) if packed else found.mean
+        self._num_rows = len(self._rows)
+
+    def repeat(self, number: int) -> None:
+        """Begin anew after so many rows, so that later micro-batches have widths that occurred before."""
+        self._num_rows = number
+
+    def epoch(self, size: int) -> tuple[float, float]:
+        """Tokens of a micro-batch of an epoch in the mean, padding included, and the share of new widths."""
+        if self._is_packed:
+            return float(size * self._seq_length), size / len(self._rows)
+        widths = [max(map(sum, self._rows[i : i + size])) for i in range(0, len(self._rows) - size + 1, size)]
+        return size * sum(widths) / len(widths), len(set(widths)) / len(widths)
 
     def __len__(self) -> int:
         """More than any run takes."""
@@ -39,12 +52,23 @@ class Texts:
         """Token ids and labels, shape (S,); of several texts also the position of each token in its text."""
         import torch  # noqa: PLC0415 - after the process has set the allocator
 
-        row, generator = self._rows[index % len(self._rows)], torch.Generator().manual_seed(index)
+        row, generator = self._rows[index % self._num_rows % len(self._rows)], torch.Generator().manual_seed(index)
         ids_S = torch.randint(10, self._vocab_size, (sum(row),), generator=generator)
         if len(row) == 1:
             return {"input_ids": ids_S, "labels": ids_S.clone()}
         positions_S = torch.cat([torch.arange(length) for length in row])
         return {"input_ids": ids_S, "labels": ids_S.masked_fill(positions_S == 0, IGNORED), "position_ids": positions_S}
+
+
+def _draw(lengths: Any, seq_length: int) -> list[int]:
+    """Lengths of texts, each of which any integer may be."""
+    given, rng = _lengths(lengths), random.Random(0)  # noqa: S311 - texts
+    if given.lognormal is None:
+        cut = given.cut(seq_length)
+        return rng.choices(cut.lengths, cut.counts, k=NUM_DRAWN)
+    mean, sigma = given.lognormal.mean, given.lognormal.sigma
+    centre = math.log(mean) - sigma**2 / 2
+    return [min(seq_length, max(1, round(rng.lognormvariate(centre, sigma)))) for _ in range(NUM_DRAWN)]
 
 
 def longest_text(lengths: Any, seq_length: int) -> int:
@@ -53,7 +77,11 @@ def longest_text(lengths: Any, seq_length: int) -> int:
 
 
 def _cut(lengths: Any, seq_length: int) -> CutLengths:
-    return Lengths.model_validate(expand_lengths({"lengths": lengths})["lengths"]).cut(seq_length)
+    return _lengths(lengths).cut(seq_length)
+
+
+def _lengths(lengths: Any) -> Lengths:
+    return Lengths.model_validate(expand_lengths({"lengths": lengths})["lengths"])
 
 
 def pack(lengths: Sequence[int], width: int) -> list[list[int]]:
@@ -73,17 +101,17 @@ def pack(lengths: Sequence[int], width: int) -> list[list[int]]:
 
 
 class Collator:
-    """Makes micro-batches, and remembers the tokens of texts in each."""
+    """Makes micro-batches, and remembers the tokens of each, padding included."""
 
     def __init__(self) -> None:
-        self.tokens: list[int] = []
+        self.positions: list[int] = []
 
     def __call__(self, texts: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """A micro-batch, padded to the longest row; what pads a row of packed texts is a text of its own."""
         import torch  # noqa: PLC0415 - after the process has set the allocator
 
         lengths = [len(text["input_ids"]) for text in texts]
-        self.tokens.append(sum(lengths))
+        self.positions.append(len(lengths) * max(lengths))
         batch = {
             name: torch.nn.utils.rnn.pad_sequence([text[name] for text in texts], batch_first=True, padding_value=value)
             for name, value in (("input_ids", 0), ("labels", IGNORED))

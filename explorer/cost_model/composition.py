@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +17,9 @@ from bexp.explorer.cost_model.step import MemoryParts, gathered_bytes, static_pa
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
+
+if TYPE_CHECKING:
+    from bexp.explorer.cost_model.varied_texts import VariedTexts
 
 Floats = npt.NDArray[np.float64]
 Ints = npt.NDArray[np.int64]
@@ -161,23 +165,22 @@ class Composition:
         device_NK: Floats,
         host_K: Floats,
         rows: Ints | slice = slice(None),
-        drawn_BK: Floats | None = None,
+        texts: VariedTexts | None = None,
     ) -> Floats:
         """Return the seconds of a forward and backward pass over the whole model, shape (N, C).
 
         The host issues work up to about a thousand launches ahead of the device. It gains that lead during blocks that
         keep the device busy for long, above all the head. So the pass takes the larger of its device and host seconds.
-        For texts of unequal length that holds for each micro-batch: `drawn_BK` are the device seconds of usual ones, as
-        shares of their mean. A pass that is replayed as CUDA graphs takes two launches, which the host issues while the
-        device still works on the pass before. So it takes its device seconds.
+        For texts of unequal length that holds for each micro-batch. A pass that is replayed as CUDA graphs takes two
+        launches, which the host issues while the device still works on the pass before. So it takes its device seconds.
         """
         device_NC = self._sum_blocks(device_NK, rows)
         host_NC = np.where(self._replayed_C[rows], 0.0, self._sum_blocks(np.atleast_2d(host_K), rows))
-        if drawn_BK is None:
+        if texts is None:
             return np.maximum(device_NC, host_NC)
-        each_BNC = [self._sum_blocks(device_NK * share_K, rows) for share_K in drawn_BK]
+        each_BNC = [self._sum_blocks(device_NK * share_K, rows) for share_K in texts.drawn_BK]
         longer_NC = sum(np.maximum(one_NC, host_NC) for one_NC in each_BNC)
-        return np.asarray(device_NC * longer_NC / sum(each_BNC))
+        return np.asarray(device_NC * longer_NC / sum(each_BNC)) + texts.new_width_C[rows]
 
     def _sum_blocks(self, values_NK: Floats, rows: Ints | slice) -> Floats:
         """Return the sum of values over the blocks of a whole model, shape (N, C)."""
@@ -255,7 +258,7 @@ class Composition:
         host_K: Floats,
         rows: Ints | slice = slice(None),
         overlap: Overlap | None = None,
-        drawn_BK: Floats | None = None,
+        texts: VariedTexts | None = None,
     ) -> Floats:
         """Return the tokens/s of one device over a whole step, shape (N, C).
 
@@ -264,7 +267,7 @@ class Composition:
         """
         micro_batch, sharing = self.micro_batch_C[rows], self.sharing_C[rows]
         share = self.request.devices.batch_share * sharing if self.training else micro_batch
-        micro_step = self.micro_step_seconds(device_NK, host_K, rows, drawn_BK)
+        micro_step = self.micro_step_seconds(device_NK, host_K, rows, texts)
         step = share / micro_batch * micro_step
         step += self.optimizer_seconds(device_NK, host_K, rows)
         if self.communications:

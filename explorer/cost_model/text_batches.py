@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 
 import numpy as np
 
@@ -43,6 +44,18 @@ class TextBatch:
     width: int
     is_packed: bool = False
     is_flattened: bool = False
+
+    def narrowed(self, by: int) -> TextBatch:
+        """These texts in rows that are narrower by so many tokens, at least one wide."""
+        width = max(1, self.width - by)
+        rows = (self._cut_to(row, width) for row in self.rows)
+        return replace(self, rows=tuple(rows), width=width)
+
+    @staticmethod
+    def _cut_to(row: tuple[int, ...], width: int) -> tuple[int, ...]:
+        """Whole texts of a row as far as they have room, and what is left of the next one."""
+        ends = [min(sum(row[: i + 1]), width) for i in range(len(row))]
+        return tuple(end - begin for begin, end in pairwise([0, *ends]) if end > begin)
 
     @classmethod
     def whole(cls, size: int, width: int) -> TextBatch:
@@ -78,6 +91,9 @@ class TextBatches:
     """The micro-batches of one size. `measured` are those to measure: usual ones, in the shares of an epoch, and last
     the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
 
+    `new_width_share` is the share of an epoch's micro-batches whose width is the first of its kind: for these a
+    library may have to plan its kernels anew.
+
     `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch. With a
     token budget, expectations are shares of them: those of as many tokens as the same number of packed rows has.
     """
@@ -102,6 +118,9 @@ class TextBatches:
         self.varies = bool((np.abs(longest - mean) > VARIES * mean).any())
         self.measured = (*drawn, self.longest) if self.varies else (self.longest,)
         self._mean_A = mean
+        is_binned = texts.are_binned and batching in ("padded", "grouped")
+        number = sum(texts.counts) * (texts.mean / mean[0] if batching == "token_budget" else 1 / size)
+        self.new_width_share = _new_share(work_NA[:, 0] / size, self.share_N, number, are_binned=is_binned)
 
     @property
     def expected_positions(self) -> float:
@@ -202,6 +221,18 @@ def _budgeted(texts: CutLengths, seq_length: int, size: int) -> Made:
     fullest = rows[int(work_NA[:, 1].argmax())]
     longest = TextBatch((tuple(fullest),), size * seq_length, is_packed=True, is_flattened=True)
     return work_NA, np.full(len(rows), 1 / len(rows)), made.__getitem__, longest
+
+
+def _new_share(width_N: Figures, share_N: Figures, number: float, *, are_binned: bool) -> float:
+    """Return the share of `number` micro-batches that are the first of their width.
+
+    A binned width stands for all down to the next narrower one, and each of them has an equal part of its share.
+    """
+    widths, places = np.unique(np.rint(width_N), return_inverse=True)
+    share = np.bincount(places, share_N).clip(0.0, 1.0 - 1e-12)
+    each = np.diff(widths, prepend=0.0) if are_binned else np.ones(len(widths))
+    expected = each * -np.expm1(number * np.log1p(-share / each))
+    return float(min(1.0, expected.sum() / number))
 
 
 def _padded_work(widths: Figures | Places, size: int) -> Figures:

@@ -69,7 +69,8 @@ class ComponentFigures(Frozen):
     other components.
 
     Where texts have unequal lengths, seconds are the mean over an epoch's micro-batches, and bytes those of the
-    longest. `batches` are the micro-batches that were measured, as in `TextBatches.measured`.
+    longest. `batches` are the micro-batches that were measured, as in `TextBatches.measured`. `new_width_seconds` is
+    what the passes take longer when a process first runs rows of a width, which the other seconds leave out.
     """
 
     device_seconds: Seconds
@@ -88,6 +89,7 @@ class ComponentFigures(Frozen):
     together_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     together_host_backward_seconds: Seconds | None = Field(None, exclude_if=is_null)
     batches: tuple[BatchFigures, ...] | None = Field(None, exclude_if=is_null)
+    new_width_seconds: Seconds | None = Field(None, exclude_if=is_null)
 
 
 class ComponentMeasurement(ComponentFigures):

@@ -21,7 +21,7 @@ from bexp.explorer.search.noise_limit import NoiseFigures, composes_on_cpu, nois
 from bexp.explorer.search.posterior import BestCandidate, Posterior
 from bexp.explorer.search.reported_runs import describe_reported
 from bexp.explorer.search.runner_up import find_runner_up
-from bexp.explorer.search.text_figures import text_figures
+from bexp.explorer.search.text_figures import new_width_note, text_figures
 from bexp.explorer.search.whole_model_check import check_whole_model, expected_tokens_per_second
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.parts import ExploredModel
@@ -109,6 +109,7 @@ def build_recommendation(
             *([describe_reported(posterior.knowledge.reported)] if posterior.knowledge.reported else []),
             *([] if posterior.knowledge.reused is None else [describe_reused(posterior.knowledge.reused)]),
             *_slow_head(posterior, best.row),
+            *new_width_note(posterior, best.row),
             *(_nothing_untiled(request, references) if final else ()),
             *(_shortfall(posterior, best, noise if limited_by_noise else None, out_of_budget) if final else ()),
         ),

@@ -40,7 +40,7 @@ class CandidateThroughput:
         self._surrogate = surrogate
         self._errors = errors
         self._composed_C: Floats = table.tokens_per_second(
-            surrogate.device_mean_K[None, :], surrogate.host_K, overlap=surrogate.overlap, drawn_BK=surrogate.drawn_BK
+            surrogate.device_mean_K[None, :], surrogate.host_K, overlap=surrogate.overlap, texts=surrogate.texts
         )[0]
         self._correction = self._correct(whole_models, reported)
         self.shift_C: Floats = np.zeros(len(table.candidates))
@@ -59,7 +59,7 @@ class CandidateThroughput:
         table, surrogate = self._table, self._surrogate
         device, host = surrogate.device_mean_K[None, :], surrogate.host_K
         rows = np.array([row])
-        micro_step = table.micro_step_seconds(device, host, rows, surrogate.drawn_BK)
+        micro_step = table.micro_step_seconds(device, host, rows, surrogate.texts)
         communication = table.communication_seconds(device, host, micro_step, surrogate.overlap, rows)
         return combine_seconds(
             float(micro_step[0, 0]),
@@ -114,7 +114,7 @@ class CandidateThroughput:
         """Samples of the logarithm of composed tokens/s, shape (N, A); by default as many as there is time for."""
         number = number or int(np.clip(MOST_DRAWS // max(len(rows), 1), FEWEST_SAMPLES, NUM_SAMPLES))
         device_NK, host_NK = self._surrogate.device_NK[:number], self._surrogate.host_NK[:number]
-        known = self._surrogate.overlap, self._surrogate.drawn_BK
+        known = self._surrogate.overlap, self._surrogate.texts
         return sample_in_blocks(
             lambda some: np.asarray(np.log(self._table.tokens_per_second(device_NK, host_NK, some, *known))), rows
         )

@@ -33,6 +33,22 @@ def text_figures(posterior: Posterior, row: int) -> TextFigures | None:
     )
 
 
+def new_width_note(posterior: Posterior, row: int) -> list[str]:
+    """Return a note on what the first micro-batches of each width take, if that is more than the tolerance."""
+    size, texts = posterior.table.candidates[row].micro_batch_size, posterior.surrogate.texts
+    batches = text_batches(posterior.request, size)
+    if texts is None or batches is None or not batches.new_width_share:
+        return []
+    added, micro_step = float(texts.new_width_C[row]), posterior.seconds(row).micro_step
+    if added <= posterior.request.tolerance * micro_step:
+        return []
+    return [
+        f"the first micro-batch of each width takes {added / batches.new_width_share:.2f} s longer, because attention "
+        f"plans its kernels for it: {added / micro_step:.0%} of an epoch, and of a short run more. A collator with "
+        "pad_to_multiple_of=64 makes few widths"
+    ]
+
+
 def _peaks(posterior: Posterior, row: int, batches: TextBatches) -> list[int]:
     """Return the composed peak of each of the micro-batches that are measured of a size."""
     table, longest = posterior.table, batches.longest.positions

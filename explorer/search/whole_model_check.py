@@ -16,7 +16,7 @@ def compare_whole_run(posterior: Posterior, row: int, trial: Trial | None) -> Wh
     """Return how far the composed step is from that of one run of a whole model; None if it did not run."""
     if trial is None or trial.measurement.outcome is not Outcome.OK or trial.measurement.whole_model is None:
         return None
-    whole = trial.measurement.whole_model
+    whole = _in_an_epoch(posterior, row, trial.measurement.whole_model)
     step = _whole_step(posterior, posterior.table.candidates[row], whole)
     return _compare(posterior, row, whole, step.tokens_per_second, step.step)
 
@@ -54,7 +54,8 @@ def _compare(
 
 
 def whole_model_tokens_per_second(posterior: Posterior, candidate: Candidate, whole: WholeModelMeasurement) -> float:
-    """Return the tokens/s of a whole-model run."""
+    """Return the tokens/s of a whole-model run, in an epoch."""
+    whole = _in_an_epoch(posterior, posterior.table.row[candidate], whole)
     return _whole_step(posterior, candidate, whole).tokens_per_second
 
 
@@ -70,6 +71,14 @@ def expected_tokens_per_second(posterior: Posterior, row: int, recommended: int)
     reached = posterior.knowledge.whole_models.tokens_per_second(recommended)
     scale = 1.0 if reached is None else reached / of_recommended.tokens_per_second
     return scale * composed.tokens_per_second
+
+
+def _in_an_epoch(posterior: Posterior, row: int, whole: WholeModelMeasurement) -> WholeModelMeasurement:
+    """Return a run with what the first micro-batches of each width add, which its own were not."""
+    texts = posterior.surrogate.texts
+    if texts is None:
+        return whole
+    return whole.model_copy(update={"micro_step_seconds": whole.micro_step_seconds + float(texts.new_width_C[row])})
 
 
 def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:

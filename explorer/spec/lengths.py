@@ -16,6 +16,7 @@ MAX_LENGTH = 1 << 24
 MAX_TEXTS = 1 << 40
 MAX_DISTINCT_LENGTHS = 1024
 """Distinct lengths of a histogram; `compact_histogram` has no more, whatever it is made of."""
+FEW_LENGTHS = 64
 EPOCH_TEXTS = 100_000
 """Texts of an epoch where nobody counts them: a distribution by its parameters has no number of texts."""
 RARE = 1e-3
@@ -41,6 +42,11 @@ class CutLengths:
     counts: tuple[float, ...]
     num_cut: float
     is_counted: bool
+
+    @property
+    def are_binned(self) -> bool:
+        """Whether a length may stand for those down to the next shorter one. A few that were counted do not."""
+        return not self.is_counted or len(self.lengths) > FEW_LENGTHS
 
     @property
     def num_texts(self) -> float:

@@ -66,6 +66,19 @@ def estimate_host_seconds(
     return host_K, std_K
 
 
+def estimate_new_widths(components: Sequence[Component], observed: Mapping[Component, ComponentObservations]) -> Floats:
+    """Seconds that components take longer when a process first runs rows of a width, shape (K,).
+
+    They depend on the kernels, hardly on sizes, so those of a component that was not run are the mean of similar ones.
+    If nothing similar was run they are 0, because a guess must not keep a component from being measured.
+    """
+    known = {c: runs.new_width_seconds for c, runs in observed.items()}
+    near: dict[object, list[float]] = {}
+    for component, seconds in known.items():
+        near.setdefault(_similar(component), []).append(seconds)
+    return np.array([known[c] if c in known else float(np.mean(near.get(_similar(c), 0.0))) for c in components])
+
+
 def estimate_bytes(
     components: Sequence[Component], predicted_3K: Floats, observed: Mapping[Component, ComponentObservations]
 ) -> tuple[Floats, Floats]:

@@ -20,10 +20,16 @@ from bexp.explorer.cost_model.composition import Composition, Floats, Ints, Mask
 from bexp.explorer.cost_model.required_memory import predict_component_table
 from bexp.explorer.cost_model.roofline import predict_component_seconds
 from bexp.explorer.cost_model.text_batches import NUM_DRAWN
+from bexp.explorer.cost_model.varied_texts import VariedTexts
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.surrogate.covariance import Covariance
-from bexp.explorer.surrogate.extrapolation import estimate_bytes, estimate_forward_shares, estimate_host_seconds
+from bexp.explorer.surrogate.extrapolation import (
+    estimate_bytes,
+    estimate_forward_shares,
+    estimate_host_seconds,
+    estimate_new_widths,
+)
 from bexp.explorer.surrogate.hyperparameters import Evidence, HyperparameterPosterior, Hyperparameters
 from bexp.explorer.surrogate.observations import SHORTEST_SECONDS, ComponentObservations
 
@@ -195,10 +201,10 @@ class Surrogate:
         self.host_NK: Floats = self.host_K * np.exp(self.host_std_K * self._host_normal_NK)
         self.bytes_3K, self.bytes_std_K = estimate_bytes(self.components, self.predicted_bytes_3K, mine)
         self.overlap = self._estimate_overlap(mine)
-        self.drawn_BK = self._drawn_shares(mine)
+        self.texts = self._varied_texts(mine)
 
-    def _drawn_shares(self, mine: Mapping[Component, ComponentObservations]) -> Floats | None:
-        """Device seconds of usual micro-batches of unequal texts as shares of their mean; 1 if nobody knows."""
+    def _varied_texts(self, mine: Mapping[Component, ComponentObservations]) -> VariedTexts | None:
+        """What is known of usual micro-batches of unequal texts, and of the first ones of a width."""
         if self._table.request.lengths is None:
             return None
         drawn_BK = np.ones((NUM_DRAWN, len(self.components)))
@@ -207,7 +213,7 @@ class Surrogate:
             if batches is not None and len(batches) > NUM_DRAWN:
                 seconds = np.array([max(one.device_seconds, SHORTEST_SECONDS) for one in batches[:NUM_DRAWN]])
                 drawn_BK[:, self._column[component]] = seconds / seconds.mean()
-        return drawn_BK
+        return VariedTexts.of(self._table, drawn_BK, estimate_new_widths(self.components, mine))
 
     def _estimate_overlap(self, mine: Mapping[Component, ComponentObservations]) -> Overlap | None:
         if not self._table.communications:

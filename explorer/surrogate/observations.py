@@ -51,6 +51,11 @@ class ComponentObservations:
         """The run that measured it first."""
         return self.runs[0]
 
+    @property
+    def new_width_seconds(self) -> float:
+        """What it takes longer when a process first runs rows of a width; 0 if no run measured it."""
+        return min((run.new_width_seconds for run in self.runs if run.new_width_seconds is not None), default=0.0)
+
     @cached_property
     def log_seconds(self) -> float:
         """Mean of the logarithms of the runs' device seconds."""

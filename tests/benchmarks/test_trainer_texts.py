@@ -25,7 +25,6 @@ def test_positions_of_packed_texts_begin_anew_and_their_first_labels_are_left_ou
     starts = batch["position_ids"] == 0
     assert starts.sum() > 2
     assert batch["labels"][starts].unique().tolist() == [IGNORED]
-    assert collator.tokens == [len(texts[0]["input_ids"]) + len(texts[1]["input_ids"])]
     assert "attention_mask" not in batch, "the model tells texts apart by their positions"
     rows = [texts[place] for place in range(3000)]
     assert torch.tensor([len(row["input_ids"]) for row in rows]).float().mean() == pytest.approx(texts.mean, rel=0.05)
@@ -36,15 +35,26 @@ def test_texts_of_unequal_length_are_padded_and_have_the_mean_that_was_asked_for
     lengths = [len(texts[place]["input_ids"]) for place in range(20_000)]
     assert sum(lengths) / len(lengths) == pytest.approx(300, rel=0.05)
     batch = collator([texts[0], texts[1]])
-    assert batch["attention_mask"].sum() == sum(lengths[:2]) == collator.tokens[0]
+    assert batch["attention_mask"].sum() == sum(lengths[:2])
+    assert collator.positions == [2 * max(lengths[:2])]
     assert max(lengths) <= longest_text("lognormal(300, 0.8)", 4096) <= 4096
 
 
-def test_a_token_and_an_update_have_their_seconds_whatever_the_lengths() -> None:
-    tokens = [10, 30, 20, 5, 60, 15, 40, 5, 5]
-    steps = [[tokens[i] * 0.1, tokens[i + 1] * 0.1, tokens[i + 2] * 0.1 + 2.0] for i in (0, 3, 6)]
-    assert varied_seconds(steps, tokens, 200) == pytest.approx(22.0)
-    assert varied_seconds([[1.0], [3.0]], [10, 30], 100) == pytest.approx(10.0)
+def test_a_token_a_new_width_and_an_update_have_their_seconds_whatever_the_lengths() -> None:
+    positions = [10, 30, 20, 5, 60, 15, 40, 25, 35] * 2
+    spent = [0.5 + 0.1 * n + (0.7 if i < 9 else 0.0) + (2.0 if i % 3 == 2 else 0.0) for i, n in enumerate(positions)]
+    steps = [spent[i : i + 3] for i in range(0, 18, 3)]
+    found = varied_seconds(steps, positions, 20, mean=25.0, new_share=0.1)
+    assert found == pytest.approx(20 * (0.5 + 2.5 + 0.07) + 2.0)
+
+
+def test_an_epoch_has_new_widths_until_all_have_occurred() -> None:
+    texts = Texts(100, 64, "lognormal(20, 0.5)")
+    mean, share = texts.epoch(4)
+    assert 4 * 20 < mean < 4 * 64
+    assert share == pytest.approx(52 / 25_000, rel=0.15)
+    texts.repeat(8)
+    assert len(texts[3]["input_ids"]) == len(texts[11]["input_ids"])
 
 
 def test_a_recipe_is_what_the_exploration_was_asked_for() -> None:

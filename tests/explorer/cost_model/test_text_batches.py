@@ -198,3 +198,24 @@ def test_memory_is_predicted_for_the_longest_and_work_for_the_mean() -> None:
     flops = found.expected_positions * kind.flops_per_token + found.expected_pairs / 32**2 * kind.flops_per_sequence
     assert part_work(dense, model, asked()).flops == pytest.approx(flops)
     assert part_work(dense, model, asked(lengths=None)) == part_work(dense, model)
+
+
+def test_narrower_rows_keep_their_texts_as_far_as_there_is_room() -> None:
+    padded = TextBatch(((100,), (50,)), 100)
+    assert padded.narrowed(1) == TextBatch(((99,), (50,)), 99)
+    assert padded.narrowed(60) == TextBatch(((40,), (40,)), 40)
+    flat = TextBatch(((30, 20, 10),), 60, is_packed=True, is_flattened=True)
+    assert flat.narrowed(15) == TextBatch(((30, 15),), 45, is_packed=True, is_flattened=True)
+
+
+@pytest.mark.parametrize("size", [1, 4, 32])
+def test_new_widths_are_as_many_as_a_drawn_epoch_has(size: int) -> None:
+    lengths = np.random.default_rng(1).lognormal(5.9, 0.8, 100_000 // size * size).round().clip(1, 2048).astype(int)
+    widths = lengths.reshape(-1, size).max(axis=1)
+    found = batches("padded", size, lengths=f"lognormal({np.exp(5.9 + 0.8**2 / 2)}, 0.8)", seq_length=2048)
+    assert found.new_width_share == pytest.approx(len(np.unique(widths)) / len(widths), rel=0.05)
+
+
+def test_counted_lengths_make_no_other_widths_and_packed_rows_have_one() -> None:
+    assert batches("padded", 1).new_width_share == pytest.approx(5 / 1000, rel=1e-3)
+    assert batches("packed", 2).new_width_share < 0.01

@@ -84,8 +84,8 @@ def parts() -> ModelParts:
     )
 
 
-def device(memory_gib: float) -> DeviceReport:
-    attention = (BackendSupport(name="sdpa", usable=True),)
+def device(memory_gib: float, attention_backends: tuple[str, ...] = ("sdpa",)) -> DeviceReport:
+    attention = tuple(BackendSupport(name=name, usable=True) for name in attention_backends)
     found = report(memory_gib=memory_gib, experts=False)
     return found.model_copy(update={"parts": parts(), "attention_backends": attention, "default_attention": "sdpa"})
 
@@ -106,9 +106,15 @@ def request(name: str, batching: str, **changes: Any) -> ExplorationRequest:
 
 
 class TextDevice:
-    """A device whose kernels take waves, so that seconds are no smooth function of tokens, and some noise."""
+    """A device whose kernels take waves, so that seconds are no smooth function of tokens, and some noise.
 
-    def __init__(self, asked: ExplorationRequest, noise: float = 0.002, host: float = 1e-4) -> None:
+    One attention takes `new_width` seconds longer for the first micro-batch of a width, and another one never does.
+    """
+
+    def __init__(
+        self, asked: ExplorationRequest, noise: float = 0.002, host: float = 1e-4, new_width: float = 0.0
+    ) -> None:
+        self.new_width = new_width
         self.request = asked
         self.host = host
         self.noise = noise
@@ -120,9 +126,14 @@ class TextDevice:
         of_layer = component.kind is ComponentKind.LAYER
         per_token, per_pair = (1.2e8, 4.1e3) if of_layer else (5.2e8, 0.0)
         passes = 4.0 if component.recompute.is_whole else 3.0
+        passes *= 1.0 if not of_layer or self.plans(component) else 1.07
         waves = np.ceil(positions / 256) * 256
         rate = 500e12 * waves / (waves + 2500)
         return 2e-4 + passes * (per_token * waves / rate + per_pair * pairs / 300e12)
+
+    def plans(self, component: Component) -> bool:
+        """Whether the attention of a layer is the one that plans its kernels for each width."""
+        return component.backend is None or component.backend.attention == "sdpa"
 
     def weigh(self, component: Component, positions: Any) -> tuple[Any, Any, Any]:
         """Saved, forward-peak and backward-peak bytes; a layer that is recomputed is measured without that."""
@@ -145,6 +156,7 @@ class TextDevice:
             saved_bytes=saved,
             forward_peak_bytes=forward,
             backward_peak_bytes=backward,
+            new_width_seconds=self.new_width * self.plans(component) if component.kind is ComponentKind.LAYER else None,
         )
 
     def __call__(self, task: TrialTask) -> Measurement:
@@ -288,3 +300,40 @@ def test_the_host_decides_for_each_micro_batch_and_not_for_their_mean(size: int)
     assert best is not None
     rates, _ = truth(found, "chat", "padded", memory)
     assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
+
+
+@pytest.mark.parametrize(("new_width", "attention"), [(0.0, "sdpa"), (0.3, "sdpa:efficient")])
+def test_what_the_first_micro_batch_of_a_width_takes_counts_for_the_whole_epoch(
+    new_width: float, attention: str
+) -> None:
+    asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"], budget={"confidence_target": 90})
+    memory, found = device(64, ("sdpa", "sdpa:efficient")), TextDevice(asked, new_width=new_width)
+    best = None
+    for step in explore(asked, memory, found):
+        best = step.recommendation or best
+    assert best is not None
+    assert best.candidate.attention_backend == attention
+    assert not any("pad_to_multiple_of" in note for note in best.notes)
+    rates, _ = truth(found, "chat", "padded", memory)
+    assert best.tokens_per_second == pytest.approx(rates[best.candidate], rel=0.02)
+
+
+def test_an_attention_that_plans_for_each_width_and_has_no_rival_is_as_slow_as_an_epoch_is() -> None:
+    asked = request("chat", "padded", micro_batch_size=[4], recompute=["none"], budget={"confidence_target": 90})
+    memory, found = device(64), TextDevice(asked, new_width=0.3)
+    best = None
+    for step in explore(asked, memory, found):
+        best = step.recommendation or best
+    assert best is not None
+    rates, _ = truth(found, "chat", "padded", memory)
+    cut, order = np.minimum(drawn("chat"), SEQ_LENGTH), np.random.default_rng(5).permutation(10_000)
+    widths = cut[order].reshape(-1, 4).max(axis=1)
+    tokens = cut.mean()
+    share, step = asked.devices.batch_share / 4, asked.devices.batch_share * tokens / rates[best.candidate]
+    slowed = asked.devices.batch_share * tokens / (step + share * 0.3 * len(np.unique(widths)) / len(widths))
+    assert slowed < 0.8 * rates[best.candidate]
+    assert best.tokens_per_second == pytest.approx(slowed, rel=0.03)
+    assert best.whole_model is not None
+    assert best.whole_model.tokens_per_second == pytest.approx(slowed, rel=0.03)
+    (note,) = (note for note in best.notes if "pad_to_multiple_of" in note)
+    assert "takes 0.30 s longer" in note

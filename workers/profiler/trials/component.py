@@ -8,9 +8,9 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from functools import partial
 
-from bexp.explorer.cost_model.components import Component
+from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.request_texts import text_batches
-from bexp.explorer.cost_model.text_batches import TextBatches
+from bexp.explorer.cost_model.text_batches import TextBatch, TextBatches
 from bexp.explorer.records.measurement import BatchFigures, ComponentMeasurement
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
@@ -31,6 +31,9 @@ MEAN_SECONDS = (
     "stalled_seconds",
     "waiting_forward_seconds",
 )
+WITH_ATTENTION = frozenset({ComponentKind.ATTENTION, ComponentKind.LAYER})
+_widths_run: set[tuple[int, int]] = set()
+"""Sizes and widths of micro-batches that this process has run."""
 BYTES = ("saved_bytes", "forward_peak_bytes", "backward_peak_bytes")
 
 
@@ -51,11 +54,50 @@ def measure_component(
     batches = text_batches(request, component.micro_batch_size)
     if batches is None:
         return _measure(instruments, lambda: target.component(component, model, request), component, clock)
+    _widths_run.update((batch.size, batch.width) for batch in batches.measured)
     measured = [
         _measure(instruments, partial(target.component, component, model, request, batch), component, clock)
         for batch in batches.measured
     ]
-    return compose_batches(batches, measured)
+    composed = compose_batches(batches, measured)
+    if instruments.device.type != "cuda" or component.kind not in WITH_ATTENTION or not batches.new_width_share:
+        return composed
+    usual = batches.measured[len(batches.measured) // 2 - 1]
+    build = partial(target.component, component, model, request)
+    with clock.phase("timed"):
+        return composed.model_copy(update={"new_width_seconds": new_width_seconds(instruments, build, usual)})
+
+
+def new_width_seconds(
+    instruments: Instruments, build: Callable[[TextBatch], AbstractContextManager[ComponentPasses]], usual: TextBatch
+) -> float:
+    """Return what passes take longer when this process first runs rows of a width, near that of a usual micro-batch.
+
+    cuDNN's attention, for one, plans its kernels for each shape. Of two widths the smaller figure counts: in the first,
+    the allocator may have to ask for memory.
+    """
+    found = []
+    for _ in range(2):
+        batch = usual
+        while (width := (batch.size, batch.width)) in _widths_run and batch.width > 1:
+            batch = batch.narrowed(1)
+        _widths_run.add(width)
+        with build(batch) as passes:
+            first, *later = (_seconds_once(instruments, passes) for _ in range(3))
+        found.append(max(0.0, first - min(later)))
+    return min(found)
+
+
+def _seconds_once(instruments: Instruments, passes: Passes) -> float:
+    instruments.synchronize()
+    started = time.perf_counter()
+    passes.prepare_forward()
+    passes.forward()
+    if passes.training:
+        passes.prepare_backward()
+        passes.backward()
+    instruments.synchronize()
+    return time.perf_counter() - started
 
 
 def compose_batches(batches: TextBatches, measured: Sequence[ComponentMeasurement]) -> ComponentMeasurement:
