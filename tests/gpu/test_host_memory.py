@@ -21,14 +21,15 @@ from tests.workers.targets.transformers.targets import HARDWARE
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 pytest.importorskip("transformers")
 DEVICE = torch.device("cuda", 0)
+WORKSPACE_BYTES = 160 * 2**20
 CONFIG: dict[str, Any] = {
     "model_type": "llama",
-    "hidden_size": 1024,
-    "intermediate_size": 3072,
+    "hidden_size": 2048,
+    "intermediate_size": 6144,
     "num_hidden_layers": 8,
     "num_attention_heads": 16,
     "num_key_value_heads": 8,
-    "vocab_size": 8192,
+    "vocab_size": 32768,
 }
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
@@ -76,9 +77,10 @@ def peaks(recompute: str) -> tuple[float, int]:
 
 @pytest.mark.alone
 def test_the_peak_with_activations_on_the_host_is_composed_from_measured_layers() -> None:
-    composed, whole = peaks("offload")
-    assert composed == pytest.approx(whole, rel=0.06)
-    assert whole < peaks("full")[1] < peaks("none")[1]
+    found = {policy: peaks(policy) for policy in ("offload", "full", "none")}
+    for composed, whole in found.values():
+        assert 0 <= whole - composed < WORKSPACE_BYTES, "cuBLAS has one for each thread"
+    assert found["offload"][1] < found["full"][1] < found["none"][1]
 
 
 @needs_torchao
