@@ -13,7 +13,7 @@ from typing import Any
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, static_parts
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import DType
@@ -133,15 +133,6 @@ class CustomTarget:
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
         )
-
-    def measure_whole_model(self, candidate: Candidate, clock: PhaseClock) -> WholeModelMeasurement:
-        """Measure the step again, as a whole.
-
-        Raises:
-            TrialFailedError: the target's outcome.
-        """
-        self._last = None
-        return WholeModelMeasurement.model_validate(self._measure(candidate, clock))
 
     def rest(self) -> None:
         """Keep the model for the next trial: it lies in the process of the target, not in this one."""
