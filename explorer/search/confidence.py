@@ -85,7 +85,7 @@ class Contenders:
         """
         samples_NA = self.tokens_NA if among_A is None else self.tokens_NA[:, among_A]
         found = float(confidences(self.tokens_NA[:, [position]], samples_NA, tolerance)[0])
-        return min(found, self._measured_share(position, among_A))
+        return min(found, self._measured_share(position, tolerance, among_A))
 
     def confidence_if_it_runs(self, position: int, tolerance: float) -> float:
         """The `confidence` in a contender provided that its whole model runs, the undecided ones left out, 0..1.
@@ -97,19 +97,19 @@ class Contenders:
             return 0.0
         tokens_NA = self.tokens_NA[runs_N]
         found = float(confidences(tokens_NA[:, [position]], tokens_NA[:, ~self.undecided_A], tolerance)[0])
-        return min(found, self._measured_share(position))
+        return min(found, self._measured_share(position, tolerance))
 
-    def _measured_share(self, position: int, among_A: Mask | None = None) -> float:
+    def _measured_share(self, position: int, tolerance: float, among_A: Mask | None = None) -> float:
         """Of a model that is measured whole, the share of candidates measured among those that are not ruled out; or 1.
 
-        A candidate that was not measured is ruled out if no sample has it faster than the one at `position`. The first
-        k of n candidates in any order have the best one with probability k / n. Samples alone would be surer: they take
-        speed for a smooth function of the size, and no component of a candidate is known from others.
+        A candidate that was not measured is ruled out if the one at `position` is within `tolerance` of it in each
+        sample. The first k of n candidates in any order have the best one with probability k / n. Samples alone would
+        be surer: they take speed for a smooth function of the size.
         """
         if not self.is_whole:
             return 1.0
         measured_A = ~self.wanted_AP.any(axis=1)
-        counts_A = measured_A | (self.tokens_NA > self.tokens_NA[:, [position]]).any(axis=0)
+        counts_A = measured_A | ((1.0 - tolerance) * self.tokens_NA > self.tokens_NA[:, [position]]).any(axis=0)
         if among_A is not None:
             counts_A &= among_A
         return float((measured_A & counts_A).sum() / max(1, counts_A.sum()))
