@@ -102,6 +102,8 @@ class CustomTarget:
         try:
             introduction = self._introduce_alive()
         except TrialFailedError as error:
+            if self._start is not None:  # a command's errors name it
+                raise UnsupportedTrialError(str(error)) from error
             how = "" if error.outcome is Outcome.UNSUPPORTED else f"{error.outcome}: "
             raise UnsupportedTrialError(f"target '{self._source.name}': {how}{error}") from error
         self._open_choice = next(iter(self._choices), None)
