@@ -31,10 +31,9 @@ from typing import Any
 from benchmarks.environment import describe_environment, write_results
 
 BATCHES = {"full": 64, "adapters": 16, "reward": 64, "encoder": 256, "plain": 64}
-"""Sequences of an optimizer step of each command."""
+"""Sequences of an optimizer step of each command. Sizes are their divisors, as those of `bexp tune` are."""
 HAS_OWN_LOOP = ("plain",)
 """Commands whose size stands in the command."""
-SIZES = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 STEPS = 6
 FAR = 0.9
 """Sizes below one that has this share of the best speed are not tried."""
@@ -122,7 +121,7 @@ class Command:
 
     def sweep(self, answer: int) -> list[Row]:
         """One run at each size that divides the batch and may be the best."""
-        sizes = [size for size in SIZES if self._batch_size % size == 0]
+        sizes = [size for size in range(1, self._batch_size + 1) if self._batch_size % size == 0]
         runs: list[Row] = []
         for size in [size for size in sizes if size >= answer]:
             runs.append(self.run(size, steps=STEPS))

@@ -6,6 +6,7 @@ import hashlib
 import json
 import re
 import shlex
+import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -84,6 +85,8 @@ _NAME = r"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|api[-_]?key|c
 _SECRET = re.compile(rf"-*{_NAME}", re.IGNORECASE)
 _SECRET_TEXT = re.compile(rf"(?<![\w.-])(-*{_NAME})=[^\s'\"]+", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{3,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
+_SCRIPT = re.compile(r"[^-\s]\S*\.py")
+_RUNS_SCRIPT = re.compile(r"python[\d.]*|torchrun|accelerate")
 _PROGRAM = re.compile(r"([^/\s]+?)\.(py|ya?ml|json)$")
 
 
@@ -116,6 +119,7 @@ def tune(
 
     Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
     """
+    check_startable(command)
     tried, tuned = dict(map(_read_try, tries or ())), TunedCommand(command)
     if apply:
         tried[APPLY] = APPLY_VALUES
@@ -146,6 +150,19 @@ def tune(
         if run:
             answer.run(tuned, device, write)
     raise typer.Exit(code)
+
+
+def check_startable(command: Sequence[str]) -> None:
+    """Raise CommandError if the program of a command is not there, or the script that Python or a launcher is to run.
+
+    What stands in arguments of other programs is for them to judge.
+    """
+    program, script = Path(command[0]), next((each for each in command if _SCRIPT.fullmatch(each)), None)
+    if shutil.which(program) is None:
+        raise CommandError(ExitCode.USAGE, f"there is no program '{program}'")
+    runs_script = _RUNS_SCRIPT.fullmatch(program.name) and not {"-m", "-c"} & set(command)
+    if script is not None and runs_script and not Path(script).exists():
+        raise CommandError(ExitCode.USAGE, f"there is no script '{script}' in {Path.cwd()}")
 
 
 def hide_secrets(command: Sequence[str]) -> list[str]:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import ctypes
 import math
 import os
 import platform
 import resource
-import sys
 from pathlib import Path
 
 import psutil
@@ -61,14 +59,6 @@ def limit_data(limit_bytes: int) -> None:
         if hard != resource.RLIM_INFINITY:
             soft = min(soft, hard)
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
-
-
-def trim() -> None:
-    """Give freed heap memory back to the system, so that it does not count against the next trial."""
-    if sys.platform == "linux":
-        trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in musl
-        if trim_heap is not None:
-            trim_heap(0)
 
 
 def _siblings(cpu: int) -> str:

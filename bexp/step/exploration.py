@@ -118,6 +118,8 @@ class _Exploration:
         answer = StepAnswer()
         if self._processes.is_leader:
             answer = self._lead()
+            if time.monotonic() >= self._end:
+                self._notes.append(f"the {self._max_seconds:g} s were used up")
             self._processes.share(None)
         else:
             while (size := self._processes.share(None)) is not None:
@@ -164,13 +166,8 @@ class _Exploration:
         return self._results[-1]
 
     def _is_over(self) -> bool:
-        """Whether nothing more may be measured; if so, note why."""
-        if not self._processes.group_is_usable:
-            return True
-        if time.monotonic() < self._end:
-            return False
-        self._notes.append(f"the {self._max_seconds:g} s were used up")
-        return True
+        """Whether nothing more may be measured."""
+        return not self._processes.group_is_usable or time.monotonic() >= self._end
 
     def _describe(self, first: SizeResult) -> StepDescription:
         device, trained = self._step.device, self._step.trained

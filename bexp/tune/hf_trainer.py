@@ -181,6 +181,8 @@ def _measure(
     arguments.per_device_train_batch_size = trainer._train_batch_size = size
     arguments.max_steps = 1 << 30
     trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
+    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
+    trainer._created_lr_scheduler = False
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
     numbers = itertools.count()
 
@@ -213,8 +215,6 @@ def _measure(
     trainer.training_step = timed
     if lengths.is_known:
         trainer._get_train_sampler = worst_first
-    trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
-    trainer._created_lr_scheduler = False
     try:
         train()
     finally:

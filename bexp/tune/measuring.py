@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import math
 import statistics
 import time
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 
+from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
 
 if TYPE_CHECKING:
@@ -210,6 +212,8 @@ def reset_peak(device: torch.device) -> None:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats(device)
     else:
+        gc.collect()
+        trim()  # what earlier sizes have freed is still resident
         _forget_peak()
 
 

@@ -15,23 +15,27 @@ from bexp.tune.measuring import peak_bytes, reset_peak
 
 def describe_evaluation(trainer: Any) -> dict[str, Any] | None:
     """The longest batch that an evaluation can have; None if there is no dataset that can be read in any order."""
-    dataset = _dataset(trainer)
-    if dataset is None:
+    found = _datasets(trainer)
+    if not found:
         return None
     return {
         "batch_size": trainer.args.per_device_eval_batch_size,
-        "length": max(Lengths.of(dataset).widths, default=0),
+        "length": max(max(lengths.widths, default=0) for _, lengths in found),
     }
 
 
 def evaluate_longest(trainer: Any) -> dict[str, float]:
     """Run that batch as `evaluate` does, with the state of the optimizer that the training has left; read the peak.
 
-    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added.
+    For `compute_metrics` the Trainer keeps the outputs of all batches on the device, which are added. If there are
+    several datasets, each is evaluated by itself, and the highest of their peaks counts.
     """
-    dataset, arguments = _dataset(trainer), trainer.args
+    return {"peak_bytes": max(_peak(trainer, dataset, lengths) for dataset, lengths in _datasets(trainer))}
+
+
+def _peak(trainer: Any, dataset: Any, lengths: Lengths) -> float:
+    arguments = trainer.args
     number = arguments.per_device_eval_batch_size * arguments.world_size
-    lengths = Lengths.of(dataset)
     places = lengths.longest(number) if lengths.is_known else [place % len(dataset) for place in range(number)]
     model = trainer.model if trainer.model_wrapped is None else trainer.model_wrapped
     loss_only = arguments.prediction_loss_only or trainer.compute_metrics is None
@@ -42,7 +46,7 @@ def evaluate_longest(trainer: Any) -> dict[str, float]:
         _, logits, labels = trainer.prediction_step(model, inputs, loss_only)
         kept = max(kept, _kept_bytes(trainer, logits, labels, math.ceil(len(dataset) / number)))
     model.train()
-    return {"peak_bytes": peak_bytes(arguments.device)[0] + kept}
+    return peak_bytes(arguments.device)[0] + kept
 
 
 def _kept_bytes(trainer: Any, logits: Any, labels: Any, num_batches: int) -> int:
@@ -68,8 +72,9 @@ def _tensors(value: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _dataset(trainer: Any) -> Any:
+def _datasets(trainer: Any) -> list[tuple[Any, Lengths]]:
+    """The datasets that can be read in any order, each with the lengths of its samples."""
     found = trainer.eval_dataset
-    if isinstance(found, dict) and found:
-        found = next(iter(found.values()))
-    return found if hasattr(found, "__len__") and hasattr(found, "__getitem__") and len(found) else None
+    each = found.values() if isinstance(found, dict) else [found]
+    readable = [one for one in each if hasattr(one, "__len__") and hasattr(one, "__getitem__") and len(one)]
+    return [(one, Lengths.of(one)) for one in readable]

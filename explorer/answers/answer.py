@@ -223,7 +223,7 @@ def _peak(best: Recommendation) -> str:
     """Return the peak to expect first, then the others."""
     measured = bytes_text(best.measured_peak_bytes)
     if best.candidate.is_whole:
-        return measured if best.whole_model is None else bytes_text(best.whole_model.measurement.peak_bytes)
+        return measured
     composed = f"{measured} composed of measured blocks"
     predicted = f"{bytes_text(best.predicted_peak_bytes)} predicted by formulas"
     if best.whole_model is None:
@@ -309,8 +309,6 @@ def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:
         name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
-    if best.candidate.is_whole:
-        return f"{name}: {rate_text(check.tokens_per_second)}{_gain(best, rival.gain)}"
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
     return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival.gain)}"
 

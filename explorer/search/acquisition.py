@@ -72,6 +72,8 @@ def _new_candidate(posterior: Posterior, costs_K: Floats) -> _Option | None:
     cost_A = (contenders.wanted_AP * costs_K[table.columns_CP[contenders.rows]]).sum(axis=1)
     compiling_A = (contenders.wanted_AP * posterior.preparing_seconds_K[table.columns_CP[contenders.rows]]).sum(axis=1)
     least_A = posterior.request.tolerance * np.maximum(NEGLIGIBLE, 0.0 if incumbent is None else worth(compiling_A))
+    if posterior.is_whole:  # a candidate counts as unknown until it is measured, or until no sample has it faster
+        least_A = np.zeros_like(gain_A)
     gain_A = np.where(unknown_A & (gain_A >= least_A), gain_A, 0.0)
     if gain_A.max() <= 0.0:
         return None

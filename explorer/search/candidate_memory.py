@@ -91,15 +91,18 @@ class CandidateMemory:
         self.saved_C, self.transient_C = table.activation_bytes(*surrogate.bytes_3K)
         composed_C = self.saved_C + self.transient_C
         self.required_C = self._required(composed_C)
-        whole = whole_peaks or {}
+        whole = dict(whole_peaks or {})
+        peak_C = table.static_bytes_C + composed_C
+        if table.candidates[0].is_whole:  # what was measured was the whole
+            measured_C = self._log_std(np.arange(len(peak_C))) == 0.0
+            whole |= {int(row): round(peak_C[row]) for row in np.flatnonzero(measured_C)}
         for row, peak in whole.items():
             needed = required_bytes(peak, hardware, table.request.allocator)
             if needed <= limit_bytes < self.required_C[row]:
                 self.required_C[row] = needed
         self.fits_C: Mask = np.asarray(self.required_C <= limit_bytes)
-        peak_C = table.static_bytes_C + composed_C
         measured = [row for row in whole if not self._log_std(np.array([row]))[0]]
-        self._whole_peaks, self._peak_C = dict(whole), peak_C
+        self._whole_peaks, self._peak_C = whole, peak_C
         self._errors_of_peaks = [math.log(whole[row] / peak_C[row]) for row in measured]
         room_C = limit_bytes - self._required(-table.static_bytes_C.astype(np.float64))
         most_C = np.log(np.maximum(room_C / (1 + FRAGMENTATION[table.request.allocator]), 1.0) / peak_C)

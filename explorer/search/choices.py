@@ -126,21 +126,24 @@ def promising_row(posterior: Posterior) -> int | None:
 
 
 def memory_choices(posterior: Posterior, recommended: int) -> tuple[MemoryChoice, ...]:
-    """Return the fastest candidate and the smallest peaks near it; the fastest need not be the `recommended` row.
+    """Return the fastest candidate and the smallest peaks near it.
 
-    A whole model's run can say that a candidate is slower than the search expects; then it is not near. Other figures
-    are scaled as in the rest of the answer, by the whole model of the recommended candidate.
+    The fastest is the `recommended` row, unless memory is preferred. A whole model's run can say that a candidate is
+    slower than the search expects; then it is not near. Other figures are scaled as in the rest of the answer, by the
+    whole model of the recommended candidate.
     """
-    contenders = posterior.contenders
-    if contenders.incumbent is None:
+    contenders, position = posterior.contenders, posterior.contenders.incumbent
+    if posterior.request.prefer == "speed":
+        position = posterior.recommended_position
+    if position is None:
         return ()
-    clear, fastest = np.flatnonzero(contenders.clear_A), int(contenders.rows[contenders.incumbent])
+    clear, fastest = np.flatnonzero(contenders.clear_A), int(contenders.rows[position])
     most = expected_tokens_per_second(posterior, fastest, recommended)
     reached = np.array([expected_tokens_per_second(posterior, int(contenders.rows[i]), recommended) for i in clear])
     choices = []
     for within in (0.0, *MEMORY_LOSSES):
         near = clear[reached >= (1.0 - within) * most]
-        chosen = smallest_position(contenders, near, contenders.incumbent, posterior.memory.required_C, within)
+        chosen = smallest_position(contenders, near, position, posterior.memory.required_C, within)
         row = int(contenders.rows[chosen])
         tokens_per_second = expected_tokens_per_second(posterior, row, recommended)
         choices.append(

@@ -56,7 +56,7 @@ class Contenders:
     `wanted_AP` marks the components that must be measured before a candidate is known well enough. `clear_A` marks the
     contenders that want nothing and are expected to fit. `undecided_A` marks those that want nothing and do not fit as
     composed, but may fit as whole models. `runs_A` is the probability that the whole model runs within the memory; 1
-    once it has.
+    once it has. `is_whole` says that they are of a model that is measured whole.
     """
 
     rows: Ints
@@ -67,6 +67,7 @@ class Contenders:
     clear_A: Mask  # noqa: N815 - axes are in names
     undecided_A: Mask  # noqa: N815 - axes are in names
     runs_A: Floats  # noqa: N815 - axes are in names
+    is_whole: bool
 
     @property
     def incumbent(self) -> int | None:
@@ -83,7 +84,8 @@ class Contenders:
         The best is that of all contenders, or of those in `among_A`.
         """
         samples_NA = self.tokens_NA if among_A is None else self.tokens_NA[:, among_A]
-        return float(confidences(self.tokens_NA[:, [position]], samples_NA, tolerance)[0])
+        found = float(confidences(self.tokens_NA[:, [position]], samples_NA, tolerance)[0])
+        return min(found, self._measured_share(position, tolerance, among_A))
 
     def confidence_if_it_runs(self, position: int, tolerance: float) -> float:
         """The `confidence` in a contender provided that its whole model runs, the undecided ones left out, 0..1.
@@ -94,11 +96,23 @@ class Contenders:
         if not runs_N.any():
             return 0.0
         tokens_NA = self.tokens_NA[runs_N]
-        return float(confidences(tokens_NA[:, [position]], tokens_NA[:, ~self.undecided_A], tolerance)[0])
+        found = float(confidences(tokens_NA[:, [position]], tokens_NA[:, ~self.undecided_A], tolerance)[0])
+        return min(found, self._measured_share(position, tolerance))
 
-    def confidences(self, tolerance: float) -> Floats:
-        """The `confidence` of every contender, shape (A,)."""
-        return confidences(self.tokens_NA, self.tokens_NA, tolerance)
+    def _measured_share(self, position: int, tolerance: float, among_A: Mask | None = None) -> float:
+        """Of a model that is measured whole, the share of candidates measured among those that are not ruled out; or 1.
+
+        A candidate that was not measured is ruled out if the one at `position` is within `tolerance` of it in each
+        sample. The first k of n candidates in any order have the best one with probability k / n. Samples alone would
+        be surer: they take speed for a smooth function of the size.
+        """
+        if not self.is_whole:
+            return 1.0
+        measured_A = ~self.wanted_AP.any(axis=1)
+        counts_A = measured_A | ((1.0 - tolerance) * self.tokens_NA > self.tokens_NA[:, [position]]).any(axis=0)
+        if among_A is not None:
+            counts_A &= among_A
+        return float((measured_A & counts_A).sum() / max(1, counts_A.sum()))
 
     def expected_gains(self, position: int, most: float = math.inf) -> Floats:
         """Expected improvement over the contender at `position`, as a share of its expected throughput, shape (A,).
@@ -175,6 +189,7 @@ def compute_contenders(
         clear_A=~wanted_AP.any(axis=1) & memory.fits_C[rows],
         undecided_A=~wanted_AP.any(axis=1) & memory.may_fit_C[rows] & ~memory.fits_C[rows],
         runs_A=runs_NA.mean(axis=0),
+        is_whole=table.candidates[0].is_whole,
     )
 
 

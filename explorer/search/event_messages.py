@@ -172,6 +172,8 @@ def trial_event(trial: Trial, suggestion: Suggestion, seconds: float) -> EventDr
         number = len(suggestion.components)
         noun = "component" if number == 1 else "components"
         what = f"{number} {noun} again" if suggestion.again else f"{number} new {noun}"
+        if trial.candidate.is_whole:
+            what = "measured again" if suggestion.again else "measured"
         message = (
             f"Trial {trial.number}: {trial.candidate.describe()}: {trial.tokens_per_second:,.0f} tokens/s, "
             f"peak {size_text(peak)} ({what} in {seconds:.1f} s)"

@@ -56,7 +56,7 @@ def explore(
         prune: enumerates a variant's space; a caller who explores one space many times may keep the result.
     """
     if report.refusal is not None:
-        answer = Answer(variants=(VariantAnswer.without_model(f"unsupported: {report.refusal}"),))
+        answer = Answer(variants=(VariantAnswer.without_model(report.refusal),))
         yield Progress(events=(end_event(answer),), answer=answer)
         return
     request = _as_commanded(request, report)

@@ -136,7 +136,7 @@ class NoiseLimit:
 
 def composes_on_cpu(posterior: Posterior) -> bool:
     """Return whether the device is a CPU, and steps are composed of blocks."""
-    return posterior.hardware.device_kind == "cpu" and not posterior.table.candidates[0].is_whole
+    return posterior.hardware.device_kind == "cpu" and not posterior.is_whole
 
 
 def run_noise(posterior: Posterior, row: int, quantile: float = 0.5) -> float:

@@ -77,6 +77,7 @@ class Posterior:
         table, legal_set, rng = knowledge.table, set(legal), np.random.default_rng(request.seed)
         self.knowledge = knowledge
         self.table = table
+        self.is_whole = table.candidates[0].is_whole
         self.request = request
         self.hardware = hardware
         self.limit_bytes = math.floor(memory_limit(request, hardware) / peak_factor(knowledge.reported))
@@ -153,8 +154,7 @@ class Posterior:
     @property
     def preparing_seconds_K(self) -> Floats:  # noqa: N802 - axes are in names
         """Seconds of these that the compiler takes, or the start of a command, shape (K,)."""
-        is_whole = self.table.candidates[0].is_whole
-        prepared_K = ~self.surrogate.essential_K if is_whole else self.surrogate.compiled_K
+        prepared_K = ~self.surrogate.essential_K if self.is_whole else self.surrogate.compiled_K
         return self.knowledge.preparing.of(prepared_K, self.surrogate.known_K)
 
     def whole_model_seconds(self, row: int) -> float:
@@ -273,7 +273,7 @@ class Posterior:
             self.memory,
             find_contenders(self.table, self.surrogate, rows, least_A),
             self._memory_errors,
-            self.knowledge.whole_models.found.keys(),
+            np.flatnonzero(self._now.known_C).tolist() if self.is_whole else self.knowledge.whole_models.found.keys(),
         )
 
     # -- computing -----------------------------------------------------------------------------------------------

@@ -18,7 +18,7 @@ from bexp.explorer.search.legal_space import EmptySpaceError, LegalSpace, enumer
 from bexp.explorer.search.smallest_candidate import SmallestCandidate
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.options import BTASpec, divisors
-from bexp.explorer.spec.parts import ExploredModel
+from bexp.explorer.spec.parts import ExploredModel, ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
 
@@ -74,7 +74,8 @@ def find_relaxations(
         relaxations += (
             [relaxation for relaxation in [next(working, None)] if relaxation is not None] if nearest else list(working)
         )
-    if not relaxations:
+    is_divisible = not isinstance(model, ModelParts) or bool(model.layers)  # else its own code trains it on one device
+    if not relaxations and is_divisible:
         combined = chain(_together(request), _freed(request))
         relaxations += islice(_working(RelaxationKind.SEVERAL, combined, request, report, model, factor), 1)
     return tuple(relaxations)

@@ -10,15 +10,9 @@ from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, required_bytes, static_parts
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.event import EventDraft
-from bexp.explorer.records.measurement import (
-    ComponentMeasurement,
-    Measurement,
-    Outcome,
-    SizeResult,
-    WholeModelMeasurement,
-)
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, SizeResult
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.records.trial import TrialTask
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
@@ -163,7 +157,7 @@ class _Measurer:
 
     def __call__(self, task: TrialTask) -> Measurement:
         shell = next((c for c in task.components if c.kind is ComponentKind.SHELL), None)
-        if task.kind is TrialKind.COMPONENTS and shell is None:
+        if shell is None:
             return Measurement(
                 candidate=task.candidate,
                 outcome=Outcome.OK,
@@ -176,8 +170,6 @@ class _Measurer:
             # What breaks one size need not break a larger one. Memory and time that are too short at one size are.
             failed = None if outcome is Outcome.CRASHED else shell
             return Measurement(candidate=task.candidate, outcome=outcome, reason=reason, failed_component=failed)
-        if task.kind is TrialKind.WHOLE_MODEL:
-            return Measurement(candidate=task.candidate, outcome=outcome, whole_model=self._whole(result))
         components = tuple(
             self._step(c, result) if c.kind is ComponentKind.SHELL else self._optimizer(c) for c in task.components
         )
@@ -245,18 +237,6 @@ class _Measurer:
             saved_bytes=0,
             forward_peak_bytes=0,
             backward_peak_bytes=0,
-        )
-
-    def _whole(self, result: SizeResult) -> WholeModelMeasurement:
-        seconds, error = mean_and_error(result.seconds)
-        peak = result.peak_bytes or self._static_bytes
-        return WholeModelMeasurement(
-            micro_step_seconds=seconds,
-            optimizer_seconds=self._optimizer_seconds,
-            standard_error_seconds=error,
-            peak_bytes=max(1, peak),
-            reserved_bytes=max(1, peak),
-            repeats=len(result.seconds),
         )
 
     @property

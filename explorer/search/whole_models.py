@@ -97,9 +97,12 @@ class WholeModels:
         does not fit as composed, if its gain makes up for its chance to fit (`find_above_limit`). If no candidate
         fits as composed, those that may fit are run, the likeliest first. A whole model that cannot be run here, or
         not in time, is the last. One on a shared or throttled device says nothing and is run again. On a CPU no
-        other is run once the answer is surely within several percent of the best.
+        other is run once the answer is surely within several percent of the best. A model whose every measurement is
+        one of the whole needs none.
         """
         posterior, trials = self._posterior, self.trials
+        if posterior.is_whole:
+            return None
         best = posterior.recommend()
         outcomes = [trial.measurement.outcome for trial in trials]
         if IMPOSSIBLE & set(outcomes) or outcomes.count(Outcome.CONTAMINATED) >= CONTAMINATED_ATTEMPTS:
@@ -141,7 +144,7 @@ class WholeModels:
         spent = sum(trial.seconds for trial in self.trials)
         searched = self._history.seconds_of(self._posterior.table.model.variant) - spent
         most = share * self._history.seconds_each
-        if len(self.trials) >= FEW_RUNS and not self._posterior.table.candidates[0].is_whole:
+        if len(self.trials) >= FEW_RUNS:
             most = min(most, TIMES_SEARCHED * searched)
         return spent + expected <= most
 

@@ -118,7 +118,8 @@ class Surrogate:
         for kind in ComponentKind:
             columns = np.array([i for i, c in enumerate(self.components) if c.kind is kind], dtype=np.int64)
             if columns.size:
-                covariance = Covariance.of([self.components[i] for i in columns])
+                of_kind = [self.components[i] for i in columns]
+                covariance = Covariance.of(of_kind, is_whole=table.candidates[0].is_whole)
                 self._kinds[kind.value] = _KindPrior(columns, covariance, num_samples, rng)
         self._hyperparameter_posterior = HyperparameterPosterior(
             hardware.device_kind, list(self._kinds), num_samples, rng

@@ -10,6 +10,9 @@ Candidates with CUDA graphs have the parts of those whose kernels they replay, a
 a replay changes. So whole models are not run only to tell such a pair apart, and one pair tells it of all others.
 Candidates whose layers are compiled share one, too: what compiled layers lose or gain between one another.
 
+Nothing is composed of a model that is measured whole, such as that of a training command: candidates have no parts of
+their own or of their sizes.
+
 A candidate's own part has heavy tails: Student's t distribution (as in Shah et al., 2014, arXiv:1402.4306, but of each
 candidate by itself), drawn as a normal number times a scale of its own. Once the candidate is run whole, the run says
 more than the tails, and its own part counts as Gaussian.
@@ -113,6 +116,8 @@ class CompositionErrors:
     ) -> None:
         self._seed = seed
         self.device_kind = device_kind
+        is_composed = not candidates[0].is_whole
+        self._own_std, self._size_std = is_composed * OWN_STD[device_kind], is_composed * SIZE_STD
         self._own_NC = np.asfortranarray(rng.standard_normal((num_samples, len(candidates)), dtype=np.float32))
         self._kernels_C: Ints = _same_kernels(candidates)
         policies = [
@@ -151,8 +156,8 @@ class CompositionErrors:
         """
         own_A = self._kernels_C[rows]
         tail_NA = np.where(np.isin(own_A, self._kernels_C[run_whole]), np.float32(1.0), self._tail_NC[:number, own_A])
-        error_NA = OWN_STD[self.device_kind] * (self._own_NC[:number, own_A] * tail_NA).astype(np.float64)
-        error_NA += SIZE_STD * self._size_NS[:number, self._size_C[rows]]
+        error_NA = self._own_std * (self._own_NC[:number, own_A] * tail_NA).astype(np.float64)
+        error_NA += self._size_std * self._size_NS[:number, self._size_C[rows]]
         error_NA += POLICY_STD * self._policy_NP[:number, self._policy_C[rows]]
         error_NA += COMMON_STD[self.device_kind] * self._common_N[:number, None]
         error_NA += REPLAY_STD * self._replay_N[:number, None] * self._replayed_C[rows]
@@ -164,7 +169,7 @@ class CompositionErrors:
         own = self._kernels_C[rows][:, None] == self._kernels_C[others]
         policy = self._policy_C[rows][:, None] == self._policy_C[others]
         alike = self._alike_SS[np.ix_(self._size_C[rows], self._size_C[others])]
-        parts = OWN_STD[self.device_kind] ** 2 * own + SIZE_STD**2 * alike + POLICY_STD**2 * policy
+        parts = self._own_std**2 * own + self._size_std**2 * alike + POLICY_STD**2 * policy
         parts += REPLAY_STD**2 * np.outer(self._replayed_C[rows], self._replayed_C[others])
         parts += COMPILED_STD**2 * np.outer(self._compiled_C[rows], self._compiled_C[others])
         return np.asarray(scale**2 * (parts + COMMON_STD[self.device_kind] ** 2))

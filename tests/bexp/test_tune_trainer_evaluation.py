@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
 from bexp.tune import trainer_evaluation
-from bexp.tune.trainer_evaluation import evaluate_longest
+from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
 VOCABULARY, LENGTH, TEXTS = 96, 16, 40
 
@@ -42,3 +42,21 @@ def test_outputs_of_all_batches_count_where_metrics_are_computed_of_them(
     trainer = Trainer(model=model, args=arguments, eval_dataset=texts, compute_metrics=no_metrics)
     one = 4 * LENGTH * (VOCABULARY * 4 + 8)
     assert evaluate_longest(trainer)["peak_bytes"] == 1000 + copies * one
+
+
+def test_of_several_datasets_the_one_with_the_longest_texts_counts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran: list[int] = []
+    monkeypatch.setattr(trainer_evaluation, "peak_bytes", lambda _: (ran[-1], None))
+    model = GPT2LMHeadModel(GPT2Config(n_embd=16, n_layer=1, n_head=2, vocab_size=VOCABULARY, use_cache=False))
+    model.register_forward_pre_hook(lambda _, __, given: ran.append(given["input_ids"].shape[1]), with_kwargs=True)
+    texts = {
+        name: [{"input_ids": torch.arange(length), "labels": torch.arange(length)}] * 2
+        for name, length in (("short", 8), ("long", 32), ("middle", 16))
+    }
+    arguments = TrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to=[])
+    trainer = Trainer(model=model, args=arguments, eval_dataset={**texts, "stream": iter(())})
+    assert (describe_evaluation(trainer) or {})["length"] == 32
+    assert evaluate_longest(trainer)["peak_bytes"] == 32
+    assert ran == [8, 32, 16]

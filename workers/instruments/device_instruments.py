@@ -8,6 +8,7 @@ import sys
 import torch
 
 from bexp.measure import host_limits as host
+from bexp.measure.heap import trim
 from bexp.measure.cuda_timing import CudaTimer
 from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.timing import BlockTimer, HostTimer
@@ -81,7 +82,7 @@ class Instruments:
             if release or left > TOLERATED_LEFTOVER_BYTES:
                 torch.cuda.empty_cache()
         else:
-            host.trim()
+            trim()
         return left if left > TOLERATED_LEFTOVER_BYTES else 0
 
     def synchronize(self) -> None:

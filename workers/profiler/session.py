@@ -162,8 +162,7 @@ class Session:
     def _run_whole_model(
         self, target: ProfiledTarget | WholeTarget, task: TrialTask, request: ExplorationRequest, clock: PhaseClock
     ) -> WholeModelMeasurement:
-        if isinstance(target, WholeTarget):
-            return target.measure_whole_model(task.candidate, clock)
+        assert not isinstance(target, WholeTarget), "each of its trials measures the whole"
         target.check(task.candidate, task.model)
         if task.mesh_run is not None:
             assert isinstance(task.model, ModelSpec), "meshes are for reference layers"

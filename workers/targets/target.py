@@ -12,7 +12,7 @@ import torch
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import ComponentMeasurement, WholeModelMeasurement
+from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import HardwareSpec
 from bexp.explorer.spec.parts import ExploredModel
@@ -100,9 +100,6 @@ class WholeTarget(Protocol):
 
     def measure_component(self, component: Component, candidate: Candidate, clock: PhaseClock) -> ComponentMeasurement:
         """Measure the whole of a micro-step, or the optimizer's step."""
-
-    def measure_whole_model(self, candidate: Candidate, clock: PhaseClock) -> WholeModelMeasurement:
-        """Measure a step as a whole."""
 
     def rest(self) -> None:
         """Called after each trial."""

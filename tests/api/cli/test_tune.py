@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from bexp.api.cli.errors import CommandError
-from bexp.api.cli.tune import _read_try, hide_secrets, name_command
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.tune import _read_try, check_startable, hide_secrets, name_command
 
 
 @pytest.mark.parametrize(
@@ -38,6 +40,35 @@ def test_what_looks_like_a_secret_is_not_stored(argument: list[str], shown: list
 )
 def test_a_command_has_the_name_of_its_script_or_settings(command: list[str], name: str) -> None:
     assert name_command(command) == name
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["python", "trian.py", "--x", "other.py"], "there is no script 'trian.py' in /"),
+        (["accelerate", "launch", "--num_processes", "2", "dir/trian.py"], "there is no script 'dir/trian.py' in /"),
+        (["/no/such/python", "train.py"], "there is no program '/no/such/python'"),
+        (["python", "train.py", "--log", "new.py"], None),
+        (["python", "-m", "trainer", "--log", "new.py"], None),
+        (["python", "-c", "open('x').read()", "new.py"], None),
+        (["env", "--chdir=dir", "python", "trian.py"], None),
+    ],
+)
+def test_a_mistyped_script_is_told_at_once(
+    command: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "train.py").touch()
+    for program in ("python", "accelerate", "env"):
+        (tmp_path / program).touch(0o755)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    if said is None:
+        check_startable(command)
+        return
+    with pytest.raises(CommandError) as caught:
+        check_startable(command)
+    assert caught.value.code is ExitCode.USAGE
+    assert str(caught.value).startswith(said)
 
 
 def test_values_to_try_are_read_as_yaml() -> None:

@@ -10,6 +10,7 @@ import psutil
 import pytest
 
 from bexp.measure import host_limits as host
+from bexp.measure.heap import trim
 
 
 def test_figures_of_this_host_are_plausible() -> None:
@@ -160,13 +161,13 @@ def test_freed_memory_goes_back_where_the_library_can_do_so(monkeypatch: pytest.
     trimmed: list[int] = []
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trimmed.append))
-    host.trim()
+    trim()
     assert trimmed == [0]
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
-    host.trim()
+    trim()
     monkeypatch.setattr(sys, "platform", "darwin")
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace(malloc_trim=trimmed.append))
-    host.trim()
+    trim()
     assert trimmed == [0]
 
 

@@ -142,9 +142,24 @@ def test_a_whole_model_that_ran_slower_is_not_listed_as_near_the_fastest(monkeyp
     assert (fastest.candidate.micro_batch_size, near.loss <= 0.2) == (4, True)
 
 
+def test_the_fastest_is_the_recommended_one_whatever_the_search_expects_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("bexp.explorer.search.posterior.LEAST_SHARE", 0.5)  # slower ones stay contenders
+    state = state_of(1, 2, 4)
+    reached = state.seconds(state.table.row[candidate(4)]).tokens_per_second
+    state.knowledge.learn_whole_model(candidate(4), reached, 0.001)
+    state.knowledge.learn_whole_model(candidate(2), 1.02 * reached, 0.2)  # so uncertain that the search expects less
+    best, incumbent = state.recommend(), state.contenders.incumbent
+    assert best is not None
+    assert incumbent is not None
+    assert state.table.candidates[int(state.contenders.rows[incumbent])].micro_batch_size == 4
+    assert memory_choices(state, best.row)[0].candidate == state.table.candidates[best.row] == candidate(2)
+
+
 def test_figures_of_what_was_not_run_whole_are_the_same_throughout_an_answer() -> None:
     """The whole model of the recommended candidate sets them, and not that of the fastest."""
-    state = state_of(1, 2, 4)
+    state = state_of(1, 2, 4, prefer="memory")
     two, four = (state.table.row[candidate(size)] for size in (2, 4))
     state.knowledge.learn_whole_model(candidate(2), 0.7 * state.seconds(two).tokens_per_second, 0.001)
     fastest = memory_choices(state, two)[0]

@@ -27,6 +27,9 @@ def posterior(
     clear: tuple[bool, ...] = (True, True, True),
     runs: tuple[float, ...] | None = None,
     undecided: tuple[bool, ...] | None = None,
+    *,
+    is_whole: bool = False,
+    wanted: tuple[bool, ...] = (False, False, False),
 ) -> Contenders:
     number = tokens_NA.shape[1]
     return Contenders(
@@ -34,10 +37,11 @@ def posterior(
         mean_A=tokens_NA.mean(axis=0),
         composed_NA=tokens_NA,
         tokens_NA=tokens_NA,
-        wanted_AP=np.zeros((number, 2), dtype=np.bool_),
+        wanted_AP=np.array([wanted[:number], wanted[:number]]).T,
         clear_A=np.array(clear),
         undecided_A=np.zeros(number, dtype=np.bool_) if undecided is None else np.array(undecided),
         runs_A=np.ones(number) if runs is None else np.array(runs),
+        is_whole=is_whole,
     )
 
 
@@ -50,9 +54,28 @@ def test_confidence_is_the_share_of_samples_within_the_tolerance_of_the_best() -
     assert found.confidence(1, 0.2) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("third", "wanted", "share"),
+    [
+        (120.0, (False, False, False), 0.75),
+        (120.0, (False, True, True), 1 / 3),
+        (120.0, (False, True, False), 2 / 3),
+        (102.0, (False, True, True), 1 / 2),  # no sample has the third one faster by more than 3%
+    ],
+)
+def test_of_what_is_measured_whole_no_confidence_is_above_the_share_that_was_measured(
+    third: float, wanted: tuple[bool, ...], share: float
+) -> None:
+    samples = np.array([[100.0, 99.0, 90.0], [100.0, 102.0, 90.0], [100.0, 101.0, 90.0], [100.0, 105.0, third]])
+    assert posterior(samples, wanted=wanted).confidence(0, 0.03) == 0.75, "of what is composed of parts"
+    found = posterior(samples, is_whole=True, wanted=wanted)
+    assert found.confidence(0, 0.03) == found.confidence_if_it_runs(0, 0.03) == share
+    assert found.confidence(0, 0.03, among_A=np.array([True, False, False])) == 1.0
+
+
 def test_a_whole_model_that_does_not_run_is_never_within_the_tolerance() -> None:
     found = posterior(np.array([[0.0], [0.0], [9.0], [9.0]]), (True,))
-    assert found.confidence(0, 0.01) == found.confidences(0.01)[0] == 0.5
+    assert found.confidence(0, 0.01) == 0.5
 
 
 def test_the_search_leaves_out_what_only_whole_models_tell() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from bexp.explorer.search.event_messages import (
 )
 from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.spec.mesh import Mesh
+from bexp.explorer.spec.target import OWN_ATTENTION
 from bexp.explorer.spec.training import Sharding
 from tests.explorer.search.small import candidate, recommendation, small_request, small_space, trial, whole
 
@@ -103,6 +105,14 @@ def test_a_trial_tells_throughput_peak_and_what_was_measured(number: int, again:
         "predicted_peak_bytes": 2 * GIB,
         "measured_peak_bytes": 3 * GIB,
     }
+
+
+@pytest.mark.parametrize(("again", "words"), [(False, "measured"), (True, "measured again")])
+def test_a_trial_of_a_whole_model_has_no_components_to_tell_of(again: bool, words: str) -> None:
+    whole = candidate().model_copy(update={"attention_backend": OWN_ATTENTION})
+    found = trial(7, tokens=1.0)
+    found = found.model_copy(update={"measurement": found.measurement.model_copy(update={"candidate": whole})})
+    assert trial_event(found, replace(SUGGESTION, again=again), 1.26).message.endswith(f"({words} in 1.3 s)")
 
 
 def test_a_peak_that_is_not_measured_yet_is_the_predicted_one() -> None:

@@ -136,6 +136,6 @@ def test_a_device_that_refuses_the_model_answers_so_at_once() -> None:
     (step,) = run(request(), SimulatedDevice(request()), rep=refusing)
     assert step.trial is None
     (variant,) = answer_of([step]).variants
-    assert variant.reason == "unsupported: no such layer"
+    assert variant.reason == "no such layer"
     assert variant.recommendation is None
     assert [event.code.ends_job for event in step.events] == [True]

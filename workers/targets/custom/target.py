@@ -13,7 +13,7 @@ from typing import Any
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.step import memory_limit, static_parts
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.measurement import ComponentMeasurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.measurement import ComponentMeasurement, Outcome
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import DType
@@ -102,6 +102,8 @@ class CustomTarget:
         try:
             introduction = self._introduce_alive()
         except TrialFailedError as error:
+            if self._start is not None:  # a command's errors name it
+                raise UnsupportedTrialError(str(error)) from error
             how = "" if error.outcome is Outcome.UNSUPPORTED else f"{error.outcome}: "
             raise UnsupportedTrialError(f"target '{self._source.name}': {how}{error}") from error
         self._open_choice = next(iter(self._choices), None)
@@ -133,15 +135,6 @@ class CustomTarget:
             forward_peak_bytes=activations,
             backward_peak_bytes=activations,
         )
-
-    def measure_whole_model(self, candidate: Candidate, clock: PhaseClock) -> WholeModelMeasurement:
-        """Measure the step again, as a whole.
-
-        Raises:
-            TrialFailedError: the target's outcome.
-        """
-        self._last = None
-        return WholeModelMeasurement.model_validate(self._measure(candidate, clock))
 
     def rest(self) -> None:
         """Keep the model for the next trial: it lies in the process of the target, not in this one."""

@@ -23,7 +23,6 @@ def test_a_model_that_is_all_shell_is_described_and_measured_whole(tmp_path: Pat
         optimizer = target.measure_component(
             Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0), candidate(4), clock
         )
-        whole = target.measure_whole_model(candidate(4), clock)
     finally:
         target.close()
     assert parts is not None
@@ -37,9 +36,6 @@ def test_a_model_that_is_all_shell_is_described_and_measured_whole(tmp_path: Pat
     assert step.device_seconds > step.forward_device_seconds > 0
     assert optimizer.device_seconds > 0
     assert optimizer.backward_peak_bytes == 0
-    # Parameters, gradients, and the two moments of AdamW.
-    assert whole.peak_bytes == pytest.approx(4 * PARAMETER_BYTES + step.backward_peak_bytes, abs=64)
-    assert whole.micro_step_seconds > 0
 
 
 @pytest.mark.usefixtures("in_process")
@@ -89,17 +85,16 @@ def test_the_peak_is_that_of_the_worst_batch_and_the_optimizer_is_the_targets_ow
     try:
         target.report(HARDWARE)
         plain.report(HARDWARE)
-        clock = PhaseClock()
-        smaller = target.measure_whole_model(candidate(4), clock).peak_bytes
-        worst = target.measure_whole_model(candidate(8), clock).peak_bytes
-        usual = plain.measure_whole_model(candidate(8), clock).peak_bytes
+        smaller, worst = (measure(target, size).backward_peak_bytes for size in (4, 8))
+        usual = measure(plain, 8).backward_peak_bytes
     finally:
         target.close()
         plain.close()
     # SGD without momentum has no state; what AdamW keeps is more than the output of 8 rows and less than that of 400.
-    assert worst > 2 * PARAMETER_BYTES + 50 * 8 * 64 * 4
+    # Both are beyond parameters, gradients and the two moments of AdamW, which the search knows of.
+    assert worst > 50 * 8 * 64 * 4 - 2 * PARAMETER_BYTES
     assert worst > smaller
-    assert usual < 4 * PARAMETER_BYTES + 50 * 8 * 64 * 4
+    assert usual < 50 * 8 * 64 * 4
 
 
 def test_the_process_imports_bexp_and_the_folder_of_the_target_alone(tmp_path: Path) -> None:

@@ -1,0 +1,129 @@
+"""The search over a model that is measured whole, such as that of a training command."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+import pytest
+
+from bexp.explorer.cost_model.components import ComponentKind
+from bexp.explorer.records.device_report import DeviceReport
+from bexp.explorer.records.measurement import ComponentMeasurement, Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.recommendation import Recommendation
+from bexp.explorer.records.trial import TrialKind, TrialTask
+from bexp.explorer.search.explore import explore
+from bexp.explorer.spec.hardware import BackendSupport
+from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.parts import ModelParts, Part
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.explorer.spec.target import LOCAL, OWN_ATTENTION
+from tests.explorer.cost_model.tiny import hardware
+
+RISING = {1: 9.6, 2: 17.3, 4: 35.0, 8: 50.9, 16: 55.3}
+"""Samples a second of each micro-batch size; those of GPT-2 on an H100, in a plain loop."""
+FLAT = {1: 40.0, 2: 50.0, 4: 55.0, 8: 56.0, 16: 56.2}
+WITH_A_PEAK = {1: 40.0, 2: 50.0, 4: 55.0, 8: 52.0, 16: 48.0}
+BYTES = 1 << 30
+
+
+class Command:
+    """Answers as a training command does whose steps differ by `noise`, and which has no memory from a size on."""
+
+    def __init__(
+        self, speeds: dict[int, float], noise: float, own: int, *, full_from: int = 1 << 10, limit: int = BYTES << 10
+    ) -> None:
+        self.speeds, self.noise, self.own, self.full_from, self.limit = speeds, noise, own, full_from, limit
+        self.tasks: list[TrialTask] = []
+        self.found: list[Recommendation] = []
+        self._rng = np.random.default_rng(0)
+
+    def report(self, device_kind: Literal["cpu", "cuda"]) -> DeviceReport:
+        flops = 1e12 / 3 / self.speeds[self.own]
+        size = {"num_parameters": 1000, "parameter_bytes": 4000, "trainable_bytes": 4000}
+        parts = ModelParts.model_validate(
+            {
+                **{"target": LOCAL, "target_version": "1", "name": "train", "class_name": "Net", "dtype": "float32"},
+                **{"seq_length": 1, "layers": (), "kinds": (), "output_bytes_per_token": 1, **size},
+                "shell": Part(**size, flops_per_token=flops, saved_bytes_per_token=1.0),
+                "batch_size": max(self.speeds),
+                "micro_batch_size": self.own,
+            }
+        )
+        device = hardware(device_kind, memory_bytes=self.limit, memory_limit_bytes=self.limit)
+        device = device.model_copy(update={"matmul_flops_per_second": {DType.FLOAT32: 1e12}})
+        own = BackendSupport(name=OWN_ATTENTION, usable=True)
+        return DeviceReport(hardware=device, attention_backends=(own,), default_attention=OWN_ATTENTION, parts=parts)
+
+    def __call__(self, task: TrialTask) -> Measurement:
+        self.tasks.append(task)
+        size = task.candidate.micro_batch_size
+        if size >= self.full_from:
+            full, failed = Outcome.OUT_OF_MEMORY, task.components[0]
+            return Measurement(candidate=task.candidate, outcome=full, reason="full", failed_component=failed)
+        measured = []
+        for component in task.components:
+            is_optimizer = component.kind is ComponentKind.OPTIMIZER
+            true, needed = (1e-3, 0) if is_optimizer else (size / self.speeds[size], BYTES + size * 1000)
+            seconds = true * float(np.exp(self.noise * self._rng.standard_normal()))
+            measured.append(
+                ComponentMeasurement(
+                    component=component,
+                    device_seconds=seconds,
+                    host_seconds=0.0,
+                    forward_device_seconds=seconds / 3,
+                    standard_error_seconds=2e-3 * seconds,
+                    repeats=12,
+                    saved_bytes=0,
+                    forward_peak_bytes=needed,
+                    backward_peak_bytes=needed,
+                )
+            )
+        return Measurement(
+            candidate=task.candidate,
+            outcome=Outcome.OK,
+            components=tuple(measured),
+            phases=PhaseSeconds(build=10.0, warm_up=0.0, timed=3.0),
+        )
+
+    def tune(self, device_kind: Literal["cpu", "cuda"]) -> Recommendation | None:
+        request = ExplorationRequest.model_validate({"target": LOCAL})
+        answer = None
+        for progress in explore(request, self.report(device_kind), self, clock=lambda: 13.0 * len(self.tasks)):
+            if progress.trial is not None and progress.recommendation is not None:
+                self.found.append(progress.recommendation)
+            answer = progress.answer
+        return None if answer is None else answer.recommendation
+
+
+@pytest.mark.parametrize("own", [1, 4, 16])
+@pytest.mark.parametrize(("speeds", "best"), [(RISING, {16}), (FLAT, {8, 16}), (WITH_A_PEAK, {4})])
+@pytest.mark.parametrize(("device_kind", "noise"), [("cuda", 0.003), ("cpu", 0.03)])
+def test_the_confidence_follows_from_what_was_measured_and_each_trial_measures_a_whole_step(
+    device_kind: Literal["cpu", "cuda"], noise: float, speeds: dict[int, float], best: set[int], own: int
+) -> None:
+    command = Command(speeds, noise, own)
+    answer = command.tune(device_kind)
+    assert answer is not None
+    assert answer.candidate.micro_batch_size in best
+    assert answer.confidence >= (75 if best == {8, 16} else 90)
+    assert {task.kind for task in command.tasks} == {TrialKind.COMPONENTS}
+    assert answer.whole_model is None
+    sizes = [task.candidate.micro_batch_size for task in command.tasks]
+    early = [each.confidence for number, each in enumerate(command.found, 1) if len(set(sizes[:number])) == 1]
+    assert early
+    assert max(early) <= 20, "one of five sizes was measured"
+    assert answer.memory_choices[0].candidate == answer.candidate
+
+
+def test_a_size_without_memory_counts_as_settled() -> None:
+    command = Command(RISING, 0.003, 2, full_from=8)
+    answer = command.tune("cuda")
+    assert answer is not None
+    assert (answer.candidate.micro_batch_size, answer.confidence >= 95) == (4, True)
+
+
+def test_a_size_that_has_run_above_the_limit_is_not_recommended() -> None:
+    command = Command(RISING, 0.003, 1, limit=BYTES + (BYTES >> 3))
+    assert command.tune("cuda") is None
+    assert command.tasks, "it was measured"
