@@ -27,7 +27,7 @@ WARM_UP_SECONDS = 0.5
 FEWEST_STEPS, MOST_STEPS = 3, 60
 LEAST_SECONDS, MOST_SECONDS = 1.5, 30.0
 """Steps are timed until there are enough of them for so long."""
-FEWEST_VARIED = 12
+FEWEST_VARIED = 13
 """Micro-steps that are timed at least, if their micro-batches differ in length by more than ALIKE."""
 ALIKE = 1.02
 SETTLED, MOST_RESTARTS = 1.06, 4
@@ -37,8 +37,11 @@ On a GPU the first micro-batches of each length load kernels, ask for their algo
 """
 PRECISE, PRECISE_SECONDS = 0.04, 6.0
 """Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long."""
-FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
-"""Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps."""
+FEWEST_OTHERS, MOST_OTHERS, MOST_MORE_STEPS, NEW_SECONDS = 2, 13, 8, 5.0
+"""Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps.
+
+As many as are drawn, unless these take longer than NEW_SECONDS: beside long ones, what new widths cost is little.
+"""
 
 
 serving: list[Any] = []
@@ -192,7 +195,8 @@ class Clock:
         if self.micro_batches is None or self._num_steps >= self._warm_up_steps + MOST_MORE_STEPS:
             return True
         others = [step for step in self._micro_steps if not self.micro_batches.is_longest(step.number or 0)]
-        return len(others) >= FEWEST_OTHERS
+        is_long = sum(step.seconds for step in others) >= NEW_SECONDS
+        return len(others) >= (FEWEST_OTHERS if is_long else MOST_OTHERS)
 
     def _varies(self) -> bool:
         """Whether the micro-batches differ in length, as far as that can be seen."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -26,6 +27,9 @@ ALIKE = 1.1
 """How much longer than another time an early one of the longest micro-batch may take, and not be one of warming up."""
 AGAIN = range(WORST_TIMES + 6, 100_000, 15)
 """Where the longest micro-batch comes again: its first times load kernels and grow the allocator's cache."""
+CYCLE = 13
+"""Micro-batches that are drawn, and then come again: their widths are new only once. So many are spread most evenly."""
+FEWEST_PAIRS = 4
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
 
@@ -132,7 +136,7 @@ class MicroBatches:
 
     def drawn(self, number: int) -> Places:
         """The places of the samples of a micro-batch, in all processes; those with the longest are not counted."""
-        share = (0.5 + number * GOLDEN) % 1.0
+        share = (0.5 + number % CYCLE * GOLDEN) % 1.0
         places: Places = self._simulated[self._by_length[int(share * len(self._by_length))]]
         return places
 
@@ -162,14 +166,42 @@ class MicroBatches:
         if padding is None:
             return None
         population = self._work(self._simulated.reshape(-1, self._size), padding)
-        return expect(self._work(places, padding), np.array([step.seconds for step, *_ in used]), is_drawn, population)
+        seconds = np.array([step.seconds for step, *_ in used])
+        mean, error = expect(self._work(places, padding), seconds, is_drawn, population)
+        return mean + self._new_width_seconds(steps, population[:, 0]), error
+
+    def _new_width_seconds(self, steps: Sequence[MicroStep], positions: Figures) -> float:
+        """What the first micro-batches of a width add to one in the mean over an epoch, at least.
+
+        Samples that were not read may have other widths. Kernels may be planned anew for each width, as cuDNN's
+        attention is. In a trial the first of every drawn micro-batch shows it, and those that repeat it do not.
+        """
+        runs: dict[int, list[MicroStep]] = {}
+        for step in steps:
+            if step.number is not None and not self.is_longest(step.number):
+                runs.setdefault(self._drawn_number(step.number) % CYCLE, []).append(step)
+        longer = [
+            first.seconds - statistics.median(step.seconds for step in later)
+            for first, *later in runs.values()
+            if later and not first.is_timed
+        ]
+        if len(longer) < FEWEST_PAIRS:
+            return 0.0
+        one_epoch = positions[: max(1, len(self._tokens) // self._size)]
+        number = max(len(one_epoch), (self.lengths.number or 0) // self._size)
+        return len(np.unique(one_epoch)) / number * max(0.0, statistics.median(longer))
 
     def _places(self, number: int) -> Places:
         """The places of the samples of a micro-batch of this process."""
         number %= self.sampler.num_batches
         if number in self._longest_at:
             return self._longest[self._own]
-        return self.drawn(number - sum(at < number for at in self._longest_at))[self._own]
+        return self.drawn(self._drawn_number(number))[self._own]
+
+    def _drawn_number(self, number: int) -> int:
+        """The number of a micro-batch among those that are drawn."""
+        number %= self.sampler.num_batches
+        return number - sum(at < number for at in self._longest_at)
 
     def _find_padding(self, places: Places, seen: Figures) -> int | None:
         """How micro-batches are made, by the positions that were seen; None if in no way that is known."""

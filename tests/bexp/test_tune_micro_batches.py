@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -68,7 +69,7 @@ def timed(
 
 @pytest.mark.parametrize("multiple", [1, 64])
 @pytest.mark.parametrize("seconds", [linear, with_a_floor])
-def test_twelve_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, multiple: int) -> None:
+def test_thirteen_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, multiple: int) -> None:
     lengths, rng = texts(), np.random.default_rng(2)
     epochs = [rng.permutation(len(lengths.tokens)).reshape(-1, SIZE).tolist() for _ in range(8)]
     x = np.array([padded(lengths, places, multiple) for epoch in epochs for places in epoch], float)
@@ -77,7 +78,7 @@ def test_twelve_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, multip
     off, plain_off, within = [], [], []
     for _ in range(20):
         micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
-        found = micro_batches.expect(timed(micro_batches, lengths, seconds, rng, WORST_TIMES + 2 + 12, multiple))
+        found = micro_batches.expect(timed(micro_batches, lengths, seconds, rng, WORST_TIMES + 2 + 13, multiple))
         assert found is not None
         off.append(abs(found[0] / truth - 1))
         within.append(abs(found[0] - truth) < 3 * found[1])
@@ -86,6 +87,24 @@ def test_twelve_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, multip
     assert max(off) < 0.04
     assert np.mean(plain_off) > 0.2
     assert np.mean(within) >= 0.9
+
+
+def test_a_width_that_is_new_takes_longer_as_often_as_an_epoch_has_new_ones() -> None:
+    lengths, rng = texts(), np.random.default_rng(2)
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)
+    known = timed(micro_batches, lengths, linear, rng, WORST_TIMES + 26, 1)
+    steps = [replace(step, is_timed=i >= WORST_TIMES + 13) for i, step in enumerate(known)]
+    planned = [
+        replace(step, seconds=step.seconds + 0.5) if WORST_TIMES <= i < WORST_TIMES + 13 else step
+        for i, step in enumerate(steps)
+    ]
+    plain, found = micro_batches.expect(steps), micro_batches.expect(planned)
+    assert plain is not None
+    assert found is not None
+    widths = np.array(lengths.widths)[rng.permutation(5000)].reshape(-1, SIZE).max(axis=1)
+    share = len(np.unique(widths)) / len(widths)
+    assert share > 0.3
+    assert found[0] - plain[0] == pytest.approx(0.5 * share, rel=0.15)
 
 
 def test_no_noise_leaves_no_doubt_of_the_coefficients_but_some_error() -> None:
@@ -136,7 +155,7 @@ def test_the_longest_come_first_and_any_few_of_the_others_have_the_mean_of_all()
     assert [i for i in range(9) if order[i].tolist() == lengths.longest(SIZE)] == [0, 1, 6, 7]
     assert [micro_batches.is_longest(i) for i in range(9)] == [i in {0, 1, 6, 7} for i in range(9)]
     for first in (2, 8, 100, 300):
-        some = np.array([widest[i] for i in range(first, first + 16) if i not in {6, 7}])
+        some = np.array([widest[i] for i in range(first, first + 14) if i not in {6, 7}])
         assert some.mean() == pytest.approx(widest.mean(), rel=0.25)
 
 
@@ -212,8 +231,8 @@ def test_steps_are_timed_after_the_longest_and_some_others_even_if_there_are_no_
         clock.end_step()
     timed = [step for step in clock._micro_steps if step.is_timed]
     varies = numbers[1] > 0
-    assert len(timed) == (measuring.FEWEST_VARIED if varies else 2 * measuring.FEWEST_STEPS)
-    assert timed[0].number == (WORST_TIMES + measuring.FEWEST_OTHERS if varies else 0)
+    assert len(timed) == (measuring.FEWEST_VARIED + 1 if varies else 2 * measuring.FEWEST_STEPS)
+    assert timed[0].number == (WORST_TIMES + measuring.MOST_OTHERS + 1 if varies else 0), "each step has two"
     assert clock.figures()["repeats"] == len(timed)
 
 
