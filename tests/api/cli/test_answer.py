@@ -122,6 +122,10 @@ def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
     short = " ".join(render_summary(answer, "job", request).split())
     assert "texts padded; 31% of the computed tokens are padding" in short
+    full = best.model_copy(update={"texts": figures.model_copy(update={"batching": "packed", "padding_share": 0.0})})
+    text = " ".join("\n".join(render_recommendation(full, request)).split())
+    assert "texts packed; every row is full epoch 1,000 texts" in text
+    assert "chance" not in text
 
 
 def test_the_heading_says_that_there_are_master_weights() -> None:

@@ -9,6 +9,7 @@ import pytest
 from bexp.explorer.answers.answer import render_answer
 from bexp.explorer.answers.summary import render_summary
 from bexp.explorer.records.recommendation import (
+    CORES_ARE_SHARED,
     NOISE_ENDS_SEARCH,
     Answer,
     Recommendation,
@@ -59,6 +60,12 @@ def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     assert "explore again with --fresh" in summary(request=asked, completed_target=95)
     noisy = RECOMMENDATION.model_copy(update={"notes": (NOISE_ENDS_SEARCH,)})
     assert "when nothing else runs here" in summary(noisy, asked)
+
+
+def test_speed_in_time_of_the_processor_says_so() -> None:
+    assert "processor" not in summary()
+    shared = RECOMMENDATION.model_copy(update={"notes": (f"{CORES_ARE_SHARED}: threads waited",)})
+    assert "per device of processor time (slower while others use these cores), " in summary(shared)
 
 
 def test_the_next_command_is_the_trainers() -> None:
