@@ -28,10 +28,11 @@ from bexp.explorer.spec.request import ExplorationRequest
 def best(
     job_id: JobId,
     divides: Annotated[
-        bool, typer.Option("--divides", help="Print the best that divides the batch that was asked for.")
+        bool, typer.Option("--divides", metavar="", help="Print the best that divides the batch that was asked for.")
     ] = False,
     min_confidence: Annotated[
-        int | None, typer.Option(min=0, max=99, help="Exit with 1 if the confidence is lower than this.")
+        int | None,
+        typer.Option(metavar="N", min=0, max=99, help="Exit with 1 if the confidence is lower than this."),
     ] = None,
     export_format: Annotated[
         str | None,
