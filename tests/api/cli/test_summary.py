@@ -32,7 +32,7 @@ def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
     assert [line[:20].strip() for line in lines[1:]] == ["batch", "settings", "speed", "memory", "confidence", "next"]
     said = [line[20:] for line in lines[1:]]
     assert lines[0] == "Recommended micro_batch_size: 4 for tiny"
-    assert said[0] == "batch_size 24: 4 too, in 6 accumulation steps"
+    assert said[0] == "batch_size 24: 4 divides it, in 6 accumulation steps"
     assert said[1] == "bta_tile=2 attention=flash experts=grouped_mm", "and nothing that is as in the base"
     assert said[2].startswith(
         "11,500 tokens/s per device, 1.23x micro_batch_size 1 without these settings, 1.37x the best"
