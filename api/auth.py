@@ -59,7 +59,10 @@ async def authorize(
         if credentials is None and (settings.is_open or peer.is_own):
             request.state.caller = replace(LOCAL, origin=origin)
             return
-    _limit(service.address_limiter, address_key(origin), "address")
+    known = None if credentials is None else service.tokens.remembered(credentials.credentials)
+    if known is None or known.has_expired:
+        # Behind a proxy or `bexp mcp --http`, many clients have one address: a token that is known counts by itself.
+        _limit(service.address_limiter, address_key(origin), "address")
     if credentials is None:
         raise _unauthorized(_TOKEN if settings.require_token else _OTHER_USER, "Bearer")
     token = await service.tokens.find(credentials.credentials)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import chain
+from statistics import median
 from typing import Any
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
 from bexp.client.explorations import Exploration, Explorations
+from bexp.explorer.answers.summary import FRESH
 from bexp.explorer.answers.text import rate_text, row, seconds_text
 from bexp.explorer.records.recommendation import DividingCandidate, Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind
@@ -15,8 +18,17 @@ from bexp.explorer.search.comparison import KNOWN, MeasuredCandidate, compare, w
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.spec.base import Frozen
 
-NOT_COMPARED = {"budget", "fresh", "labels", "notices", "sampler", "seed", "verify"}
-"""Fields of a request that change how an answer is found, and not what it is about."""
+NOT_COMPARED = {
+    *("budget", "fresh", "labels", "notices", "sampler", "seed", "verify", "tolerance", "base_micro_batch_size"),
+    *("target", "device_kind"),  # null means the same as a name; the hardware and the target that ran are compared
+}
+"""Fields of a request that change how an answer is found or stated, and not which candidate it is or its speed."""
+NAMES = {"model.name", "hf_config._name_or_path", "hf_config.transformers_version", "hf_config.architectures"}
+MODELS = ("model", "hf_config")
+MOST_LISTED = 3
+"""Fields of two models that are listed one by one where they differ."""
+LEAST_LOAD = 0.1
+"""The difference between two loads of a host that is worth a line: a share of its processors' time."""
 
 
 class _Known:
@@ -35,7 +47,9 @@ class _Known:
         best = None if result is None else result.recommendation
         if best is None:
             raise CommandError(ExitCode.NO_ANSWER, f"exploration {self.job.id} has no recommendation")
-        self.chosen: Recommendation | DividingCandidate = best.dividing or best
+        self.chosen: Recommendation | DividingCandidate = best
+        if best.dividing is not None and best.dividing.candidate != best.candidate:
+            self.chosen = best.dividing
         trials = {job.id: [] if best.plan else list(client.trials(job.id)) for job in self.jobs}
         self.trials: list[Trial] = [trial for some in trials.values() for trial in some]
         self.without_run = [job.id for job in further if not whole_runs(self.chosen.candidate, trials[job.id])]
@@ -48,11 +62,25 @@ class _Known:
         taken = [trial.seconds for trial in self.trials if trial.kind is TrialKind.WHOLE_MODEL]
         return sum(taken) / len(taken) if taken else None
 
+    @property
+    def host_busy_share(self) -> float | None:
+        """The share of the host's processors that other programs used, in the median of its measurements."""
+        found = [trial.measurement for trial in self.trials]
+        parts = chain((m.whole_model for m in found), *(m.components for m in found))
+        conditions = [part.conditions for part in parts if part is not None and part.conditions is not None]
+        shares = [each.host_busy_share for each in conditions if each.host_busy_share is not None]
+        return median(shares) if shares else None
+
     def document(self) -> dict[str, Any]:
         """Return what is known of it, as JSON."""
         candidate = self.chosen.candidate.model_dump(mode="json")
         about = {"explorations": [job.id for job in self.jobs], "model": self.job.model, "candidate": candidate}
-        return {**about, "confidence": self.chosen.confidence, **self.side.model_dump(mode="json")}
+        known = {
+            "is_recommended": isinstance(self.chosen, Recommendation),  # else it is the best that divides the batch
+            "confidence": self.chosen.confidence,
+            "host_busy_share": self.host_busy_share,
+        }
+        return {**about, **known, **self.side.model_dump(mode="json")}
 
 
 class ComparisonText(Frozen):
@@ -70,6 +98,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     sides = {"A": _Known(client, a), "B": _Known(client, b)}
     found = compare(sides["A"].side, sides["B"].side)
     differences = list(_differences(_depends_on(sides["A"].job), _depends_on(sides["B"].job)))
+    differences += _loads(*(known.host_busy_share for known in sides.values()))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
     seconds = (
@@ -106,6 +135,8 @@ def _describe(known: _Known) -> str:
     side, ids = known.side, ", ".join(job.id for job in known.jobs)
     runs = f"{side.num_runs or 'no'} whole run{'' if side.num_runs == 1 else 's'}"
     candidate = known.chosen.candidate.describe()
+    if isinstance(known.chosen, DividingCandidate):
+        candidate += ", the best that divides the batch"
     return (
         f"{known.job.model} {ids}, {candidate}: {rate_text(side.tokens_per_second)}, {runs}, noise {side.run_noise:.1%}"
     )
@@ -135,7 +166,7 @@ def _advice(needed: int | None, seconds: float | None) -> str:
     runs = f"{needed} more run{'' if needed == 1 else 's'} of each"
     return (
         f"{runs}{about} would tell them apart with {KNOWN:.0%} if the difference stays: explore both again with "
-        "--fresh, and compare ID,ID with ID,ID"
+        f"{FRESH}, and compare ID,ID with ID,ID"
     )
 
 
@@ -145,9 +176,11 @@ def _hardware(job: Exploration) -> Mapping[str, Any]:
 
 def _depends_on(job: Exploration) -> dict[str, Any]:
     """Return what an answer depends on, by dotted names."""
-    request = {} if job.request is None else job.request.model_dump(mode="json", exclude=NOT_COMPARED)
-    names = ("device_name", "num_devices", "versions")
-    return dict(_flatten({**request, "device": {name: _hardware(job).get(name) for name in names}}))
+    asked = job.request
+    request = {} if asked is None else asked.model_dump(mode="json", exclude=NOT_COMPARED)
+    device = {name: _hardware(job).get(name) for name in ("device_name", "versions")}
+    found = {**request, "target": None if asked is None else asked.target_name, "device": device}
+    return {name: value for name, value in _flatten(found) if name not in NAMES}
 
 
 def _check_same_question(first: Exploration, other: Exploration) -> None:
@@ -169,9 +202,18 @@ def _flatten(document: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[st
 
 
 def _differences(a: Mapping[str, Any], b: Mapping[str, Any], of: tuple[str, str] = ("A", "B")) -> Iterator[str]:
-    for name in dict.fromkeys((*a, *b)):
-        if a.get(name) != b.get(name):
-            yield f"{name}: {_short(a.get(name))} in {of[0]}, {_short(b.get(name))} in {of[1]}"
+    names = [name for name in dict.fromkeys((*a, *b)) if a.get(name) != b.get(name)]
+    models = [name for name in names if name.partition(".")[0] in MODELS]
+    if len(models) > MOST_LISTED:
+        yield f"model: {len(models)} fields, such as {', '.join(models[:MOST_LISTED])}"
+        names = [name for name in names if name not in models]
+    for name in names:
+        yield f"{name}: {_short(a.get(name))} in {of[0]}, {_short(b.get(name))} in {of[1]}"
+
+
+def _loads(a: float | None, b: float | None) -> Iterator[str]:
+    if a is not None and b is not None and abs(a - b) >= LEAST_LOAD:
+        yield f"load of the host by other programs: {a:.0%} of its processors in A, {b:.0%} in B"
 
 
 def _short(value: Any) -> str:

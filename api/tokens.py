@@ -49,16 +49,20 @@ class Tokens:
         self._known: dict[str, _Known] = {}
         self._streams: set[OpenStream] = set()
 
+    def remembered(self, secret: str) -> Token | None:
+        """Return the token with this secret if it was looked up lately."""
+        known = self._known.get(digest_of(secret))
+        return known.token if known is not None and time.monotonic() - known.at < self._check_seconds else None
+
     async def find(self, secret: str) -> Token | None:
         """Return the token with this secret, or None. A token that has expired is returned as well.
 
         Raises:
             sqlalchemy.exc.SQLAlchemyError: the database does not answer, and the token was not found lately.
         """
+        if (known := self.remembered(secret)) is not None:
+            return known
         digest = digest_of(secret)
-        known = self._known.get(digest)
-        if known is not None and time.monotonic() - known.at < self._check_seconds:
-            return known.token
         self._known.pop(digest, None)
         token = await run_sync(verify_token, self._database, secret)
         if token is not None:

@@ -146,7 +146,7 @@ def find_answer(
         measured_with = (row.fingerprint, row.software, row.devices_needed)
         alike = (o for o in offers if (o.fingerprint, o.software, o.devices_needed) == measured_with)
         if job.unreadable is None and any(_has_room(job, request, offer.memory_limit_bytes) for offer in alike):
-            return _stored_answer(job, row)
+            return _stored_answer(job, row, request.budget.confidence_target)
     return None
 
 
@@ -162,7 +162,7 @@ def _has_room(job: Job, request: ExplorationRequest, limit_bytes: int) -> bool:
     return required <= offered and abs(offered - measured) <= MEMORY_TOLERANCE * measured
 
 
-def _stored_answer(job: Job, row: sa.Row[Any]) -> StoredAnswer | None:
+def _stored_answer(job: Job, row: sa.Row[Any], confidence_target: int) -> StoredAnswer | None:
     best = job.recommendation
     if job.answer is None or best is None or job.finished_at is None:
         return None
@@ -174,4 +174,4 @@ def _stored_answer(job: Job, row: sa.Row[Any]) -> StoredAnswer | None:
         "request on the same hardware and versions. Ask with fresh=true to measure again",
         data={"exploration": job.id, "measured_at": job.finished_at.isoformat()},
     )
-    return StoredAnswer(values, (said, recommendation_event(best), end_event(job.answer)))
+    return StoredAnswer(values, (said, recommendation_event(best), end_event(job.answer, confidence_target)))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING
@@ -16,9 +17,10 @@ from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.model import ModelSpec, MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import TRANSFORMERS, describe_target
+from bexp.storage.ids import worker_prefix
 from bexp.targets.registry import installed_targets
 from bexp.workers.devices.discovery import visible_devices, why_no_gpu
-from bexp.workers.devices.lock import DeviceBusyError
+from bexp.workers.devices.lock import DeviceBusyError, Holder
 from bexp.workers.instruments.compilation import missing_compiler
 from bexp.workers.process.interface import ProfilerError
 from bexp.workers.process.profiler import Profiler
@@ -49,11 +51,14 @@ MOE = DENSE.model_copy(
 class DeviceDiagnosis(Frozen):
     """One device. `report` is None if the device cannot be used now; `reason` then says why.
 
+    One that is `busy` belongs to a worker or an exploration: jobs that are submitted run there.
+
     `compile_reason` says why torch.compile cannot be used, and is None if it can.
     """
 
     device: str
     usable: bool
+    busy: bool = False
     reason: str | None = None
     report: DeviceReport | None = None
     compile_reason: str | None = None
@@ -67,7 +72,7 @@ class Diagnosis(Frozen):
 
 
 def main(json_output: bool) -> int:
-    """Try each visible device; returns 0 if one is usable, else 1."""
+    """Try each visible device; returns 0 if one is usable or busy, else 1."""
     diagnosis = diagnose(os.environ)
     if json_output:
         sys.stdout.write(diagnosis.model_dump_json(indent=2) + "\n")
@@ -75,7 +80,7 @@ def main(json_output: bool) -> int:
         from rich.console import Console  # noqa: PLC0415 - workers, which import this module, print nothing
 
         _print(diagnosis, Console())
-    return 0 if any(device.usable for device in diagnosis.devices) else 1
+    return 0 if any(device.usable or device.busy for device in diagnosis.devices) else 1
 
 
 def diagnose(environment: Mapping[str, str]) -> Diagnosis:
@@ -93,7 +98,9 @@ def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagn
             device, environment=environment, lock_timeout_seconds=LOCK_TIMEOUT_SECONDS, start_pauses_seconds=()
         ) as profiler:
             report = profiler.begin(ExplorationRequest(model=MOE, executions=(Execution.EAGER, Execution.GRAPH)))
-    except (ProfilerError, DeviceBusyError) as error:
+    except DeviceBusyError as error:
+        return DeviceDiagnosis(device=device, usable=False, busy=True, reason=_held_by(error.holder))
+    except ProfilerError as error:
         return DeviceDiagnosis(device=device, usable=False, reason=str(error))
     return DeviceDiagnosis(
         device=device,
@@ -103,15 +110,26 @@ def _diagnose_device(device: str, environment: Mapping[str, str]) -> DeviceDiagn
     )
 
 
+def _held_by(holder: Holder | None) -> str:
+    """Return who holds a device; a worker by how its id begins in `bexp workers`."""
+    if holder is None:
+        return "held by another profiler"
+    is_worker = "-m bexp.workers" in holder.text
+    name = f"worker {worker_prefix(socket.gethostname(), holder.pid)[:-1]}, " if is_worker else ""
+    return f"held by {name}{holder.text}"
+
+
 def _print(diagnosis: Diagnosis, console: Console) -> None:
+    from rich.markup import escape  # noqa: PLC0415 - as above
+
     for device in diagnosis.devices:
         title = f"[bold]{device.device}[/bold]"
         if device.report is None:
-            console.print(f"{title}  not usable: {device.reason}", highlight=False)
+            state = "busy" if device.busy else "not usable"
+            console.print(f"{title}  {state}: {escape(device.reason or '')}", highlight=False)
             continue
         hardware = device.report.hardware
         console.print(f"{title}  {hardware.describe()}", highlight=False)
-        from rich.markup import escape  # noqa: PLC0415 - as above
         from rich.table import Table  # noqa: PLC0415 - as above
 
         table = Table(show_header=False, box=None, padding=(0, 2))

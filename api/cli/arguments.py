@@ -16,10 +16,17 @@ JobId = Annotated[
 ]
 LogDir = Annotated[
     Path | None,
-    typer.Option("--log-dir", metavar="DIR", help="Keep the log in DIR, as local_compile_MODE/MODEL/run_ID.log."),
+    typer.Option("--log-dir", metavar="DIR", help="Keep the log below DIR.", rich_help_panel="Output"),
 ]
-Verbose = Annotated[bool, typer.Option("--verbose", "-v", help="Print the whole answer, not six lines of it.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print everything as JSON on stdout.")]
+Verbose = Annotated[
+    bool,
+    typer.Option(
+        "--verbose", "-v", metavar="", help="Print the whole answer, not six lines of it.", rich_help_panel="Output"
+    ),
+]
+AsJson = Annotated[
+    bool, typer.Option("--json", metavar="", help="Print everything as JSON on stdout.", rich_help_panel="Output")
+]
 
 
 def parse_labels(given: list[str] | None) -> dict[str, str] | None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Annotated
 
@@ -11,7 +12,7 @@ import typer
 from bexp.api.cli.arguments import AsJson, JobId, Verbose
 from bexp.api.cli.connection import connect
 from bexp.api.cli.errors import CommandError, ExitCode, say
-from bexp.api.cli.job_ids import find_job
+from bexp.api.cli.job_ids import LATEST, MOST_SEARCHED, find_job
 from bexp.api.cli.results import answer_text, document, print_json
 from bexp.client.explorations import Exploration, Explorations, Export, Result
 from bexp.explorer.answers.answer import is_provisional
@@ -27,10 +28,11 @@ from bexp.explorer.spec.request import ExplorationRequest
 def best(
     job_id: JobId,
     divides: Annotated[
-        bool, typer.Option("--divides", help="Print the best that divides the batch that was asked for.")
+        bool, typer.Option("--divides", metavar="", help="Print the best that divides the batch that was asked for.")
     ] = False,
     min_confidence: Annotated[
-        int | None, typer.Option(min=0, max=99, help="Exit with 1 if the confidence is lower than this.")
+        int | None,
+        typer.Option(metavar="N", min=0, max=99, help="Exit with 1 if the confidence is lower than this."),
     ] = None,
     export_format: Annotated[
         str | None,
@@ -67,11 +69,13 @@ def best(
             _print_whole(client, job, result, as_json=as_json)
         printed = as_json or export_format is not None
         reports = client.run_reports(job.id) if known is not None and not printed else ()
+        others = _answered_before(client) if known is None and job_id == LATEST else ()
         exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:
         reason = _why_nothing(job, result)
         failed = job.state == "failed" and result is None
-        raise CommandError(ExitCode.SERVICE if failed else ExitCode.NO_ANSWER, f"no recommendation: {reason}")
+        code = ExitCode.SERVICE if failed else ExitCode.NO_ANSWER
+        raise CommandError(code, f"no recommendation: {reason}", *others)
     chosen = known.dividing if divides else known
     if export_format is not None:  # an export keeps the batch
         chosen = known.dividing or known
@@ -154,6 +158,16 @@ def _warnings(job: Exploration, known: Recommendation, chosen: Recommendation | 
             f"{known.candidate.micro_batch_size} does not divide {batch}; {other.candidate.micro_batch_size} does, "
             f"{slower_text(other.loss)}: `bexp best {job.id} --divides`"
         )
+
+
+def _answered_before(client: Explorations) -> Sequence[str]:
+    """Return a line that names the newest exploration with a recommendation; none if there is no such exploration."""
+    searched = islice(client.list(), MOST_SEARCHED)
+    other = next((job for job in searched if job.micro_batch_size is not None), None)
+    if other is None:
+        return ()
+    about = ", ".join((other.model, *(f"{key}={value}" for key, value in other.labels.items())))
+    return (f"the newest with one: `bexp best {other.id}` ({about})",)
 
 
 def _why_nothing(job: Exploration, result: Result | None) -> str:

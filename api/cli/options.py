@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable
-from enum import StrEnum
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -21,200 +20,192 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.explorer.spec.trainer import TrainerName
 
-
-class Mode(StrEnum):
-    """Training, or the forward pass alone."""
-
-    TRAIN = "train"
-    EVAL = "eval"
-
-
-class ExecutionMode(StrEnum):
-    """How torch runs the model."""
-
-    EAGER = "eager"
-    COMPILE = "compile"
-    GRAPH = "graph"
-    COMPILE_GRAPH = "compile+graph"
-    EXPLORE = "explore"
-
-
-class Prefer(StrEnum):
-    """What decides among candidates that are about as fast."""
-
-    SPEED = "speed"
-    MEMORY = "memory"
+Mode = Literal["train", "eval"]
+ExecutionMode = Literal["eager", "compile", "graph", "compile+graph", "explore"]
+Prefer = Literal["speed", "memory"]
 
 
 def _default(field: str, otherwise: str | None = None) -> str:
-    """Return what the help says of an option that replaces a field of the configuration."""
-    fields = {**ExplorationRequest.model_fields["budget"].default.model_dump(), **_plain_defaults()}
-    return f"of CONFIG, else {fields[field] if otherwise is None else otherwise}"
+    """Return the value of a field that neither CONFIG nor an option states."""
+    plain = {name: field.default for name, field in ExplorationRequest.model_fields.items()}
+    value = {**plain["budget"].model_dump(), **plain}[field] if otherwise is None else otherwise
+    return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _plain_defaults() -> dict[str, Any]:
-    return {name: field.default for name, field in ExplorationRequest.model_fields.items()}
+def _one_of(names: Iterable[str]) -> str:
+    """Return names in a row, the last one after `or`."""
+    *others, last = names
+    return f"{', '.join(others)} or {last}"
+
+
+BATCH, TRAINING, CHOICES, SEARCH, OUTPUT = "Batch and texts", "Training", "What may be chosen", "Search", "Output"
+"""The panels of the help."""
+FLAG = ""
+"""The value of an option that takes none."""
+
+
+def _option(panel: str, value: str, text: str, default: str | None = None, name: str | None = None) -> Any:
+    """Return an option of a panel. `default` is what holds where neither CONFIG nor the option says anything."""
+    said = text if default is None else f"{text} Default: {default}."
+    names = () if name is None else (name,)
+    return typer.Option(*names, metavar=value, help=said, show_default=False, rich_help_panel=panel)
 
 
 Config = Annotated[
     Path,
     typer.Argument(
         metavar="CONFIG",
-        help="A request (YAML or JSON), a Hugging Face config.json or its folder, a Cerebras or NeMo YAML, "
-        "Megatron's flags; the YAML that Axolotl, LLaMA-Factory, TRL or torchtune trains with; - reads stdin.",
-    ),
-]
-ModelOption = Annotated[
-    Path | None,
-    typer.Option(
-        "--model",
-        metavar="PATH",
-        help="The config.json of the base model, or its folder, for a YAML of a trainer that names a model on the hub.",
-        show_default="as the YAML says",
+        help="A request (YAML or JSON); a config.json of Hugging Face or its folder; a Cerebras or NeMo YAML; "
+        "Megatron's flags; a YAML of Axolotl, LLaMA-Factory, TRL or torchtune; - reads stdin. Options replace what it "
+        "says; defaults hold where neither says anything.",
+        show_default=False,
     ),
 ]
 MicroBatchSize = Annotated[
     str | None,
-    typer.Option(
-        metavar="explore|auto|MIN-MAX|N|N,N",
-        help="Micro-batch sizes to consider; MIN-MAX limits the range, 2,4,8 names them.",
-        show_default="of CONFIG, else auto with a batch size, and explore without",
+    _option(
+        BATCH,
+        "SIZES",
+        "A range (2-16), a list (2,4,8), auto (divisors of the batch) or explore.",
+        "auto with a batch size, else explore",
     ),
 ]
 BatchSize = Annotated[
     int | None,
-    typer.Option(help="The effective batch size, over all devices.", show_default=_default("batch_size", "none")),
+    _option(BATCH, "N", "The effective batch size, over all devices.", _default("batch_size", "none")),
 ]
-NumDevices = Annotated[
-    int | None, typer.Option(help="The number of devices that share the batch.", show_default=_default("num_devices"))
-]
+NumDevices = Annotated[int | None, _option(BATCH, "N", "Devices that share the batch.", _default("num_devices"))]
+SeqLength = Annotated[int | None, _option(BATCH, "N", "Tokens in a sequence.")]
 LengthsOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="FILE|lognormal(MEAN,SIGMA)",
-        help="How long texts are in tokens: a file with one length a line or a JSON histogram, or a distribution.",
-        show_default="of CONFIG, else every sequence is full",
+    _option(
+        BATCH,
+        "LENGTHS",
+        "How many tokens texts have: a file of lengths or a JSON histogram, or lognormal(MEAN,SIGMA).",
+        "every sequence is full",
     ),
 ]
 BatchingOption = Annotated[
     Batching | None,
-    typer.Option(
-        help="What becomes of such texts: padded to the longest, grouped by length before that, or packed.",
-        show_default="of CONFIG, else padded",
-    ),
-]
-SeqLength = Annotated[int | None, typer.Option(help="The number of tokens in a sequence.", show_default="of CONFIG")]
-MemoryLimitGiB = Annotated[
-    float | None,
-    typer.Option(
-        "--memory-limit-gib",
-        help="Explore as if the device had only so many GiB of memory.",
-        show_default=_default("memory_limit_gib", "all of it"),
-    ),
-]
-Headroom = Annotated[
-    float | None,
-    typer.Option(
-        help="Leave this share of the memory free, beyond the usual margin (0 to 0.9).",
-        show_default=_default("headroom"),
-    ),
-]
-PreferOption = Annotated[
-    Prefer | None,
-    typer.Option(
-        help="Recommend the fastest, or the smallest peak within the tolerance of it.", show_default=_default("prefer")
-    ),
+    _option(BATCH, "HOW", f"What becomes of such texts: {_one_of(get_args(Batching))}.", "padded"),
 ]
 ModeOption = Annotated[
-    Mode | None, typer.Option(help="Train, or evaluate with forward passes only.", show_default=_default("mode"))
-]
-ExecutionOption = Annotated[
-    ExecutionMode | None,
-    typer.Option(
-        metavar="eager|compile|graph|compile+graph|explore",
-        help="Run eagerly, with layers compiled by torch.compile, as CUDA graphs (one GPU, training), or find out "
-        "which is the fastest.",
-        show_default=_default("execution", "all that a GPU and the trainer can have, and eager on a CPU"),
-    ),
-]
-Quick = Annotated[
-    bool,
-    typer.Option(
-        "--quick",
-        help="Explore eager execution and the library's own loss alone: seconds in place of a minute or two on a GPU.",
-    ),
+    Mode | None, _option(TRAINING, "MODE", "train, or eval: forward passes alone.", _default("mode"))
 ]
 OptimizerOption = Annotated[
     str | None,
-    typer.Option(
+    _option(
+        TRAINING,
+        "NAME",
+        "The optimizer, by its name in transformers' TrainingArguments, such as adamw_bnb_8bit.",
+        "adamw_torch_fused",
         "--optim",
-        metavar="NAME",
-        help="The optimizer, by its name in transformers' TrainingArguments: adamw_torch_fused, adamw_bnb_8bit, "
-        "adafactor, lion_8bit, adamw_torch_4bit, ...",
-        show_default="of CONFIG, else adamw_torch_fused",
     ),
 ]
 QuantizationOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="bnb_4bit|bnb_8bit|none",
-        help="Weights of a config.json in four or eight bits, as transformers loads them with bitsandbytes; training "
-        "needs training.lora.",
-        show_default="as the config.json says",
+    _option(
+        TRAINING,
+        "NAME",
+        "Weights of a config.json as bitsandbytes loads them: bnb_4bit, bnb_8bit, none. Training needs training.lora.",
+        "as the config.json says",
     ),
 ]
 TrainerOption = Annotated[
     TrainerName | None,
-    typer.Option(
-        help="Who will run the answer: only what this trainer can be told is explored. bexp is any loop with "
-        "`bexp.apply`.",
-        show_default="everything is explored, for `bexp.apply`; cerebras for a Cerebras YAML",
+    _option(
+        TRAINING,
+        "NAME",
+        f"Who will run the answer; only what it can be told is explored: {_one_of(TrainerName)}.",
+        "bexp, which is any loop with bexp.apply",
     ),
 ]
-_TARGET = "of CONFIG, else transformers for a config.json of Hugging Face, and bexp for a model of shapes"
+ModelOption = Annotated[
+    Path | None,
+    _option(
+        TRAINING,
+        "PATH",
+        "The config.json, or its folder, of the base model that a trainer's YAML names on the hub.",
+        name="--model",
+    ),
+]
+_TARGET = "transformers for a config.json, bexp for shapes"
 TargetOption = Annotated[
     str | None,
-    typer.Option(
-        metavar="NAME",
-        help="The code whose training step is measured: bexp, transformers, or a registered one.",
-        show_default=_TARGET,
-    ),
+    _option(TRAINING, "NAME", "Whose training step is measured: bexp, transformers, or a registered one.", _TARGET),
 ]
 LocalTargetOption = Annotated[
     str | None,
-    typer.Option(
+    _option(
+        TRAINING,
+        "NAME",
+        "Whose training step is measured: bexp, transformers, a registered one, or a class of yours as FILE.py:NAME.",
+        _TARGET,
         "--target",
-        metavar="NAME",
-        help="The code whose training step is measured: bexp, transformers, a registered one, or a class of your own "
-        "as FILE.py:NAME.",
-        show_default=_TARGET,
     ),
 ]
-MaxSeconds = Annotated[
+ExecutionOption = Annotated[
+    ExecutionMode | None,
+    _option(
+        CHOICES,
+        "MODE",
+        "eager, compile (layers by torch.compile), graph (CUDA graphs), compile+graph, or explore: the fastest.",
+        "explore on a GPU, eager on a CPU",
+    ),
+]
+Quick = Annotated[
+    bool,
+    _option(
+        CHOICES, FLAG, "Eager code and the library's own loss alone: seconds, not minutes, on a GPU.", name="--quick"
+    ),
+]
+PreferOption = Annotated[
+    Prefer | None,
+    _option(
+        CHOICES,
+        "WHAT",
+        "speed: the fastest. memory: the smallest peak within the tolerance of it.",
+        _default("prefer"),
+    ),
+]
+MemoryLimitGiB = Annotated[
     float | None,
-    typer.Option(
-        help="Stop when trials have taken this time, added up over all.", show_default=_default("max_seconds")
+    _option(
+        CHOICES,
+        "GIB",
+        "Explore as if a device had only so much memory.",
+        _default("memory_limit_gib", "all of it"),
+        "--memory-limit-gib",
     ),
 ]
-MaxTrials = Annotated[
-    int | None, typer.Option(help="Stop after this many trials.", show_default=_default("max_trials"))
-]
-ConfidenceTarget = Annotated[
-    int | None,
-    typer.Option(help="Stop when the confidence reaches this (1 to 99).", show_default=_default("confidence_target")),
+Headroom = Annotated[
+    float | None,
+    _option(
+        CHOICES,
+        "SHARE",
+        "Leave this share of the memory free, beyond the usual margin (0 to 0.9).",
+        _default("headroom"),
+    ),
 ]
 Set = Annotated[
     list[str] | None,
-    typer.Option(
-        "--set", metavar="FIELD=VALUE", help="Set any field of the request, such as batching=packed; may be repeated."
-    ),
+    _option(CHOICES, "K=V", "Set any field of a request, such as batching=packed; may be repeated.", name="--set"),
 ]
+MaxSeconds = Annotated[
+    float | None,
+    _option(SEARCH, "SECONDS", "Stop when trials have taken so long together.", _default("max_seconds")),
+]
+MaxTrials = Annotated[int | None, _option(SEARCH, "N", "Stop after so many trials.", _default("max_trials"))]
+ConfidenceTarget = Annotated[
+    int | None,
+    _option(SEARCH, "N", "Stop when the confidence reaches this (1 to 99).", _default("confidence_target")),
+]
+Seed = Annotated[int | None, _option(SEARCH, "N", "Seed for everything that is random.", _default("seed"))]
+Fresh = Annotated[bool, _option(SEARCH, FLAG, "Measure again what is stored already.", name="--fresh")]
 Label = Annotated[
     list[str] | None,
-    typer.Option("--label", metavar="KEY=VALUE", help="Find the exploration by this later; may be repeated."),
+    _option(OUTPUT, "K=V", "Find the exploration by this later; may be repeated.", name="--label"),
 ]
-Fresh = Annotated[bool, typer.Option("--fresh", help="Measure again what is stored already.")]
-Seed = Annotated[int | None, typer.Option(help="Seed for everything that is random.", show_default=_default("seed"))]
 
 FIELDS = {
     "seq_length": "model.seq_length",

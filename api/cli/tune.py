@@ -54,6 +54,7 @@ Resume = Annotated[
 BatchSize = Annotated[
     int | None,
     typer.Option(
+        metavar="N",
         min=1,
         help="How many sequences each device processes in an optimizer step.",
         show_default="what the command's Trainer says",
@@ -70,6 +71,7 @@ Apply = Annotated[
     bool,
     typer.Option(
         "--apply",
+        metavar="",
         help="Try also what bexp.apply does to the Trainer's model: expert kernels, chunked loss, compiled layers.",
     ),
 ]
@@ -77,6 +79,7 @@ Run = Annotated[
     bool,
     typer.Option(
         "--run",
+        metavar="",
         help="Then start the command with the answer, and compare its first steps with the promised speed.",
     ),
 ]

@@ -62,9 +62,10 @@ function rows(best, exploration) {
   }
   if (best.texts) {
     const { texts } = best;
-    row("texts", `${texts.batching}; ${format.percent(texts.padding_share, 0)} of the computed tokens are padding; peaks: ` +
+    const padded = `${format.percent(texts.padding_share, 0)} of the computed tokens are padding; peaks: ` +
       `${format.bytes(texts.expected_peak_bytes)} of a micro-batch in the mean, at most ${format.bytes(texts.high_peak_bytes)} ` +
-      `of 99.9% of them; a chance of ${format.percent(texts.out_of_memory_probability)} that an epoch runs out of memory`);
+      `of 99.9% of them; a chance of ${format.percent(texts.out_of_memory_probability)} that an epoch runs out of memory`;
+    row("texts", `${texts.batching}; ${texts.padding_share < 1e-6 ? "every row is full" : padded}`);
   }
   if (best.dropped_share != null) {
     row("capacity factor", `${best.candidate.capacity_factor}: experts drop ${format.percent(best.dropped_share)} of the token-expert pairs under this routing`);

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
 from dataclasses import dataclass
 from functools import cache
@@ -34,22 +35,24 @@ HEADERS = {
     "Content-Security-Policy": CONTENT_SECURITY_POLICY,
     "Cross-Origin-Opener-Policy": "same-origin",
     "Referrer-Policy": "same-origin",
+    "Vary": "Accept-Encoding",
     "X-Content-Type-Options": "nosniff",
 }
 
 
 @dataclass(frozen=True, slots=True)
 class Asset:
-    """A file of the page; `etag` changes with its content."""
+    """A file of the page, `packed` by gzip as well; `digest` changes with its content."""
 
     body: bytes
+    packed: bytes
     media_type: str
-    etag: str
+    digest: str
 
     @classmethod
     def of(cls, body: bytes, media_type: str) -> Asset:
-        """An asset with the tag of its content."""
-        return cls(body, media_type, f'"{hashlib.sha256(body).hexdigest()[:32]}"')
+        """An asset with the digest of its content."""
+        return cls(body, gzip.compress(body, mtime=0), media_type, hashlib.sha256(body).hexdigest()[:32])
 
 
 @cache

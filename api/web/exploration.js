@@ -63,10 +63,12 @@ export class ExplorationView {
     this.sizes.observe(root);
   }
 
-  /** Show what is known; drawing follows soon, and once for several calls. */
+  /** Show what is known: at once, so that nothing empty is seen first, and later once for several calls. */
   update(exploration, trials, events) {
+    const isFirst = this.known === null;
     this.known = { exploration, trials, events };
-    this.draw();
+    if (isFirst) this.#draw();
+    else this.draw();
   }
 
   /** Stop watching the size of the window. */

@@ -13,13 +13,11 @@ export async function showExploration(id, root, signal, shell) {
   const resume = el("button", { type: "button", hidden: true }, "Resume the exploration");
   const remove = el("button", { type: "button", hidden: true }, "Delete the exploration");
   const exports = exportControl(id, signal, shell);
-  let exploration = await getExploration(id, signal);
+  let [exploration, { trials, cursor }] = await Promise.all([getExploration(id, signal), readTrials(id, null, signal)]);
   const view = new ExplorationView(root, [exports.root, cancel, resume, remove]);
   signal.addEventListener("abort", () => view.close());
   document.title = `${exploration.model} · bexp`;
   const events = [];
-  const trials = [];
-  let cursor = null;
   const show = () => {
     exports.offer(exploration.export_formats);
     cancel.hidden = isFinal(exploration) || exploration.cancel_requested;
@@ -71,7 +69,6 @@ export async function showExploration(id, root, signal, shell) {
   });
 
   show();
-  await read();
   if (!root.contains(document.activeElement)) view.title.focus({ preventScroll: true }); // a reader may be faster
   for await (const fresh of followEvents(id, signal, shell.connection)) {
     events.push(...fresh);

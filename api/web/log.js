@@ -9,7 +9,8 @@ const KINDS = { 1: "progress", 2: "result", 3: "trouble", 4: "end" };
 /** A list of BEXP lines that grows. It stays at its end while the reader is there. */
 export class Log {
   constructor() {
-    this.list = el("ol", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-labelledby": "log-title" });
+    this.lines = el("ol");
+    this.list = el("div", { class: "log", tabindex: "0", role: "log", "aria-live": "off", "aria-labelledby": "log-title" }, this.lines);
     this.summary = el("p", { class: "quiet", role: "status", "aria-live": "polite" });
     this.shown = 0;
     this.spoken = -Infinity;
@@ -20,7 +21,7 @@ export class Log {
     const fresh = events.slice(this.shown);
     if (fresh.length === 0 && this.shown > 0) return;
     const follows = this.list.scrollTop + this.list.clientHeight >= this.list.scrollHeight - 8;
-    this.list.append(...fresh.map(row));
+    this.lines.append(...fresh.map(row));
     this.shown = events.length;
     if (follows) this.list.scrollTop = this.list.scrollHeight;
     const now = performance.now();

@@ -44,7 +44,7 @@ export class TrialsTable {
     this.body = el("tbody");
     this.root = el(
       "div",
-      { class: "scroll", tabindex: "0", role: "region", "aria-labelledby": "trials-title" },
+      { class: "scroll", tabindex: "0", role: "region", "aria-label": "All trials" },
       el("table", { class: "data" }, el("caption", { class: "hidden" }, "Trials; each column's button sorts by it"), this.head, this.body),
     );
   }

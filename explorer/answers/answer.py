@@ -258,10 +258,12 @@ def _step(best: Recommendation) -> str:
 
 
 def texts_text(texts: TextFigures) -> str:
-    """Return what becomes of texts of unequal length, and whether an epoch of them fits."""
+    """Return what becomes of texts of unequal length, and whether an epoch of them fits; full rows are all alike."""
     how = (
         texts.batching if texts.budget_tokens is None else f"whole, up to {texts.budget_tokens:,} tokens a micro-batch"
     )
+    if texts.rows_are_full:
+        return f"{how}; every row is full"
     return (
         f"{how}; {texts.padding_share:.0%} of the computed tokens are padding, which tokens/s leave out; "
         f"a chance of {texts.out_of_memory_probability:.1%} that an epoch runs out of memory"
@@ -277,6 +279,8 @@ def _text_rows(best: Recommendation) -> Iterable[str]:
     cut = f"; {texts.num_cut:,} are longer than a sequence and cut" if texts.num_cut else ""
     yield row("texts", texts_text(texts))
     yield row("  epoch", f"{texts.num_texts:,} texts{known}{cut}")
+    if texts.rows_are_full:
+        return
     yield row(
         "  peaks",
         f"{bytes_text(texts.expected_peak_bytes)} of a micro-batch in the mean, at most "

@@ -16,13 +16,13 @@ def second_figure(best: Recommendation, request: ExplorationRequest | None) -> I
         if best.dividing_batch_sizes:
             yield no_dividing_text(best, request)
         elif best.grad_accum_steps is not None:  # an earlier version stated no more
-            yield f"For {asked}: {size} too, in {_steps(best.grad_accum_steps, request)}"
+            yield f"For {asked}: {size} divides it, in {_steps(best.grad_accum_steps, request)}"
         return
     steps = _steps(other.grad_accum_steps, request)
     if request is not None and request.keeps_batch:
         yield f"It makes {asked} in {steps}"
     elif other.candidate == best.candidate:
-        yield f"For {asked}: {size} too, in {steps}"
+        yield f"For {asked}: {size} divides it, in {steps}"
     else:
         compared = f"{slower_text(other.loss)} than {size}"
         yield f"For {asked}: {other.candidate.micro_batch_size}, in {steps}, {compared}, confidence {other.confidence}"
@@ -60,7 +60,7 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
 
 def _asked(request: ExplorationRequest | None) -> str:
     if request is None or request.batch_size is None:  # a training command's batch is known to its worker alone
-        return "the batch_size"
+        return "the command's batch"
     return f"batch_size {request.batch_size}"
 
 

@@ -10,13 +10,14 @@ from bexp.explorer.answers.plan import mesh_text
 from bexp.explorer.answers.text import WIDTH, bytes_text, rate_text, row, wrap
 from bexp.explorer.answers.variants import variant_lines
 from bexp.explorer.formats.trainers.reader import FILES
-from bexp.explorer.records.recommendation import NOISE_ENDS_SEARCH, Answer, Recommendation
+from bexp.explorer.records.recommendation import CORES_ARE_SHARED, NOISE_ENDS_SEARCH, Answer, Recommendation
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 
 LEAST_GAIN = 1.01
 """The least gain over the best candidate with stock kernels that is worth a word."""
+FRESH = "fresh: true (option --fresh)"
 
 
 def render_summary(answer: Answer, job_id: str, request: ExplorationRequest | None, width: int = WIDTH) -> str:
@@ -40,7 +41,8 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
         yield row("mesh", mesh_text(best.plan))
     yield row("settings", _settings(best, request))
     about = "" if best.whole_model is not None or best.candidate.is_whole else "about "
-    yield row("speed", f"{about}{rate_text(best.expected_tokens_per_second)} per device, {_gain(best, request)}")
+    rate = f"{about}{rate_text(best.expected_tokens_per_second)} per device"
+    yield row("speed", f"{rate}{_shared_cores(best)}, {_gain(best, request)}")
     if best.dropped_share is not None:
         yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")
     peak = best.measured_peak_bytes if best.whole_model is None else best.whole_model.measurement.peak_bytes
@@ -50,6 +52,12 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
         yield row("texts", texts_text(best.texts))
     yield row("confidence", _confidence(best, request, served))
     yield row("next", _next(best, job_id, request))
+
+
+def _shared_cores(best: Recommendation) -> str:
+    """Return that a run beside other processes is slower than its speed, which is in time of the processor."""
+    has_waited = any(CORES_ARE_SHARED in note for note in best.notes)
+    return " of processor time (slower while others use these cores)" if has_waited else ""
 
 
 def changed_settings(candidate: Candidate, base: Candidate) -> str:
@@ -98,15 +106,21 @@ def _confidence(best: Recommendation, request: ExplorationRequest | None, served
     return f"{said}. Provisional: {request.budget.confidence_target} was asked for; {surer_text(best, request, served)}"
 
 
-def surer_text(best: Recommendation, request: ExplorationRequest, served: int) -> str:
-    """Return what makes a provisional answer surer. Answers up to the confidence `served` are given again."""
+def surer_text(best: Recommendation, request: ExplorationRequest, served: int, *, for_program: bool = False) -> str:
+    """Return what makes a provisional answer surer. Answers up to the confidence `served` are given again.
+
+    A person reads options of commands, and a program fields of a request, with the options behind them.
+    """
     budget = request.budget
     if served >= budget.confidence_target:  # a larger budget would get this answer again
-        return "explore again with --fresh: the search ended before its budget was spent"
+        fresh = FRESH if for_program else "--fresh"
+        return f"explore again with {fresh}: the search ended before its budget was spent"
     if any(NOISE_ENDS_SEARCH in note for note in best.notes):
         return "explore again when nothing else runs here: runs differ too much for more trials to help"
     limits = f"{budget.max_seconds:g} s of trials and {budget.max_trials} trials"
-    return f"explore again with a higher --max-seconds or --max-trials: the budget was {limits}"
+    fields = "budget.max_seconds or budget.max_trials (options --max-seconds, --max-trials)"
+    higher = fields if for_program else "--max-seconds or --max-trials"
+    return f"explore again with a higher {higher}: the budget was {limits}"
 
 
 def _next(best: Recommendation, job_id: str, request: ExplorationRequest | None) -> str:

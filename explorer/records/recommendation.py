@@ -25,6 +25,8 @@ CONFIDENT = 90
 
 NOISE_ENDS_SEARCH = "no more of them would raise the confidence"
 """Words of the note of a search that noise has ended: more trials would not help."""
+CORES_ARE_SHARED = "other processes share these cores"
+"""Words of the note that speeds leave out the waiting for a core."""
 
 
 class Alternative(Frozen):
@@ -125,6 +127,11 @@ class TextFigures(Frozen):
     expected_peak_bytes: int
     high_peak_bytes: int = Field(description="999 of 1000 micro-batches have at most this peak.")
     out_of_memory_probability: float = Field(description="That one epoch meets a micro-batch that does not fit.")
+
+    @property
+    def rows_are_full(self) -> bool:
+        """Whether no row is padded: its lengths are not known, or each text fills it."""
+        return self.padding_share < 1e-6  # what rounding leaves
 
 
 class Recommendation(Frozen):

@@ -10,7 +10,13 @@ import numpy as np
 from bexp.explorer.cost_model.step import StepSeconds
 from bexp.explorer.cost_model.token_dropping import dropped_share
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.records.recommendation import Alternative, DividingCandidate, Recommendation, RunnerUpCheck
+from bexp.explorer.records.recommendation import (
+    CORES_ARE_SHARED,
+    Alternative,
+    DividingCandidate,
+    Recommendation,
+    RunnerUpCheck,
+)
 from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.candidate_notes import candidate_notes
 from bexp.explorer.search.choices import accumulate, dividing_batch_sizes, memory_choices
@@ -236,7 +242,7 @@ def _shared_cores(posterior: Posterior) -> tuple[str, ...]:
     if not shares or (waited := float(np.median(shares))) < SHARED_CORES:
         return ()
     return (
-        f"other processes share these cores: threads waited {waited:.0%} of the time for one. Seconds are those of the "
+        f"{CORES_ARE_SHARED}: threads waited {waited:.0%} of the time for one. Seconds are those of the "
         "processor, without the waiting; a run beside others is slower, and least so with OMP_WAIT_POLICY=PASSIVE",
     )
 

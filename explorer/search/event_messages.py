@@ -244,18 +244,18 @@ def answer_changed_event(before: Candidate, after: Candidate) -> EventDraft:
     )
 
 
-def end_event(answer: Answer) -> EventDraft:
-    """Return the last event of an exploration: its recommendation, or why there is none."""
+def end_event(answer: Answer, confidence_target: int) -> EventDraft:
+    """Return the last event of an exploration: its recommendation, called provisional below the target, or why none."""
     data = {"answer": answer.model_dump(mode="json")}
     best = answer.recommendation
     if best is None:
         reason = answer.variants[0].reason or "no candidate fits"
         return EventDraft(code=EventCode.NOTHING_FITS, message=f"No recommendation: {reason}", data=data)
+    doubt = f", provisional: {confidence_target} was asked for" if best.confidence < confidence_target else ""
+    gain = f"{best.ratio_text(best.performance)} base"
     return EventDraft(
         code=EventCode.SUCCEEDED,
-        message=(
-            f"Recommended: {_with_rate(best)}, {best.ratio_text(best.performance)} base, confidence {best.confidence}"
-        ),
+        message=f"Recommended: {_with_rate(best)}, {gain}, confidence {best.confidence}{doubt}",
         data=data,
     )
 

@@ -57,7 +57,7 @@ def explore(
     """
     if report.refusal is not None:
         answer = Answer(variants=(VariantAnswer.without_model(report.refusal),))
-        yield Progress(events=(end_event(answer),), answer=answer)
+        yield Progress(events=(end_event(answer, request.budget.confidence_target),), answer=answer)
         return
     request = _as_commanded(request, report)
     models = (request.shapes,) if request.devices.has_mesh else explored_models(request, report)
@@ -68,7 +68,8 @@ def explore(
         context = VariantContext(index, model, request, report, executor, trial_history, clock)
         answers.append((yield from _explore_variant(context, prune)))
     answer = Answer(variants=tuple(answers))
-    yield Progress(events=(end_event(answer),), recommendation=answer.recommendation, answer=answer)
+    end = end_event(answer, request.budget.confidence_target)
+    yield Progress(events=(end,), recommendation=answer.recommendation, answer=answer)
 
 
 def _as_commanded(request: ExplorationRequest, report: DeviceReport) -> ExplorationRequest:

@@ -28,8 +28,13 @@ def test_files_of_the_page_have_their_type_and_a_strict_policy(client: TestClien
     assert response.headers["X-Content-Type-Options"] == "nosniff"
     assert response.headers["Content-Security-Policy"] == CONTENT_SECURITY_POLICY
     assert "unsafe" not in CONTENT_SECURITY_POLICY
-    known = client.get(path, headers={"If-None-Match": response.headers["ETag"]})
-    assert (known.status_code, known.content) == (304, b"")
+    plain = client.get(path, headers={"Accept-Encoding": "identity"})
+    assert (response.headers.get("Content-Encoding"), plain.headers.get("Content-Encoding")) == ("gzip", None)
+    assert int(response.headers["Content-Length"]) < len(plain.content) == len(response.content)
+    assert response.headers["ETag"] != plain.headers["ETag"]
+    for sent in (response, plain):
+        known = client.get(path, headers={"If-None-Match": sent.headers["ETag"]})
+        assert (known.status_code, known.content, known.headers["Vary"]) == (304, b"", "Accept-Encoding")
     assert client.head(path).status_code == 200
 
 

@@ -236,6 +236,9 @@ def test_keyboard_and_screen_reader_find_everything(browser: Chromium, service: 
     assert {"main", "banner", "navigation", "log", "status", "figure", "table", "columnheader"} <= roles
     needing = {"button", "link", "image", "region", "navigation", "log", "combobox"}
     assert [role for role, name in named if role in needing and not name.strip()] == []
+    regions = [name for role, name in named if role == "region"]
+    assert sorted(set(regions)) == sorted(regions), "each has a name of its own"
+    assert browser.evaluate("[...document.querySelectorAll('li')].every((one) => !one.parentElement.role)")
     images = [name for role, name in named if role == "image"]
     assert any(name.startswith("Throughput over the micro-batch size.") for name in images)
 
@@ -245,6 +248,18 @@ def test_keyboard_and_screen_reader_find_everything(browser: Chromium, service: 
     assert browser.evaluate("document.activeElement.textContent") == "Skip to the content"
     assert browser.evaluate("document.activeElement.getBoundingClientRect().left") >= 0
     assert browser.evaluate("getComputedStyle(document.activeElement).outlineStyle") == "solid"
+
+
+def test_nothing_moves_while_an_exploration_appears(browser: Chromium, service: Service) -> None:
+    log_in(browser, service)
+    browser.wait_for("document.querySelector('.list tbody a')")
+    time.sleep(0.6)  # what moves within half a second of a key is not counted
+    browser.evaluate(
+        "(window.moved = 0, new PerformanceObserver((list) => list.getEntries().forEach((one) => window.moved += "
+        f"one.value)).observe({{ type: 'layout-shift' }}), location.hash = '#/explorations/{service.finished}')"
+    )
+    browser.wait_for("document.querySelectorAll('svg.plot').length === 4 && document.querySelector('.log li')")
+    assert browser.evaluate("new Promise((done) => setTimeout(() => done(window.moved), 200))") < 0.1
 
 
 def test_a_narrow_window_and_both_colour_schemes_are_readable(browser: Chromium, service: Service) -> None:

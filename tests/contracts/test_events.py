@@ -64,7 +64,7 @@ def test_each_recommendation_has_a_row_that_is_written_with_its_event(database: 
 
 def test_an_answer_is_stored_once_and_read_with_the_event_of_the_end(database: Database, lease: Lease) -> None:
     assert ANSWER.timings
-    told = end_event(ANSWER.model_copy(update={"timings": {}}))
+    told = end_event(ANSWER.model_copy(update={"timings": {}}), 80)
     step = Progress(events=(told,), recommendation=ANSWER.recommendation, answer=ANSWER)
     Queue(database).finish(lease, JobState.SUCCEEDED, last=step)
     last = read_events(database, lease.job_id, after=NUM_EVENTS)[0]
@@ -81,11 +81,12 @@ def test_the_event_of_an_earlier_end_keeps_its_answer(database: Database, lease:
     nothing = ANSWER.model_copy(
         update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "no"}),)}
     )
-    queue.finish(lease, JobState.FAILED, last=Progress(events=(end_event(nothing),), answer=nothing))
+    queue.finish(lease, JobState.FAILED, last=Progress(events=(end_event(nothing, 80),), answer=nothing))
     before = read_events(database, lease.job_id)
     queue.resume(lease.job_id)
     assert get_job(database, lease.job_id).answer is None
-    queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, last=Progress(events=(end_event(ANSWER),), answer=ANSWER))
+    end = Progress(events=(end_event(ANSWER, 80),), answer=ANSWER)
+    queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, last=end)
     log = read_events(database, lease.job_id)
     assert log[: len(before)] == before
     assert [event.data["answer"] for event in log if event.code.ends_job] == [

@@ -1,5 +1,6 @@
 import json
 import os
+import socket
 import tempfile
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import pytest
 
 from bexp.explorer.spec.hardware import BackendSupport
 from bexp.workers import doctor
+from bexp.workers.devices.lock import DeviceBusyError, Holder
 from bexp.workers.doctor import Diagnosis, diagnose
 from bexp.workers.process.interface import ProfilerError
 
@@ -56,3 +58,21 @@ def test_a_device_that_cannot_be_used_says_why(
     monkeypatch.setattr("bexp.workers.process.profiler.Profiler.start", fail)
     assert doctor.main(json_output=False) == 1
     assert "the driver is too old" in capsys.readouterr().out
+
+
+def test_a_device_that_a_worker_holds_is_busy_and_names_it(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    since = "process 7 of user ann since 2026-01-02 03:04:05"
+    held = [f"{since}: python -P -m bexp.workers --device cpu", f"{since}: python train.py"]
+
+    def fail(self: object) -> None:
+        raise DeviceBusyError("cpu is in use", Holder(7, held[0]))
+
+    monkeypatch.setattr("bexp.workers.process.profiler.Profiler.start", fail)
+    assert doctor.main(json_output=False) == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    assert f"cpu busy: held by worker {socket.gethostname()}-7, {since}: python -P" in printed
+    del held[0]
+    cpu = diagnose(os.environ).devices[0]
+    assert (cpu.usable, cpu.busy, cpu.reason) == (False, True, f"held by {since}: python train.py")

@@ -12,6 +12,7 @@ import stat
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
@@ -29,8 +30,20 @@ def lock_folder(environment: Mapping[str, str]) -> Path:
     return Path(environment.get(FOLDER_VARIABLE) or "/tmp")  # noqa: S108 - DeviceLock passes over what others left there
 
 
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The process that holds a lock, and what is known of it: `process 7 of user ann since ...: python ...`."""
+
+    pid: int
+    text: str
+
+
 class DeviceBusyError(Exception):
-    """Another profiler held the device for the whole time that the caller would wait."""
+    """Another profiler held the device for the whole time that the caller would wait; `holder` is None if not known."""
+
+    def __init__(self, reason: str, holder: Holder | None = None) -> None:
+        super().__init__(reason)
+        self.holder = holder
 
 
 class DeviceLock:
@@ -76,14 +89,15 @@ class DeviceLock:
         has_told = False
         try:
             while not _try_lock(descriptor):
-                reason = f"{self._key} is in use by another profiler{_holder(descriptor)}"
+                holder = _holder(descriptor)
+                reason = f"{self._key} is in use by another profiler{f' ({holder.text})' if holder else ''}"
                 if not has_told and on_wait is not None:
                     on_wait(reason)
                 has_told = True
                 if cancelled():
                     return False
                 if deadline is not None and time.monotonic() >= deadline:
-                    raise DeviceBusyError(reason)
+                    raise DeviceBusyError(reason, holder)
                 time.sleep(POLL_SECONDS)
             with contextlib.suppress(OSError):  # a full disk keeps nobody from the device
                 os.truncate(descriptor, 0)
@@ -174,15 +188,15 @@ def _is_for_everybody(path: Path) -> bool:
     return stat.S_ISREG(mode) and mode & 0o666 == 0o666
 
 
-def _holder(descriptor: int) -> str:
-    """Return what is known of the process that holds the lock: ` (process 7 of user ann since ...: python ...)`."""
+def _holder(descriptor: int) -> Holder | None:
     told = _OWNER.fullmatch(os.pread(descriptor, 100, 0).decode(errors="replace"))
     if told is None:
-        return ""
+        return None
     since = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(os.fstat(descriptor).st_mtime))
+    pid = int(told["pid"])
     owner = f"process {told['pid']} of user {told['user']} since {since}"
     try:
-        command = " ".join(psutil.Process(int(told["pid"])).cmdline())[:MOST_SHOWN]
-        return f" ({owner}: {''.join(filter(str.isprintable, command))})"  # another user chose it
+        command = " ".join(psutil.Process(pid).cmdline())[:MOST_SHOWN]
+        return Holder(pid, f"{owner}: {''.join(filter(str.isprintable, command))}")  # another user chose it
     except (psutil.Error, OSError):  # it has just ended, or may not be looked at
-        return f" ({owner})"
+        return Holder(pid, owner)

@@ -64,6 +64,11 @@ def refusal_of(name: str, key: str) -> str | None:
     return next((why for pattern, why in FILES[name].refused.items() if fnmatchcase(key, pattern)), None)
 
 
+def _listed(value: Any) -> list[Any]:
+    """Return a list of one for what may also be said without a list."""
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
 def _values(file: TrainerFile, values: Mapping[str, Any], before: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the keys, dotted where a trainer nests them, with their values, which may be None."""
     for key, value in values.items():
@@ -158,20 +163,29 @@ class StatedTraining:
         optimizer = ("training", "optimizer", "name")
         translation.put(optimizer, said.get(Setting.OPTIMIZER), self.source(Setting.OPTIMIZER))
         if said.get(Setting.COMPILE):
-            translation.put(("execution",), "compile", self.source(Setting.COMPILE))
+            self._put_once(translation, "execution", "compile", Setting.COMPILE)
         if (loss := said.get(Setting.LOSS)) is not None:
             translation.notes += [file.other_losses[loss]] if loss in file.other_losses else []
-            translation.put(("losses",), ["library" if loss in file.other_losses else loss], self.source(Setting.LOSS))
+            known = "library" if loss in file.other_losses else loss
+            self._put_once(translation, "losses", [known], Setting.LOSS)
         self._put_adapters(translation)
         self._put_formats(translation)
         self._put_texts(translation, has_lengths=has_lengths, has_batching=has_batching)
         self._note_explored(translation, micro)
         translation.notes += [file.note] if file.note else []
 
+    def _put_once(self, translation: Translation, name: str, value: Any, setting: Setting) -> None:
+        """Set a field of a request; refuse another value of it that stands beside the file."""
+        given = translation.get(name)
+        if given is not None and _listed(given) != _listed(value):
+            reason = f"contradicts {name} beside the file, which is {given!s:.60}: keep one"
+            translation.refuse(self.source(setting), reason)
+        translation.put((name,), value, self.source(setting))
+
     def _put_adapters(self, translation: Translation) -> None:
         bits = self.said.get(Setting.BITS)
         if bits is not None:
-            translation.put(("quantization",), f"bnb_{bits}bit", self.source(Setting.BITS))
+            self._put_once(translation, "quantization", f"bnb_{bits}bit", Setting.BITS)
         if bits == 4 and not self.said.get(Setting.NESTED, True):
             reason = "weights in 4 bits are measured with quantised scales: say true"
             translation.refuse(self.source(Setting.NESTED), reason)

@@ -83,9 +83,9 @@ TRL = TrainerFile(
     },
     formats=_formats,
     other_losses={
-        CHUNKED: "TRL's chunked_nll, its default, is measured as nll with all logits, which the export writes: it "
-        "multiplies 256 tokens at a time by a float32 copy of the output layer, so that its tokens/s are not known; it "
-        "needs less memory where all logits are larger than that copy and its gradient"
+        CHUNKED: "TRL computes its loss in chunks of tokens by default (loss_type: chunked_nll). That loss is not "
+        "measured. The answer is for the plain loss, which holds all logits at once, and the export sets "
+        "loss_type: nll. With chunked_nll, speed and memory would be others"
     },
     refused={
         **REFUSED,

@@ -43,7 +43,7 @@ def test_the_answer_says_everything_that_was_decided_and_measured() -> None:
         "base micro_batch_size=1 bta_tile=off",
         "87 out of 100 that it is within 1% of the best",
         "84.0 ms per step (11.0 ms per micro-batch, optimizer 20.0 ms)",
-        "For batch_size 24: 4 too, in 6 accumulation steps",
+        "For batch_size 24: 4 divides it, in 6 accumulation steps",
         "5.0 GiB in the whole model, 4.8 GiB composed of measured blocks, 5.0 GiB predicted by formulas",
         "memory or speed 5.0 GiB at 11,500 tokens/s is the fastest",
         "within 1% nothing smaller is known",
@@ -122,6 +122,10 @@ def test_what_texts_of_unequal_length_mean_stands_in_the_answer() -> None:
     answer = Answer(variants=(ANSWER.variants[0].model_copy(update={"recommendation": best}),))
     short = " ".join(render_summary(answer, "job", request).split())
     assert "texts padded; 31% of the computed tokens are padding" in short
+    full = best.model_copy(update={"texts": figures.model_copy(update={"batching": "packed", "padding_share": 0.0})})
+    text = " ".join("\n".join(render_recommendation(full, request)).split())
+    assert "texts packed; every row is full epoch 1,000 texts" in text
+    assert "chance" not in text
 
 
 def test_the_heading_says_that_there_are_master_weights() -> None:
@@ -185,7 +189,7 @@ def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
 def test_an_answer_of_an_earlier_version_is_read_as_it_was() -> None:
     new = {"dividing", "dividing_batch_sizes", "prefer", "headroom", "memory_choices"}
     old = Recommendation.model_validate(RECOMMENDATION.model_dump(mode="json", exclude=new))
-    assert "For batch_size 24: 4 too, in 6 accumulation steps" in render_answer(answer_of(old), REQUEST)
+    assert "For batch_size 24: 4 divides it, in 6 accumulation steps" in render_answer(answer_of(old), REQUEST)
     odd = old.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
     text = render_answer(answer_of(odd), REQUEST)
     assert "For batch_size" not in text

@@ -16,6 +16,7 @@ from bexp.api.cli.errors import CommandError
 from bexp.api.comparison import compare_answers
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations, Result
+from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import Trial
 from tests.api.cli.conftest import Run
@@ -57,9 +58,14 @@ def test_comparing_says_how_surely_and_what_differs(bexp: Run, explored: Callabl
     assert refused.code == 2 and "no exploration begins with 'unknown'" in refused.stderr
 
 
-def certainty(job: dict[str, Any] | None = None, reports: int = 0, **changes: Any) -> dict[str, Any]:
+def certainty(
+    job: dict[str, Any] | None = None, reports: int = 0, *, served: int | None = None, **changes: Any
+) -> dict[str, Any]:
     best = {**RECOMMENDATION.model_dump(mode="json"), **changes}
-    result = Result.model_validate(result_document(recommendation=best))
+    document = result_document(recommendation=best)
+    if served is not None:
+        document["answer"]["variants"][0] |= {"recommendation": best, "completed_target": served}
+    result = Result.model_validate(document)
     found = describe_certainty(Exploration.model_validate(job or job_document()), result, reports)
     assert found is not None
     return found
@@ -82,7 +88,9 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
         "the noise between runs",
     ]
     assert "a training run with this answer; none has been reported" in unknown
-    assert certainty(confidence=20)["next_measurement"]["advice"].startswith("explore again with --fresh")
+    for served, field in ((0, "budget.max_seconds or budget.max_trials"), (95, "fresh: true")):
+        advice = certainty(served=served, confidence=20)["next_measurement"]["advice"]
+        assert advice.startswith(f"explore again with {'' if served else 'a higher '}{field} (option")
     running = certainty(job_document("running"))["next_measurement"]["advice"]
     assert running == "wait: the exploration has not ended"
     assert describe_certainty(Exploration.model_validate(job_document()), None, 0) is None
@@ -95,6 +103,20 @@ def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callabl
     assert said["a"]["candidate"]["micro_batch_size"] == 1
     assert said["a"]["num_runs"] == 0
     assert "A as a whole model; its speed follows from measured parts" in said["not_measured"]
+    assert not said["a"]["is_recommended"]
+    assert "the best that divides the batch" in " ".join(bexp("compare", job_id, job_id).stdout.split())
+
+
+def test_the_recommended_candidate_has_the_confidence_of_best(bexp: Run, explored: Callable[..., str]) -> None:
+    dividing = UNDIVIDED.dividing
+    assert dividing is not None and dividing.confidence != RECOMMENDATION.confidence
+    alike = dividing.model_copy(update={"candidate": RECOMMENDATION.candidate})
+    best = RECOMMENDATION.model_copy(update={"dividing": alike})
+    job_id = explored(
+        ANSWER.model_copy(update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": best}),)})
+    )
+    said = json.loads(bexp("compare", job_id, job_id, "--json").stdout)
+    assert (said["a"]["is_recommended"], said["a"]["confidence"]) == (True, RECOMMENDATION.confidence)
 
 
 class Known:
@@ -103,6 +125,7 @@ class Known:
     def __init__(self, **speeds: tuple[float, ...]) -> None:
         self.speeds = speeds
         self.changes: dict[str, dict[str, Any]] = {name: {} for name in speeds}
+        self.loads: dict[str, float] = {}
 
     def get(self, job_id: str) -> Exploration:
         if job_id not in self.speeds:
@@ -116,7 +139,8 @@ class Known:
         return Result.model_validate(result_document(id=job_id))
 
     def trials(self, job_id: str) -> Iterator[Trial]:
-        return (whole_run(number, speed) for number, speed in enumerate(self.speeds[job_id]))
+        conditions = Conditions(host_busy_share=self.loads.get(job_id))
+        return (whole_run(number, speed, conditions=conditions) for number, speed in enumerate(self.speeds[job_id]))
 
     def compare(self, a: str, b: str) -> tuple[dict[str, Any], str]:
         found = compare_answers(cast("Explorations", self), a, b)
@@ -148,6 +172,33 @@ def test_a_further_id_asks_the_same_and_one_without_a_run_is_named() -> None:
         with pytest.raises(CommandError, match=named):
             known.compare("first,other", "first")
         assert known.compare("first", "other")[0]["differences"]
+
+
+def test_what_does_not_decide_is_no_difference_and_the_load_of_the_host_is_one() -> None:
+    request = job_document()["request"]
+    same = {**request, "tolerance": 0.05, "base_micro_batch_size": 1, "target": "bexp", "device_kind": "cpu"}
+    shapes = {"hidden_size": 256, "num_layers": 7, "vocab_size": 4096, "seq_length": 64}
+    known = Known(first=(100.0,), same=(100.0,), other=(100.0,))
+    known.changes = {
+        "first": {"report": {"hardware": {"device_name": "EPYC", "num_devices": 1}}},
+        "same": {
+            "report": {"hardware": {"device_name": "EPYC", "num_devices": 8}},
+            "request": {**same, "model": {**request["model"], "name": "renamed"}},
+        },
+        "other": {
+            "report": {"hardware": {"device_name": "EPYC"}},
+            "request": {**request, "model": {**request["model"], **shapes}, "batch_size": 48},
+        },
+    }
+    known.loads = {"same": 0.5, "first": 0.02}
+    said, lines = known.compare("first", "same")
+    load = "load of the host by other programs: 2% of its processors in A, 50% in B"
+    assert said["differences"] == [load]
+    assert load in " ".join(lines.split())
+    assert (said["a"]["host_busy_share"], said["b"]["host_busy_share"]) == (0.02, 0.5)
+    model, batch = known.compare("first", "other")[0]["differences"]
+    assert model.startswith("model: 4 fields, such as model.")
+    assert batch == "batch_size: 24 in A, 48 in B"
 
 
 def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() -> None:

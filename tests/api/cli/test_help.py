@@ -54,11 +54,24 @@ def test_every_command_explains_itself_with_an_example_that_it_understands(comma
 def test_the_defaults_of_a_request_are_shown() -> None:
     text = " ".join(CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": "250"}).output.split())
     for default in (
-        "else none",
-        "else auto with a batch size, and explore without",
-        "else 600.0",
-        "else 95",
-        "else all that a GPU and the trainer can have, and eager on a CPU",
-        "else all of it",
+        "over all devices. Default: none.",
+        "or explore. Default: auto with a batch size, else explore.",
+        "Default: 600.",
+        "Default: 95.",
+        "Default: explore on a GPU, eager on a CPU.",
+        "Default: all of it.",
     ):
-        assert f"[default: (of CONFIG, {default})]" in text
+        assert default in text
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_the_options_of_an_exploration_are_in_groups_with_room_for_their_texts(columns: int) -> None:
+    text = CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": str(columns)}).output
+    panels = re.findall(r"^╭─ ([A-Z][\w ]*) ─", text, re.MULTILINE)
+    assert panels == ["Arguments", "Options", "Batch and texts", "What may be chosen", "Training", "Search", "Output"]
+    option = re.compile(r"^│ --[a-z-]+ +(?:-\w +)?(?:<\w+>|[A-Z=]+)? +(?=\S)")
+    begins = [match.end() for line in text.splitlines() if (match := option.match(line))]
+    assert len(begins) >= 25
+    assert max(begins) <= 38, "the texts begin in the left half"
+    assert max(map(len, text.splitlines())) <= columns
+    assert len(text.splitlines()) <= (110 if columns == 80 else 80)

@@ -130,6 +130,19 @@ def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) ->
     assert everything["run_reports"] == []
 
 
+def test_best_without_an_answer_names_the_newest_exploration_that_has_one(
+    bexp: Run, config: Path, worker: Worker
+) -> None:
+    with worker():
+        answered = bexp("submit", config, "--label", "run=first", "--watch").stderr.split()[1]
+    cancelled = bexp("submit", config, "--set", "fresh=true").stdout.strip()
+    bexp("cancel", cancelled)
+    done = bexp("best", "latest")
+    assert (done.code, done.stdout) == (1, "")
+    assert done.stderr.splitlines()[1:] == [f"  the newest with one: `bexp best {answered}` (tiny, run=first)"]
+    assert len(bexp("best", cancelled).stderr.splitlines()) == 1  # it was named
+
+
 def test_best_names_the_micro_batch_that_divides(bexp: Run, config: Path, worker: Worker) -> None:
     variant = ANSWER.variants[0].model_copy(update={"recommendation": UNDIVIDED})
     with worker(Answer(variants=(variant,))):

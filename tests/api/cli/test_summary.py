@@ -9,6 +9,7 @@ import pytest
 from bexp.explorer.answers.answer import render_answer
 from bexp.explorer.answers.summary import render_summary
 from bexp.explorer.records.recommendation import (
+    CORES_ARE_SHARED,
     NOISE_ENDS_SEARCH,
     Answer,
     Recommendation,
@@ -31,7 +32,7 @@ def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
     assert [line[:20].strip() for line in lines[1:]] == ["batch", "settings", "speed", "memory", "confidence", "next"]
     said = [line[20:] for line in lines[1:]]
     assert lines[0] == "Recommended micro_batch_size: 4 for tiny"
-    assert said[0] == "batch_size 24: 4 too, in 6 accumulation steps"
+    assert said[0] == "batch_size 24: 4 divides it, in 6 accumulation steps"
     assert said[1] == "bta_tile=2 attention=flash experts=grouped_mm", "and nothing that is as in the base"
     assert said[2].startswith(
         "11,500 tokens/s per device, 1.23x micro_batch_size 1 without these settings, 1.37x the best"
@@ -59,6 +60,12 @@ def test_a_provisional_answer_says_what_would_make_it_surer() -> None:
     assert "explore again with --fresh" in summary(request=asked, completed_target=95)
     noisy = RECOMMENDATION.model_copy(update={"notes": (NOISE_ENDS_SEARCH,)})
     assert "when nothing else runs here" in summary(noisy, asked)
+
+
+def test_speed_in_time_of_the_processor_says_so() -> None:
+    assert "processor" not in summary()
+    shared = RECOMMENDATION.model_copy(update={"notes": (f"{CORES_ARE_SHARED}: threads waited",)})
+    assert "per device of processor time (slower while others use these cores), " in summary(shared)
 
 
 def test_the_next_command_is_the_trainers() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from numpy.random import Generator
 
-from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
+from bexp.explorer.records.measurement import Conditions, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.comparison import COMPOSED_DEGREES, KNOWN, ComparedSide, MeasuredCandidate, compare
 from tests.api.cli.samples import BASE, BEST, RECOMMENDATION
@@ -16,7 +16,9 @@ from tests.api.cli.samples import BASE, BEST, RECOMMENDATION
 UNCHECKED = RECOMMENDATION.model_copy(update={"whole_model": None})
 
 
-def whole_run(number: int, tokens_per_second: float, error: float = 0.001) -> Trial:
+def whole_run(
+    number: int, tokens_per_second: float, error: float = 0.001, conditions: Conditions | None = None
+) -> Trial:
     whole = WholeModelMeasurement(
         micro_step_seconds=0.01,
         optimizer_seconds=0.0,
@@ -24,6 +26,7 @@ def whole_run(number: int, tokens_per_second: float, error: float = 0.001) -> Tr
         peak_bytes=1,
         reserved_bytes=1,
         repeats=3,
+        conditions=conditions,
     )
     measurement = Measurement(candidate=BEST, outcome=Outcome.OK, whole_model=whole)
     return Trial(

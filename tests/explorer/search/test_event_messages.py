@@ -217,10 +217,11 @@ def test_a_changed_answer_names_both_candidates_in_order() -> None:
 
 def test_the_end_is_the_main_variants_recommendation() -> None:
     answer = Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=recommendation()),))
-    event = end_event(answer)
+    event = end_event(answer, 87)
     assert event.code is EventCode.SUCCEEDED
-    name = candidate(4).describe()
-    assert event.message == f"Recommended: {name}: 1,234 tokens/s, 1.25x base, confidence 87"
+    told = f"Recommended: {candidate(4).describe()}: 1,234 tokens/s, 1.25x base, confidence 87"
+    assert event.message == told
+    assert end_event(answer, 88).message == f"{told}, provisional: 88 was asked for"
     assert event.data == {"answer": answer.model_dump(mode="json")}
 
 
@@ -239,7 +240,7 @@ def test_the_end_of_a_plan_names_the_mesh_and_says_whose_rate_it_is() -> None:
     )
     best = candidate(4, sharding=Sharding.ZERO1)
     found = recommendation().model_copy(update={"candidate": best, "plan": plan})
-    event = end_event(Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=found),)))
+    event = end_event(Answer(variants=(VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=found),)), 80)
     assert event.message.startswith("Recommended: tensor=2 pipeline=1 data=4 sharding=zero1 micro_batch_size=4 ")
     assert event.message.count("sharding=") == 1
     assert "1,234 tokens/s of each device, 1.25x base" in event.message
@@ -248,6 +249,6 @@ def test_the_end_of_a_plan_names_the_mesh_and_says_whose_rate_it_is() -> None:
 @pytest.mark.parametrize(("reason", "words"), [(None, "no candidate fits"), ("the device burns", "the device burns")])
 def test_an_end_without_a_recommendation_tells_the_reason(reason: str | None, words: str) -> None:
     none = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=None, reason=reason)
-    event = end_event(Answer(variants=(none,)))
+    event = end_event(Answer(variants=(none,)), 95)
     assert event.code is EventCode.NOTHING_FITS
     assert event.message == f"No recommendation: {words}"

@@ -171,12 +171,12 @@ def test_embeddings_that_llamafactory_trains_with_a_new_vocabulary() -> None:
     assert named.modules_to_save == ("embed_tokens",)
 
 
-def test_the_loss_in_chunks_of_trl_is_said_to_be_measured_with_all_logits() -> None:
+def test_the_loss_in_chunks_of_trl_is_said_not_to_be_measured() -> None:
     changes: tuple[dict[str, Any], ...] = ({}, {"loss_type": "chunked_nll"})
     for change in changes:
         asked = read("trl", **change)
         assert asked.losses == ("library",)
-        assert any("chunked_nll" in notice and "which the export writes" in notice for notice in asked.notices)
+        assert any("is not measured" in notice and "sets loss_type: nll" in notice for notice in asked.notices)
     assert not any("chunked_nll" in notice for notice in read("trl", loss_type="nll").notices)
 
 
@@ -185,6 +185,25 @@ def test_another_trainer_beside_a_file_is_refused() -> None:
         with pytest.raises(FormatError, match="is a file of axolotl, and the trainer that is named is trl"):
             parse_request(beside_its_model(*FILES["axolotl"]) | document, overrides=overrides)
     assert read("axolotl", {"trainer": "axolotl"}).trainer == "axolotl"
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "value", "key"),
+    [
+        ("trl, full", "losses", ["liger"], "trl.loss_type"),
+        ("torchtune", "execution", "eager", "torchtune.compile"),
+        ("axolotl, QLoRA", "quantization", "bnb_8bit", "axolotl.load_in_4bit"),
+    ],
+)
+def test_a_field_beside_a_file_that_contradicts_it_is_refused(name: str, field: str, value: Any, key: str) -> None:
+    document = beside_its_model(*FILES[name])
+    with pytest.raises(FormatError) as refused:
+        parse_request(document | {field: value})
+    reason = f"contradicts {field} beside the file, which is {value}: keep one"
+    assert refused.value.errors == [(tuple(key.split(".")), reason)]
+    stated = getattr(parse_request(document), field)
+    assert getattr(parse_request(document | {field: stated}), field) == stated
+    assert field == "losses" or getattr(parse_request(document, overrides={field: value}), field) == value
 
 
 def test_options_replace_what_the_file_says_and_devices_multiply_the_batch() -> None:
