@@ -21,43 +21,27 @@ sys.argv[1:] = [*sizes, "--gradient_accumulation_steps", "8", "--output_dir", gi
 runpy.run_path({str(SCRIPTS / "with_trainer.py")!r}, run_name="__main__")
 """
 """What answers like `axolotl train FILE`."""
-ASKED = ("--device", "cpu", "--micro-batch-size", "2,4,8", "--max-trials", "3", "--max-seconds", "40")
+ASKED = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "40")
 
 
-def test_a_trainer_is_tuned_its_batch_stays_and_nothing_is_written(machine: Machine) -> None:
+def test_a_trainer_is_tuned_and_runs_with_the_answer_and_its_own_batch(machine: Machine) -> None:
     out = machine.folder / "out"
-    command = (sys.executable, SCRIPTS / "with_trainer.py", "--output_dir", out, "--hub_token", "hf_secret")
-    printed = machine.run("tune", *ASKED, "--", *command)
-    found = re.search(
-        r"for the command +add --per_device_train_batch_size (\d)\s+add --gradient_accumulation_steps (\d)|"
-        r"for the command +nothing to change",
-        printed,
-    )
-    assert found is not None, printed
-    size, steps = (int(number) if number else own for number, own in zip(found.groups(), (2, 4), strict=True))
-    assert size * steps == 8, "the command's own batch is 2 x 4"
-    assert "GPT2LMHeadModel" in printed
-    assert re.search(r"(x micro_batch_size 2|which is the base)", " ".join(printed.split())), "what the command says"
-    assert re.search(rf"worst micro-batch +{size} x 128 tokens ran first: no micro-batch", printed), "it has 200 texts"
-    assert not out.exists()
-    stored = b"".join(path.read_bytes() for path in (machine.folder / "data").rglob("*") if path.is_file())
-    assert b"with_trainer.py" in stored
-    assert b"hf_secret" not in stored
-
-
-def test_a_trainer_runs_with_the_answer_and_writes_what_it_writes(machine: Machine) -> None:
-    out = machine.folder / "out"
-    flags = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps=8")
+    flags = ("--per_device_train_batch_size", "1", "--gradient_accumulation_steps=8", "--hub_token", "hf_secret")
     command = (sys.executable, SCRIPTS / "with_trainer.py", *flags, "--output_dir", out)
-    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "40")
-    process = machine.start("tune", *asked, "--run", "--", *command)
+    process = machine.start("tune", *ASKED, "--run", "--", *command)
     assert process.wait(300) == 0, machine.err(process)
     printed = machine.out(process)
     found = re.search(r"--per_device_train_batch_size 1 -> (\d)\s+--gradient_accumulation_steps 8 -> (\d)", printed)
     assert found is not None, printed
     size, steps = map(int, found.groups())
     assert size * steps == 8
+    assert "GPT2LMHeadModel" in printed
+    assert "Whole model" not in printed, "each trial measures the whole"
     assert re.search(rf"after +micro_batch_size={size}: [\d,]+ tokens/s, peak memory", printed)
+    assert re.search(rf"worst micro-batch +{size} x 128 tokens ran first: no micro-batch", printed), "it has 200 texts"
+    stored = b"".join(path.read_bytes() for path in (machine.folder / "data").rglob("*") if path.is_file())
+    assert b"with_trainer.py" in stored
+    assert b"hf_secret" not in stored
     used = torch.load(out / "training_args.bin", weights_only=False)
     assert (used.per_device_train_batch_size, used.gradient_accumulation_steps) == (size, steps)
     state = json.loads((out / "checkpoint-25" / "trainer_state.json").read_text())
@@ -78,8 +62,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
     (machine.folder / "own.yaml").write_text(
         "micro_batch_size: 1 # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
     )
-    asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "40")
-    printed = machine.run("tune", *asked, "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    printed = machine.run("tune", *ASKED, "--write", tuned, "--", "axolotl", "train", "own.yaml")
     found = re.search(r"micro_batch_size: 1 -> (\d) in own.yaml\s+add gradient_accumulation_steps: (\d) to", printed)
     assert found is not None, printed
     size, steps = map(int, found.groups())
@@ -87,7 +70,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
         f"micro_batch_size: {size} # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
         f"gradient_accumulation_steps: {steps}\n"
     )
-    again = machine.start("tune", *asked, "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    again = machine.start("tune", *ASKED, "--write", tuned, "--", "axolotl", "train", "own.yaml")
     assert again.wait(60) == 2
     assert machine.err(again) == f"bexp: --write {tuned}: it exists\n"
 

@@ -8,7 +8,7 @@ import pytest
 from transformers import TrainingArguments
 
 from bexp.tune.hf_trainer import _prepare
-from bexp.tune.link import SCRATCH, SIZE, CannotSetError
+from bexp.tune.link import CHOICE, SCRATCH, SIZE, CannotSetError
 from bexp.tune.measuring import ACCUMULATION
 
 
@@ -33,3 +33,9 @@ def test_two_accumulation_steps_are_enough_for_timing(arguments: TrainingArgumen
     _prepare(arguments)
     assert arguments.gradient_accumulation_steps == ACCUMULATION
     assert vars(arguments)["bexp_asked"] == (4, 8)
+
+
+def test_a_field_that_there_is_not_is_refused(arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(CHOICE, '{"wrong": true}')
+    with pytest.raises(CannotSetError, match=r"^TrainingArguments have no 'wrong': put {wrong} where the command"):
+        _prepare(arguments)

@@ -16,11 +16,9 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, Dataset, DistributedSampler
-from transformers import Trainer, TrainingArguments
 
 
 def _run_out_of_memory() -> None:
@@ -89,6 +87,8 @@ def main() -> None:
 
 
 def _with_trainer(net: Net, options: argparse.Namespace) -> None:
+    from transformers import Trainer, TrainingArguments
+
     arguments = TrainingArguments(
         output_dir=str(options.output / "trainer"),
         per_device_train_batch_size=options.batch,
@@ -102,6 +102,8 @@ def _with_trainer(net: Net, options: argparse.Namespace) -> None:
 
 
 def _with_accelerate(net: Net, options: argparse.Namespace) -> None:
+    from accelerate import Accelerator
+
     accelerator = Accelerator(gradient_accumulation_steps=options.accumulate)
     loader = DataLoader(Numbers(), batch_size=options.batch, shuffle=True)
     model, optimizer, loader = accelerator.prepare(net, torch.optim.AdamW(net.parameters()), loader)

@@ -46,26 +46,20 @@ def test_a_child_that_averages_by_micro_batch_is_told_in_a_few_lines(tmp_path: P
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    ("options", "status", "says"),
-    [((), AGREES, "The gradients agree"), (("--by_device",), DIFFERS, "counted on each device")],
-    ids=["over all", "by device"],
-)
-def test_several_processes_are_checked_together(options: tuple[str, ...], status: int, says: str, capfd: Any) -> None:
-    assert run(*TORCHRUN, LOSSES, "--output_dir", "out", *options) == status
-    assert says in " ".join(capfd.readouterr().out.split())
+def test_several_processes_are_checked_together(capfd: Any) -> None:
+    assert run(*TORCHRUN, LOSSES, "--output_dir", "out", "--by_device") == DIFFERS
+    assert "counted on each device" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize(
     ("arguments", "status", "says"),
     [
         ((str(SCRIPTS / "with_a_loop.py"), "--output", "out"), USAGE, "bexp.check_accumulation"),
-        ((str(SCRIPTS / "with_accelerate.py"), "--output", "out"), USAGE, "bexp.check_accumulation"),
         (("-c", "print('nothing to do')"), USAGE, "the command does not train"),
         (("-c", "raise SystemExit('no data set')"), FAILED, "no data set"),
         (("train.py", "{micro_batch_size}"), USAGE, "--micro-batch-size has to say"),
     ],
-    ids=["loop", "accelerate", "nothing", "crash", "no size"],
+    ids=["loop", "nothing", "crash", "no size"],
 )
 def test_what_cannot_be_compared_is_told_on_stderr(
     arguments: tuple[str, ...], status: int, says: str, capfd: Any
