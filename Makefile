@@ -16,8 +16,9 @@ RECORDING := benchmarks/results/tables/olmoe-zipf.jsonl
 # Threads that spin at a barrier while another program has the core make small kernels tens of times slower.
 export OMP_WAIT_POLICY ?= PASSIVE
 
-# Most tests wait for processes that they start: more of them at a time than cores end sooner.
-TEST_PROCESSES ?= 4
+# Some tests wait for processes that they start: one more at a time than cores keeps these busy. Each further one would
+# collect all tests again, which takes nine seconds of a core.
+TEST_PROCESSES ?= 3
 
 .PHONY: demo test style types tests test-gpu test-frameworks setup clean house
 

@@ -1,4 +1,4 @@
-"""The environment of a result, and how a result is written to a file."""
+"""The environment of a result, and how a result is written to a file, or continued."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import subprocess
+from collections.abc import Iterable
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -16,6 +17,9 @@ PACKAGES = (
     *("torch", "triton", "nvidia-cudnn-cu13", "transformers", "accelerate"),
     *("optuna", "numpy", "sqlalchemy", "fastapi", "pydantic"),
 )
+
+DEVICE = ("device_kind", "device_name", "memory_bytes", "versions")
+"""What a continued run must have alike of a device. Its measured peaks vary a little from run to run."""
 
 
 def describe_environment() -> dict[str, Any]:
@@ -51,6 +55,27 @@ def write_results(path: Path, results: dict[str, Any]) -> None:
     draft = path.with_suffix(".tmp")
     draft.write_text(json.dumps(results, indent=1) + "\n")
     draft.replace(path)
+
+
+def begin(path: Path, fresh: dict[str, Any], *, same: Iterable[str]) -> dict[str, Any]:
+    """Return `fresh`, which has measured nothing yet, or the results in `path` of the same run, with this day added.
+
+    The same run has the same device, versions and values of the fields `same`.
+
+    Raises:
+        ValueError: the file is of another run, or no results.
+    """
+    if not path.exists():
+        return fresh
+    recorded: dict[str, Any] = json.loads(path.read_text())
+    wanted = json.loads(json.dumps(fresh))
+    names = {name: (recorded.get(name), wanted.get(name)) for name in same}
+    names |= {name: (recorded["hardware"].get(name), wanted["hardware"].get(name)) for name in DEVICE}
+    for name, (was, now) in names.items():
+        if was != now:
+            raise ValueError(f"{path} is of another run: {name} {was} instead of {now}. Name another file.")
+    days = [*recorded.get("continued", []), datetime.now(UTC).isoformat(timespec="seconds")]
+    return fresh | recorded | {"continued": days}
 
 
 def _version(package: str) -> str | None:

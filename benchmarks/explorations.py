@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -155,23 +154,12 @@ def comparisons(recommendation: Recommendation | None) -> dict[str, Any] | None:
 
 
 def overheads(result: Result | None, trials: tuple[Trial, ...]) -> dict[str, Any]:
-    """Return the seconds beside measuring: suggest, storage and messages per trial, idle profiler, process starts."""
-    timings = result.answer.timings if result and result.answer else {}
-    components = [t for t in trials if t.kind is TrialKind.COMPONENTS]
-    figures: dict[str, Any] = {
+    """Return how many trials there were, and where their seconds went."""
+    return {
         "num_trials": len(trials),
-        "num_whole_model_trials": len(trials) - len(components),
-        "process_starts": sum(t.measurement.phases.process_start > 0 for t in trials),
-        "timings": timings,
+        "num_whole_model_trials": sum(trial.kind is TrialKind.WHOLE_MODEL for trial in trials),
+        "timings": result.answer.timings if result and result.answer else {},
     }
-    if components:
-        figures["suggest_median_seconds"] = statistics.median(t.suggest_seconds for t in components)
-        figures["messaging_median_seconds"] = statistics.median(t.measurement.phases.messaging for t in components)
-        figures["storage_mean_seconds"] = timings.get("storage", 0.0) / len(trials)
-        figures["suggest_mean_seconds"] = timings.get("suggest", 0.0) / len(trials)
-    if timings.get("total"):
-        figures["profiler_idle_share"] = timings["profiler_idle"] / timings["total"]
-    return figures
 
 
 def _hardware(job: Exploration) -> dict[str, Any] | None:

@@ -13,15 +13,13 @@ from __future__ import annotations
 
 import argparse
 import re
-import statistics
 import time
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from benchmarks.continuation import begin
-from benchmarks.environment import describe_environment, write_results
+from benchmarks.environment import begin, describe_environment, write_results
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.formats.document import load_document
@@ -72,7 +70,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results["rows"].append(row)
             write_results(options.out, results)
             print(line(row), flush=True)
-    print_summary(results["rows"])
     return int(any(row["outcome"] not in (Outcome.OK, Outcome.UNSUPPORTED) for row in results["rows"]))
 
 
@@ -209,14 +206,6 @@ def line(row: dict[str, Any]) -> str:
         f"{name} composed {1e3 * row['composed_step_seconds']:9.1f} ms, "
         f"whole {1e3 * row['whole_step_seconds']:9.1f} ms ({row['step_error']:+.1%}), peak {row['peak_error']:+.1%}"
     )
-
-
-def print_summary(rows: list[dict[str, Any]]) -> None:
-    """Print median and largest errors."""
-    for name in ("step_error", "peak_error"):
-        errors = [abs(row[name]) for row in rows if name in row]
-        if errors:
-            print(f"{name}: median {statistics.median(errors):.1%}, max {max(errors):.1%} of {len(errors)} rows")
 
 
 if __name__ == "__main__":

@@ -19,8 +19,6 @@ from bexp.explorer.spec.training import Sharding
 from bexp.kernels.experts.auto.digest import kernels_digest
 
 TIMEOUT_SECONDS = 120.0
-POWER_CAP = "sw_power_cap"
-"""NVML's reason for a clock that the power limit holds down."""
 
 
 class RowError(Exception):
@@ -112,17 +110,5 @@ def describe_step(space: MeshKnowledge, step: MeshStep, report: DeviceReport) ->
         "bubble_share": step.bubble_share,
         "layers": list(step.layers),
         "memory_bytes": step.memory.total,
-        "power_capped_share": power_capped_share(space, step),
         "parts": [part.model_dump(mode="json") for part in mesh_parts(space, step)],
     }
-
-
-def power_capped_share(space: MeshKnowledge, step: MeshStep) -> float:
-    """Return the share of the step that hangs on blocks during which the power limit held the clock down."""
-    share_sum = 0.0
-    for part, share in step.makeup.items():
-        measured = space.measured.get(part) if isinstance(part, Component) else None
-        conditions = None if measured is None else measured.conditions
-        if conditions is not None and POWER_CAP in conditions.clock_reasons:
-            share_sum += share
-    return min(1.0, share_sum)

@@ -31,12 +31,10 @@ from typing import Any
 
 from benchmarks.environment import describe_environment, write_results
 from benchmarks.plan_prediction import RowError, predict
-from bexp.explorer.cost_model.parameters import count_embedding, count_parameters
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.trial import Measure
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
-from bexp.explorer.spec.model import LayerKind, ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.experts.auto.digest import kernels_digest
 from bexp.workers.process.profiler import Profiler
@@ -51,7 +49,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--rows", nargs="+", help="names; default: all")
     parser.add_argument("--minutes", type=float, default=60.0, help="no row is begun after so many")
     parser.add_argument("--device", default="cuda:0")
-    parser.add_argument("--again", action="store_true", help="measure rows of earlier expert kernels again")
     parser.add_argument("--recompose", action="store_true", help="compose the rows of --out again, without a device")
     parser.add_argument("--out", type=Path, required=True)
     options = parser.parse_args(arguments)
@@ -83,26 +80,10 @@ def run_rows(
     end = time.monotonic() + 60 * options.minutes
     with Profiler(options.device) as profiler:
         for row in wanted:
-            if options.again:
-                forget_earlier(row, table, results)
             if time.monotonic() > end:
                 print(f"the time is over before {row['name']}", flush=True)
                 break
             run_row(row, table, profiler, results, lambda: write_results(options.out, results))
-
-
-def forget_earlier(row: dict[str, Any], table: dict[str, Any], results: dict[str, Any]) -> None:
-    """Drop the blocks of a row's model that were measured with earlier expert kernels, and mark the row as stale."""
-    known = results["rows"].get(row["name"], {})
-    if known.get("kernels_digest") == kernels_digest():
-        return
-    known["stale"] = True
-    model = request_of(row, table).shapes.name
-    results["components"] = [
-        known
-        for known in results["components"]
-        if known.get("kernels") == kernels_digest() or f'"name":"{model}"' not in known["subject"]
-    ]
 
 
 def read_results(path: Path) -> dict[str, Any]:
@@ -118,15 +99,10 @@ def run_row(
 ) -> None:
     """Predict a row that has no prediction yet, or that of another run; `save` is called after every block."""
     known = results["rows"].get(row["name"], {})
-    if (
-        "predicted" in known
-        and "stale" not in known
-        and all(known.get(name, {}) == row.get(name, {}) for name in ("as_run", "unstated"))
-    ):
+    if "predicted" in known and all(known.get(name, {}) == row.get(name, {}) for name in ("as_run", "unstated")):
         return
     started = time.perf_counter()
-    request = request_of(row, table)
-    published = _published(row, request)
+    published = _published(row)
 
     def begin(of: ExplorationRequest) -> DeviceReport:
         report = profiler.begin(of)
@@ -158,7 +134,6 @@ def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str,
     recorded = results["rows"].get(row["name"], {})
     if "predicted" not in recorded:
         return
-    request = request_of(row, table)
 
     def begin(of: ExplorationRequest) -> DeviceReport:
         return DeviceReport(
@@ -173,11 +148,11 @@ def recompose_row(row: dict[str, Any], table: dict[str, Any], results: dict[str,
     try:
         predicted = predict_as_run(row, table, begin, None, results["components"], lambda: None)
     except RowError as refusal:
-        results["rows"][row["name"]] = {**kept, **_published(row, request), "kept": str(refusal)}
+        results["rows"][row["name"]] = {**kept, **_published(row), "kept": str(refusal)}
         print(f"{row['name']:30} keeps its figures: {refusal}", flush=True)
         return
     error = predicted["predicted"] / row["tokens_per_second"] - 1
-    results["rows"][row["name"]] = {**kept, **_published(row, request), **predicted, "error": error}
+    results["rows"][row["name"]] = {**kept, **_published(row), **predicted, "error": error}
     print(f"{row['name']:30} error {recorded['error']:+.1%}, now {error:+.1%}", flush=True)
 
 
@@ -217,27 +192,9 @@ def _named(backends: Sequence[str] | None) -> tuple[BackendSupport, ...]:
     return tuple(BackendSupport(name=name, usable=True) for name in backends or ())
 
 
-def _published(row: dict[str, Any], request: ExplorationRequest) -> dict[str, Any]:
+def _published(row: dict[str, Any]) -> dict[str, Any]:
     stated = {key: row.get(key, {}) for key in ("model", "source", "notes", "request", "as_run", "unstated")}
-    return {
-        **stated,
-        "published": row["tokens_per_second"],
-        "model_flops_per_token": model_flops_per_token(request.shapes),
-    }
-
-
-def model_flops_per_token(model: ModelSpec) -> float:
-    """Return the FLOPs of a token's forward and backward pass, without recomputation.
-
-    They are 6 for each parameter that multiplies it, of top_k experts alone, and 12 for each position of its sequence,
-    layer and width of the heads; what a causal mask leaves out is counted (Chowdhery et al., 2022, arXiv:2204.02311,
-    appendix B).
-    """
-    used = count_parameters(model) - (0 if model.tie_embeddings else count_embedding(model))
-    if (moe := model.moe) is not None:
-        expert = (3 if model.gated_mlp else 2) * model.hidden_size * moe.expert_ffn_hidden_size
-        used -= model.count_layers(LayerKind.MOE) * (moe.num_experts - moe.top_k) * expert
-    return 6.0 * used + 12.0 * model.num_layers * model.num_attention_heads * model.head_size * model.seq_length
+    return {**stated, "published": row["tokens_per_second"]}
 
 
 def request_of(row: dict[str, Any], table: dict[str, Any]) -> ExplorationRequest:

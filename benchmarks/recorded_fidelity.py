@@ -3,14 +3,13 @@
     python -m benchmarks.recorded_fidelity results/tables/*.jsonl --out results/NAME.json
 
 Every candidate of a table that was run whole is composed of its components' runs in that table; errors are
-(composed - whole) / whole, as in `benchmarks.fidelity`, which measures its own. A row is `host_bound` if its micro-step
+(composed - whole) / whole. A row is `host_bound` if its micro-step
 is composed of the host's time, which is longer there than the device's.
 """
 
 from __future__ import annotations
 
 import argparse
-import statistics
 import sys
 from pathlib import Path
 from typing import Any
@@ -43,7 +42,6 @@ def main(arguments: list[str] | None = None) -> int:
         "rows": rows,
     }
     write_results(options.out, results)
-    print_table(rows)
     return 0
 
 
@@ -92,19 +90,6 @@ def _tokens_per_second(whole: WholeModelMeasurement, micro_batch_size: int, reco
     micro_step, optimizer = whole.micro_step_seconds, whole.optimizer_seconds
     seconds = combine_seconds(micro_step, optimizer, micro_batch_size, request.shapes, request)
     return seconds.tokens_per_second
-
-
-def print_table(rows: list[dict[str, Any]]) -> None:
-    """Median and largest error of each table."""
-    for name in dict.fromkeys(row["name"] for row in rows):
-        checks = [row["check"] for row in rows if row["name"] == name and row["check"]]
-        if not checks:
-            continue
-        cells = []
-        for what in ("step_error", "peak_error"):
-            errors = [abs(check[what]) for check in checks]
-            cells.append(f"{what} median {statistics.median(errors):.1%}, max {max(errors):.1%}")
-        print(f"{name:<24}{len(checks):>4} whole models: {'; '.join(cells)}")
 
 
 if __name__ == "__main__":

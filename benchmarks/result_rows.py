@@ -149,76 +149,23 @@ def checked(result: Row) -> Iterable[Row]:
             yield {**row, "step": step, "peak": peak, "device_step": None if row.get("host_bound") else step}
 
 
-def layers(result: Row, kind: str) -> Iterable[Row]:
-    """Return the timed rows of a kind, by model and micro-batch."""
-    rows = [row for row in result["rows"] if row["kind"] == kind and "relative_to_dense" in row]
+def layers(result: Row) -> Iterable[Row]:
+    """Return the timed rows, by model and micro-batch."""
+    rows = [row for row in result["rows"] if "relative_to_dense" in row]
     return sorted(rows, key=lambda row: (row["num_experts"] or 0, row["top_k"], row["micro_batch_size"]))
 
 
 def near_bound(result: Row) -> Iterable[Row]:
     """Return CUDA graphs of layers, with the bound's share of their time by the clock."""
-    for row in layers(result, "layer"):
+    for row in layers(result):
         share = (row["bound_seconds"] or 0.0) / row["seconds"]
         if share > SHOWN_BOUND and row["backend"].endswith("graph") and not row["backend"].startswith("dense"):
             yield {**row, "share": share}
 
 
-def fused_ways(result: Row) -> Iterable[Row]:
-    """Return the chosen kernels' times, and their ratio to those of other ways: by the clock, and on the device."""
-    clocks = ("clock_seconds", "device_seconds")
-    for row in result["rows"]:
-        chosen = row["seconds"]["chosen"]
-        for way, clocked in row["seconds"].items():
-            both = [
-                f"{clocked[of] * 1e3:.2f} ms" if way == "chosen" else f"{chosen[of] / clocked[of]:.2f}" for of in clocks
-            ]
-            yield {**row, "way": way, "text": "{} ({})".format(*both)}
-
-
-def launches(result: Row) -> Iterable[Row]:
-    """Return what launches cost the host, in units of one small operation: the least and the most over the shapes."""
-    gemms, rows = ([row["launches"] for row in result[key]] for key in ("gemms", "layers"))
-    products = ("multiply_rows", "sum_over_rows")
-    units_by_way = {
-        f"a grouped GEMM of `{name}`, or its sum over rows": [row[f"{name} {of}"] for row in gemms for of in products]
-        for name in ("hopper_grouped", "triton_grouped")
-    }
-    halves = [f"fused: {part} without autograd" for part in ("forward", "backward")]
-    units_by_way["`fused`, forward and backward without autograd"] = [sum(row[half] for half in halves) for row in rows]
-    units_by_way["`fused`, a layer in a chain, with autograd"] = [row["fused, a layer in a chain"] for row in rows]
-    units_by_way["`fused`, one layer alone, with autograd"] = [row["fused forward and backward"] for row in rows]
-    for what, units in units_by_way.items():
-        least, most = min(units), max(units)
-        micros = {"least_us": least * result["launch_us"], "most_us": most * result["launch_us"]}
-        yield {"what": what, "least": least, "most": most, **micros}
-
-
-def variable_sizes(result: Row) -> Iterable[Row]:
-    """Return the rate of forward and backward without a limit of memory."""
-    for run in result["runs"]:
-        rate = run["training"].get("flops_per_second")
-        if run["limit_bytes"] is None and rate:
-            yield {**run, "tflops": rate / 1e12}
-
-
 def expert_modes(result: Row) -> Iterable[Row]:
     """Return a row a mode."""
     return ({**row, "mode": mode, **figures} for row in result["rows"] for mode, figures in row["modes"].items())
-
-
-def graphs(result: Row) -> Iterable[Row]:
-    """Return each case and execution, with its gain over eager."""
-    for run in result["runs"]:
-        for name, case in run["results"].items():
-            steps, micros = case["step_seconds"], case["micro_step_seconds"]
-            for execution, step in steps.items():
-                micro, peak = micros[execution], case["peak_bytes"][execution]
-                gains = {
-                    "gain": micros["eager"]["median"] / micro["median"],
-                    "step_gain": steps["eager"]["median"] / step["median"],
-                }
-                about = {"name": name, "launch": run["launch_us"], "execution": execution, "peak": peak}
-                yield {**about, **gains, "micro": micro, "step": step}
 
 
 def tiling(result: Row) -> Iterable[Row]:
@@ -231,11 +178,6 @@ def tiling(result: Row) -> Iterable[Row]:
                 "limit": limit,
                 **{of: relative.get(f"{limit}/{of}") for of in ("plain", "tiled", "explored")},
             }
-
-
-def choices(result: Row) -> Iterable[Row]:
-    """Return what was picked, by the shape of the heads and the length."""
-    return sorted(result["cells"], key=lambda cell: (cell["head_size"], cell["kind"], cell["seq_length"]))
 
 
 def tiled(result: Row) -> Iterable[Row]:

@@ -8,17 +8,16 @@ import os
 import shutil
 import signal
 import tempfile
-import uuid
 import warnings
 from collections.abc import Callable, Generator, Iterator
 from itertools import islice
 from pathlib import Path
 
 import pytest
-import sqlalchemy as sa
 
 from bexp.storage.database import Database, open_database
 from bexp.storage.schema import upgrade
+from tests.fresh_postgresql import FreshDatabases, execute, with_name
 
 
 def pytest_configure() -> None:
@@ -76,8 +75,8 @@ def postgresql_server() -> Iterator[str]:
     server = postgres_server.get_server(folder, cleanup_mode="stop")
     try:
         for setting in ("fsync", "full_page_writes", "synchronous_commit"):
-            _execute(server.get_uri(), f"ALTER SYSTEM SET {setting} = off")
-        _execute(server.get_uri(), "SELECT pg_reload_conf()")
+            execute(server.get_uri(), f"ALTER SYSTEM SET {setting} = off")
+        execute(server.get_uri(), "SELECT pg_reload_conf()")
         yield str(server.get_uri())
     finally:
         server.cleanup()
@@ -85,14 +84,14 @@ def postgresql_server() -> Iterator[str]:
 
 
 @pytest.fixture(scope="session")
-def postgresql_template(postgresql_server: str) -> str:
-    """The name of a database with the current schema."""
+def postgresql_databases(postgresql_server: str) -> FreshDatabases:
+    """Databases with the current schema."""
     name = "bexp_template"
-    _execute(postgresql_server, f"CREATE DATABASE {name}")
-    database = open_database(_with_name(postgresql_server, name))
+    execute(postgresql_server, f"CREATE DATABASE {name}")
+    database = open_database(with_name(postgresql_server, name))
     upgrade(database)
     database.dispose()
-    return name
+    return FreshDatabases(postgresql_server, name)
 
 
 @pytest.fixture(scope="session")
@@ -111,7 +110,7 @@ def empty_database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterat
     if request.param == "sqlite":
         yield f"sqlite:///{tmp_path / 'bexp.db'}"
         return
-    with _fresh_postgresql(request.getfixturevalue("postgresql_server"), "template1") as url:
+    with FreshDatabases(request.getfixturevalue("postgresql_server"), "template1").one() as url:
         yield url
 
 
@@ -121,15 +120,15 @@ def database_url(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[str
     if request.param == "sqlite":
         yield _copy_sqlite(request.getfixturevalue("sqlite_template"), tmp_path)
         return
-    server = request.getfixturevalue("postgresql_server")
-    with _fresh_postgresql(server, request.getfixturevalue("postgresql_template")) as url:
+    databases: FreshDatabases = request.getfixturevalue("postgresql_databases")
+    with databases.one() as url:
         yield url
 
 
 @pytest.fixture
-def postgresql_url(postgresql_server: str, postgresql_template: str) -> Iterator[str]:
+def postgresql_url(postgresql_databases: FreshDatabases) -> Iterator[str]:
     """A PostgreSQL database with the current schema."""
-    with _fresh_postgresql(postgresql_server, postgresql_template) as url:
+    with postgresql_databases.one() as url:
         yield url
 
 
@@ -169,28 +168,3 @@ def _copy_sqlite(template: Path, folder: Path) -> str:
     path = folder / "bexp.db"
     shutil.copyfile(template, path)
     return f"sqlite:///{path}"
-
-
-class _fresh_postgresql:  # noqa: N801 - a context manager
-    def __init__(self, server: str, template: str) -> None:
-        self.server = server
-        self.template = template
-        self.name = f"test_{uuid.uuid4().hex}"
-
-    def __enter__(self) -> str:
-        _execute(self.server, f"CREATE DATABASE {self.name} TEMPLATE {self.template}")
-        return _with_name(self.server, self.name)
-
-    def __exit__(self, *_: object) -> None:
-        _execute(self.server, f"DROP DATABASE {self.name} WITH (FORCE)")
-
-
-def _with_name(server: str, name: str) -> str:
-    return sa.make_url(server).set(database=name).render_as_string(hide_password=False)
-
-
-def _execute(server: str, statement: str) -> None:
-    database = open_database(server)
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.exec_driver_sql(statement)
-    database.dispose()

@@ -1,9 +1,9 @@
-"""What people do instead of a search: try sizes upwards, from the top, by bisection, a few of them, or all candidates.
+"""What people do instead of a search: try sizes upwards, from the top, by bisection, or a few of them.
 
 A strategy that has the name of a tool uses the plain candidate of a micro-batch size (torch's default attention, the
 default expert back end, no tiling, no recomputation), as does the tool. A size that the product would leave out,
-because it is predicted not to fit, counts as an out-of-memory error that costs nothing. A coordinate descent and the
-exhaustive search choose from the whole space of the product.
+because it is predicted not to fit, counts as an out-of-memory error that costs nothing. A coordinate descent
+chooses from the whole space of the product.
 """
 
 from __future__ import annotations
@@ -106,14 +106,6 @@ def coordinate_descent(bench: TrialBench, _: int) -> Candidate | None:
                 near = [_walk_sizes(sorted(near, key=lambda c: c.micro_batch_size), best, speed)]
             best = max((best, *near), key=speed)
     return best if speed(best) > 0 else None
-
-
-def exhaustive(bench: TrialBench, _: int) -> Candidate | None:
-    """Measure every component of every legal candidate, and take the fastest."""
-    truth = bench.truth
-    for row in np.flatnonzero(truth.legal_C):
-        bench.run(int(row))
-    return bench.fastest()
 
 
 def _try(bench: TrialBench, candidate: Candidate) -> float | None:

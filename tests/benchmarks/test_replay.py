@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -13,14 +12,14 @@ from benchmarks.replay.__main__ import main
 from benchmarks.replay.bench import TrialBench
 from benchmarks.replay.drawn_truth import FFN_RUN_STD, FFNS, RUN_STD, DrawnTruth
 from benchmarks.replay.ground_truth import GroundTruth
-from benchmarks.replay.runs import OURS, SAMPLERS, STRATEGIES, Line, Run, run_search, run_strategy
+from benchmarks.replay.runs import OURS, STRATEGIES, Line, Run, run_search, run_strategy
 from benchmarks.replay.strategies import coordinate_descent
 from benchmarks.replay.summary import summarize
-from benchmarks.simulated_tables import write
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.replay.device import VirtualClock
 from bexp.workers.replay.rows import WholeModelRow
+from tests.simulated_tables import write
 from tests.workers.replay.samples import recording, table_of
 
 
@@ -104,13 +103,6 @@ def test_a_candidate_over_the_limit_is_met_as_out_of_memory(truth: GroundTruth) 
     assert bench.fastest() is None
 
 
-def test_exhaustive_pays_for_everything_and_is_off_by_noise_alone(truth: GroundTruth) -> None:
-    run = run_strategy(truth, "exhaustive", 0)
-    assert run.seconds == pytest.approx(truth.exhaustive_seconds, rel=0.05)
-    assert run.regret < 0.02
-    assert run.num_trials == len(truth.prune.legal.candidates)
-
-
 def test_what_people_do_instead_ends_where_their_tools_end(truth: GroundTruth) -> None:
     fitting = plain_sizes(truth)
     assert 1 < len(fitting) < 5
@@ -188,16 +180,12 @@ def test_a_strategy_that_finds_nothing_that_fits_has_lost() -> None:
     assert run_strategy(found, "largest that fits", 0).regret == 1
 
 
-@pytest.mark.parametrize("name", ["tpe", "random"])
-def test_optunas_samplers_run_through_the_products_search(name: str, truth: GroundTruth) -> None:
-    run = run_search(truth, 1, sampler=name)
-    assert run.strategy == name
+def test_optunas_samplers_run_through_the_products_search(truth: GroundTruth) -> None:
+    run = run_search(truth, 1, sampler="random")
+    assert run.strategy == "random"
     assert run.confidence is not None
     assert run.regret < 0.5
-    assert replace(run_search(truth, 1, sampler=name), wall_seconds=run.wall_seconds) == run
-    seconds = [s for s, _ in run.path]
-    assert seconds == sorted(seconds)
-    assert run.path[-1][1] == run.regret
+    assert run_search(truth, 1, sampler="random") == run
 
 
 def test_ours_is_replayed_with_every_line_against_the_truth(truth: GroundTruth) -> None:
@@ -208,111 +196,53 @@ def test_ours_is_replayed_with_every_line_against_the_truth(truth: GroundTruth) 
     assert all(run.lines[-1].confidence == run.confidence for run in runs)
     assert all(run.lines[-1].within_tolerance == (run.regret <= truth.request.tolerance) for run in runs)
     assert all(run.num_unrecorded == 0 for run in runs)
-    assert all(run.path[-1][0] == pytest.approx(run.seconds) for run in runs)
 
 
-def test_a_cheaper_strategy_that_is_as_good_is_named() -> None:
-    def made(strategy: str, seconds: float, regret: float) -> Run:
-        return Run("t", strategy, 0, regret, 10, seconds, 0.0, 0, 0, 95, ((seconds, regret),), (), 0.0, "m=1")
-
-    tables = {"t": {"tolerance": 0.01, "exhaustive_seconds": 100.0, "num_candidates": 1000}}
-    found = summarize([made(OURS, 4.0, 0.001), made("tpe", 3.0, 0.001), made("random", 1.0, 0.2)], tables)
-    goals = found["goals"]
-    assert goals["cheaper_with_equal_or_better_regret"] == {"found": ["t: tpe"], "met": False}
-    assert goals["share_of_exhaustive"] == {"found": {"t": 0.04}, "met": True}
-    assert not goals["regret"]["met"]  # 0.1% in the median is not 0%
-    assert found["strategies"]["random"]["share_within_tolerance"] == 0
-    assert found["strategies"]["tpe"]["regret_at_our_seconds"]["median"] == 0.001
-    assert found["strategies"]["random"]["seconds_to_tolerance_median"] is None
-    assert found["strategies"]["tpe"]["seconds_to_tolerance_median"] == 3.0
+def made(table: str, strategy: str, seconds: float, regret: float, *lines: Line) -> Run:
+    return Run(table, strategy, 0, regret, 10, seconds, 0.0, 0, 0, 95, lines, "m=1")
 
 
-def test_lines_say_when_they_were_written_and_tables_timed_whole_are_judged_apart() -> None:
-    def made(table: str, *lines: Line) -> Run:
-        return Run(table, OURS, 0, 0.0, 10, 9.0, 0.0, 0, 0, 95, ((9.0, 0.0),), lines, 0.0, "m=1")
-
-    tables = {
-        name: {
-            "tolerance": 0.01,
-            "exhaustive_seconds": 100.0,
-            "num_candidates": 50,
-            "num_feasible": 40,
-            "num_whole_models": whole,
-        }
-        for name, whole in (("composed", 3), ("whole", 40))
-    }
-    runs = [made("composed", Line(50, False, 2.0), Line(92, True, 5.0)), made("whole", Line(95, True, 7.0))]
+def test_a_cheaper_strategy_that_is_as_good_is_named_and_tables_timed_whole_are_judged_apart() -> None:
+    about = {"tolerance": 0.01, "exhaustive_seconds": 100.0, "num_feasible": 40}
+    tables = {"composed": about | {"num_whole_models": 3}, "whole": about | {"num_whole_models": 40}}
+    runs = [
+        made("composed", OURS, 4.0, 0.001, Line(50, False, 2.0), Line(92, True, 5.0)),
+        made("composed", "tpe", 3.0, 0.001),
+        made("composed", "random", 1.0, 0.2),
+        made("whole", OURS, 9.0, 0.0, Line(95, True, 7.0)),
+    ]
     found = summarize(runs, tables)
-    assert found["strategies"][OURS]["seconds_to_confidence_90_median"] == 6.0
+    assert found["cheaper_with_equal_or_better_regret"] == ["composed: tpe"]
+    assert found["tables"]["composed"][OURS]["share_of_exhaustive"]["median"] == 0.04
+    assert found["strategies"]["random"]["share_within_tolerance"] == 0
+    assert found["strategies"][OURS]["regret"]["max"] == 0.001
     assert found["calibration"]["num_lines"] == 3
     assert found["calibration_of_whole_models"]["num_lines"] == 1
-    only_whole = summarize(runs[1:], tables)
-    assert only_whole["calibration_of_whole_models"] is None
+    assert summarize(runs[3:], tables)["calibration_of_whole_models"] is None
 
 
-def test_runs_on_any_tables_and_writes_one_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_runs_on_any_tables_and_writes_one_file_whatever_the_processes(tmp_path: Path) -> None:
     for seed in (0, 1):
         write(recording(seed), tmp_path / f"table-{seed}.jsonl")
     paths = [str(tmp_path / f"table-{seed}.jsonl") for seed in (0, 1)]
-    names = [name for name in (*SAMPLERS, *STRATEGIES) if name not in {"gp", "tpe", "exhaustive"}]
-    out = tmp_path / "replay.json"
-    arguments = [*paths, "--out", str(out), "--seeds", "1", "--processes", "1", "--full", "--strategies", *names]
-    assert main(arguments) == 0
-    found = json.loads(out.read_text())
-    assert found["tables"].keys() == {"table-0", "table-1"}
-    assert found["summary"]["strategies"].keys() == set(names)
-    assert len(found["runs"]) == 2 * len(names)
-    assert found["summary"]["calibration"]["num_tables"] == 2
-    assert "expected_calibration_error" in found["summary"]["goals"]
-    said = capsys.readouterr().out
-    assert "table-1: " in said
-    assert "calibration: error" in said
-
-
-def test_processes_give_what_one_gives(tmp_path: Path) -> None:
-    write(recording(), tmp_path / "table.jsonl")
+    names = [OURS, *STRATEGIES]
     summaries = []
     for processes in ("1", "2"):
         out = tmp_path / f"{processes}.json"
-        arguments = [str(tmp_path / "table.jsonl"), "--out", str(out), "--seeds", "2", "--processes", processes]
-        assert main([*arguments, "--strategies", "random", "powers of two", "deepspeed fast"]) == 0
-        found = json.loads(out.read_text())["summary"]["strategies"]
-        summaries.append({name: {**figures, "wall_seconds_median": 0} for name, figures in found.items()})
+        asked = [*paths, "--out", str(out), "--seeds", "1", "--processes", processes, "--strategies", *names]
+        assert main(asked) == 0
+        found = json.loads(out.read_text())
+        assert found["tables"].keys() == {"table-0", "table-1"}
+        summaries.append(found["summary"])
     assert summaries[0] == summaries[1]
-
-
-def test_what_is_slow_runs_on_fewer_seeds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    given: list[dict[str, int]] = []
-
-    def run_all(tables: object, strategies: object, seeds: dict[str, int], *_: object, **__: object) -> list[Run]:
-        given.append(seeds)
-        raise InterruptedError
-
-    monkeypatch.setattr("benchmarks.replay.__main__.run_all", run_all)
-    write(recording(), tmp_path / "table.jsonl")
-    arguments = [str(tmp_path / "table.jsonl"), "--out", str(tmp_path / "out.json"), "--seeds", "12"]
-    with pytest.raises(InterruptedError):
-        main([*arguments, "--strategies", "gp", "random", "exhaustive"])
-    assert given == [{"gp": 10, "random": 10, "exhaustive": 5}]
+    assert summaries[0]["strategies"].keys() == set(names)
+    assert summaries[0]["calibration"]["num_tables"] == 2
 
 
 def test_what_is_no_table_is_wrong_usage(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "none.jsonl").write_text("{}\n")
     assert main([str(tmp_path / "none.jsonl"), "--out", str(tmp_path / "o.json")]) == 2
     assert "none.jsonl" in capsys.readouterr().err
-
-
-def test_several_in_flight_take_less_time_for_the_same_answer(truth: GroundTruth) -> None:
-    alone, together = (run_search(truth, 0, number) for number in (1, 4))
-    assert 0.2 < together.elapsed_seconds / alone.elapsed_seconds < 0.8
-    assert together.seconds > together.elapsed_seconds
-    assert together.regret <= 0.01
-
-
-def test_one_recorded_device_takes_as_long_as_it_is_busy(truth: GroundTruth) -> None:
-    run = run_search(truth, 0)
-    assert run.elapsed_seconds == pytest.approx(run.seconds)
-    assert run_search(truth, 0, 3).elapsed_seconds < run_search(truth, 0, 3).seconds
 
 
 def test_a_drawn_truth_differs_by_seed_and_its_runs_scatter_around_the_recorded_mean(truth: GroundTruth) -> None:

@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import context_parallel, gains, gemm_summary
+from benchmarks import gains
 from benchmarks.environment import ROOT
-from benchmarks.moe_contenders import compare_with_dense
+from benchmarks.moe_turns import compare_with_dense
 from benchmarks.result_tables import RESULTS, Row, load, pages, render, rows_of, show
 
 GOAL = re.compile(r"\([^()]*goal[^()]*\)|; goal: [\d.%]+")
@@ -89,7 +89,8 @@ def test_rows_are_those_of_a_path_or_of_a_function() -> None:
     result = {"all": {"a": {"x": 1}, "b": {"x": 2}}, "one": {"x": 3}}
     assert rows_of(result, "all") == [{"name": "a", "x": 1}, {"name": "b", "x": 2}]
     assert rows_of(result, "one.") == [{"x": 3}]
-    assert {row["kind"] for row in rows_of(load("h100-moe-layer"), "layers(experts)")} == {"experts"}
+    assert {row["database"] for row in rows_of(load("chaos-rounds"), "chaos()")} == {"SQLite", "PostgreSQL", "both"}
+    assert {row["result"] for row in rows_of({}, "several(mutation*)")} == {"mutation", "mutation-3"}
 
 
 def test_a_grid_has_a_line_for_each_name_and_a_dash_where_nothing_was_measured() -> None:
@@ -113,10 +114,6 @@ def summarize(of: Callable[[list[Row]], Row], rows: str) -> Callable[[Row], None
     ("name", "again"),
     [
         ("h200-gains", summarize(gains.summarize, "rows")),
-        ("h200-grouped-gemm", summarize(gemm_summary.summarize, "cells")),
-        ("h100-grouped-gemm", summarize(gemm_summary.summarize, "cells")),
-        ("h200x4-context-parallel", summarize(context_parallel.summarize, "cells")),
-        ("h200-moe-layer", lambda result: compare_with_dense(result["rows"])),
         ("h100-moe-turns", lambda result: compare_with_dense(result["rows"])),
     ],
 )

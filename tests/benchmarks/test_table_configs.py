@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated_tables import h200_report
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.search.pruned_space import prune_space
+from tests.simulated_tables import h200_report
 
 FOLDER = Path(__file__).resolve().parents[2] / "benchmarks"
 TABLES = sorted((FOLDER / "tables").glob("*.yaml"))

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import subprocess
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -15,10 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from bexp.transformers.settings import Settings
-from bexp.tune.environment import on_device, with_hook
 from bexp.tune.link import CHOICE, PROMISE, SIZE, STEPS
 from bexp.tune.placeholders import APPLY_VALUES, apply_lines, settings_of
 from bexp.tune.promise import say_kept
+from tests.forked_ranks import run_ranks
 
 LOOP = """
 import torch
@@ -51,60 +48,101 @@ for _ in range(20):
     optimizer.step()
 """
 TRAINERS = """
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
-from transformers.loss.loss_utils import ForCausalLMLoss
+import torch
+from transformers import Trainer, TrainingArguments
 
 def make(size, steps):
-    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=256))
     arguments = TrainingArguments("out", per_device_train_batch_size=size, gradient_accumulation_steps=steps)
-    args = Trainer(model, arguments).args
-    is_applied = model.loss_function is not ForCausalLMLoss
-    return args.per_device_train_batch_size, args.gradient_accumulation_steps, str(args.optim), is_applied
+    trainer = Trainer(torch.nn.Linear(4, 4), arguments)
+    return trainer._train_batch_size, trainer.args.gradient_accumulation_steps, str(trainer.args.optim)
 
 print(make(4, 2), make(16, 2), make(4, 2))
 """
 
 
-def run(folder: Path, script: str, size: int, steps: int | None, **named: str) -> subprocess.CompletedProcess[str]:
-    own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor", **named})}
-    own |= {PROMISE: json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": False})}
-    own |= {} if steps is None else {STEPS: str(steps)}
-    environment = on_device(with_hook(os.environ), "cpu") | own
-    return subprocess.run(
-        [sys.executable, "-c", script], cwd=folder, env=environment, capture_output=True, text=True, check=False
-    )
+LOSSES = """
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers.loss.loss_utils import ForCausalLMLoss
+
+def is_applied(size):
+    model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=256))
+    Trainer(model, TrainingArguments("out", per_device_train_batch_size=size))
+    return model.loss_function is not ForCausalLMLoss
+
+print(is_applied(4), is_applied(16))
+"""
 
 
-def test_a_loop_of_accelerates_gets_size_and_accumulation_in_its_first_loader(tmp_path: Path) -> None:
-    script = LOOP.replace("OWN", "4").replace("BEGIN", "accelerator.accumulate(model)")
-    done = run(tmp_path, script, 8, 2)
-    assert done.stdout.split("\n")[0] == "8 20 [2, 4] 4", done.stderr
-    assert "bexp: " not in done.stderr, "ten steps are too few"
+ACCUMULATES = LOOP.replace("BEGIN", "accelerator.accumulate(model)")
+DOES_NOT = LOOP.replace("OWN", "1").replace("BEGIN", "torch.enable_grad()")
+SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
+    "accumulates": (ACCUMULATES.replace("OWN", "1"), 8, 2, {}),
+    "accumulates by itself": (ACCUMULATES.replace("OWN", "4"), 8, 2, {}),
+    "does not accumulate": (DOES_NOT, 2, 2, {}),
+    "need not accumulate": (DOES_NOT, 2, 1, {}),
+    "plain": (PLAIN, 8, 2, {}),
+    "trainers": (TRAINERS, 8, 3, {}),
+    "trainers with their steps": (TRAINERS, 8, None, {}),
+    "loss": (LOSSES, 8, 1, {"bexp_apply": "loss"}),
+    "no loss": (LOSSES, 8, 1, {"bexp_apply": "none"}),
+}
+"""Each with its size, its steps, and what is chosen beside them."""
+
+Done = dict[str, subprocess.CompletedProcess[str]]
+pytestmark = pytest.mark.slow(together="forked")
 
 
-def test_a_loop_that_does_not_accumulate_is_ended_and_not_trained_with_another_batch(tmp_path: Path) -> None:
-    script = LOOP.replace("OWN", "1").replace("BEGIN", "torch.enable_grad()")
-    done = run(tmp_path, script, 2, 2)
-    assert done.returncode == 1
-    assert "CannotApplyError: the answer needs 2 accumulation steps, but this loop has 1" in done.stderr
-    one = run(tmp_path, script, 2, 1)
+@pytest.fixture(scope="module")
+def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
+    """How each script has ended."""
+    folder, asked = tmp_path_factory.mktemp("scripts"), {}
+    promise = json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": False})
+    for name, (script, size, steps, chosen) in SCRIPTS.items():
+        own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor", **chosen}), PROMISE: promise}
+        asked[name] = script, own if steps is None else own | {STEPS: str(steps)}
+    (folder / "scripts.json").write_text(json.dumps(asked))
+    run_ranks("tests.bexp.applied_scripts", folder)
+
+    def read(name: str, ending: str) -> str:
+        return (folder / f"{name}.{ending}").read_text()
+
+    return {
+        name: subprocess.CompletedProcess(name, int(read(name, "code")), read(name, "out"), read(name, "err"))
+        for name in SCRIPTS
+    }
+
+
+@pytest.mark.parametrize("name", ["accumulates", "accumulates by itself"])
+def test_a_loop_of_accelerates_gets_size_and_accumulation_in_its_first_loader(done: Done, name: str) -> None:
+    assert done[name].stdout.split("\n")[0] == "8 20 [2, 4] 4", done[name].stderr
+    assert "bexp: " not in done[name].stderr, "ten steps are too few"
+
+
+def test_a_loop_that_does_not_accumulate_is_ended_and_not_trained_with_another_batch(done: Done) -> None:
+    ended, one = done["does not accumulate"], done["need not accumulate"]
+    assert ended.returncode == 1
+    assert "CannotApplyError: the answer needs 2 accumulation steps, but this loop has 1" in ended.stderr
     assert one.stdout.split("\n")[0] == "2 80 [1, 2] 4", one.stderr
     assert re.search(
         r"bexp: \d+ optimizer steps ran at [\d,]+ samples/s, 0.00 \+- 0.00 of the 1,000,000,000", one.stderr
     )
 
 
-def test_a_loop_that_nothing_has_set_is_ended(tmp_path: Path) -> None:
-    done = run(tmp_path, PLAIN, 8, 2)
-    assert done.returncode == 1
-    assert "CannotApplyError: nothing in this command has taken the size" in done.stderr
+def test_a_loop_that_nothing_has_set_is_ended(done: Done) -> None:
+    assert done["plain"].returncode == 1
+    assert "CannotApplyError: nothing in this command has taken the size" in done["plain"].stderr
 
 
-@pytest.mark.parametrize(("steps", "value"), [(3, "loss"), (None, "none")])
-def test_trainers_with_the_sizes_of_the_first_get_the_answer(tmp_path: Path, steps: int | None, value: str) -> None:
-    done = run(tmp_path, TRAINERS, 8, steps, bexp_apply=value)
-    answer = (8, steps or 2, "adafactor", value == "loss")
-    assert done.stdout.strip() == f"{answer} (16, 2, 'OptimizerNames.ADAMW_TORCH_FUSED', False) {answer}", done.stderr
+@pytest.mark.parametrize(("name", "steps"), [("trainers", 3), ("trainers with their steps", 2)])
+def test_trainers_with_the_sizes_of_the_first_get_the_answer(done: Done, name: str, steps: int) -> None:
+    answer = (8, steps, "adafactor")
+    expected = f"{answer} (16, 2, 'OptimizerNames.ADAMW_TORCH_FUSED') {answer}"
+    assert done[name].stdout.strip() == expected, done[name].stderr
+
+
+@pytest.mark.parametrize(("name", "is_applied"), [("loss", "True"), ("no loss", "False")])
+def test_the_trainer_that_gets_the_answer_has_its_model_set_up(done: Done, name: str, is_applied: str) -> None:
+    assert done[name].stdout.strip() == f"{is_applied} False", done[name].stderr
 
 
 def test_the_lines_of_python_do_in_a_script_what_the_trial_did() -> None:

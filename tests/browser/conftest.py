@@ -12,7 +12,6 @@ import pytest
 import uvicorn
 from starlette.types import Receive, Scope, Send
 
-from benchmarks.simulated_tables import write
 from bexp.api.app import create_app
 from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
@@ -25,6 +24,7 @@ from bexp.storage.tokens import create_token
 from bexp.workers.jobs.worker import JobWorker
 from bexp.workers.replay.profiler import ReplayProfiler
 from tests.browser.chromium import Chromium, find_chromium
+from tests.simulated_tables import write
 from tests.workers.replay.samples import recording, request
 
 TOKEN_CHECK_SECONDS = 0.1

@@ -180,13 +180,6 @@ def _merge() -> list[Tensor]:
     return [merge_block(out, lse, other, other_lse, 32, into), into]
 
 
-def _combine() -> list[Tensor]:
-    from benchmarks.contenders.quack_combine import sum_rows
-
-    places = torch.randperm(130, device="cuda").to(torch.int32)
-    return [sum_rows(_random(130, 200), places, 2, torch.rand(65, 2, device="cuda"))]
-
-
 def _copies() -> list[Tensor]:
     from bexp.kernels.expert_parallel.triton_sums import sum_rows
 
@@ -212,7 +205,6 @@ CASES: dict[str, Callable[[], list[Tensor]]] = {
     "fused, for Hopper, one route": _Fused("hopper", 300, top_k=1),
     "router": _router,
     "merged attention": _merge,
-    "sums of quack's rows": _combine,
     "sums of copies": _copies,
 }
 

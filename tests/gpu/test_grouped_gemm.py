@@ -4,16 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
 from torch import Tensor
 
-from benchmarks.contenders.block_sparse import dsd, sdd, transposed_dsd
-from benchmarks.contenders.block_topology import block_topology
-from benchmarks.contenders.cublas_grouped import CublasGemm
-from benchmarks.contenders.registry import contender
 from bexp.kernels.experts.hopper_grouped import gemm as hopper
 from bexp.kernels.experts.registry import expert_backend
 from bexp.kernels.experts.triton_gemm import multiply, multiply_rows, sum_over_rows
@@ -31,7 +26,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*deterministic"),
 ]
 
-OURS = ("cublas_grouped", "triton_grouped", "hopper_grouped", "block_sparse")
+OURS = ("triton_grouped", "hopper_grouped")
 TILES = {
     "large": LARGE,
     "square": SQUARE,
@@ -45,20 +40,8 @@ TILES = {
 UNALIGNED = GemmCase("sizes that are no multiple of anything", (9, 0, 300, 77), 333, 117)
 
 
-def cublas_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
-    out: Tensor = CublasGemm.apply(x, w, counts)  # type: ignore[no-untyped-call]  # untyped in torch
-    return out
-
-
 def triton_gemm(x: Tensor, w: Tensor, counts: tuple[int, ...]) -> Tensor:
     return multiply(x, w, gemm_cases.ends_of(counts, CUDA))
-
-
-@pytest.mark.parametrize("dtype", list(TOLERANCES), ids=str)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_cublas(case: GemmCase, dtype: torch.dtype) -> None:
-    errors = gemm_cases.errors(cublas_gemm, case, dtype, CUDA)
-    assert max(errors.values()) <= TOLERANCES[dtype], errors
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -84,7 +67,7 @@ def test_all_tiles(name: str, bulk_copies: bool) -> None:
             assert relative_error(value, wanted) <= 1e-2, case.name
 
 
-@pytest.mark.parametrize("gemm", [cublas_gemm, triton_gemm, hopper_gemm], ids=["cublas", "triton", "hopper"])
+@pytest.mark.parametrize("gemm", [triton_gemm, hopper_gemm], ids=["triton", "hopper"])
 def test_the_same_inputs_give_the_same_bits(gemm: gemm_cases.Gemm) -> None:
     case = CASES[8]
     tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA)
@@ -93,63 +76,26 @@ def test_the_same_inputs_give_the_same_bits(gemm: gemm_cases.Gemm) -> None:
 
 
 def test_another_stream_and_fresh_inputs() -> None:
-    """A handle and its workspace belong to a stream; results do not depend on what ran before."""
+    """Results do not depend on what ran before."""
     for seed in range(3):
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             case = CASES[7]
             tensors = gemm_cases.inputs(case, torch.bfloat16, CUDA, seed)
-            for gemm in (cublas_gemm, triton_gemm, hopper_gemm):
+            for gemm in (triton_gemm, hopper_gemm):
                 actual = gemm_cases.run(gemm, case, tensors)
                 for value, wanted in zip(actual, gemm_cases.expected(case, tensors), strict=True):
                     assert relative_error(value, wanted) <= 1e-2
         stream.synchronize()
 
 
-@pytest.mark.parametrize("counts", [(300, 0, 128, 5), (0, 0, 1000), (1,) * 130], ids=["uneven", "one", "one row each"])
-def test_block_sparse_products(counts: tuple[int, ...]) -> None:
-    width, k, block = 384, 200, 128
-    topology = block_topology(counts, width, block, CUDA)
-    padded = [-(-count // block) * block for count in counts]
-    bounds = list(pairwise([0, *torch.tensor(padded).cumsum(0).tolist()]))
-    x = torch.randn(sum(padded), k, device=CUDA).bfloat16()
-    w_in = (torch.randn(len(counts), k, width, device=CUDA) / k**0.5).bfloat16()
-    w_out = (torch.randn(len(counts), width, k, device=CUDA) / width**0.5).bfloat16()
-
-    def rows_of(values: Tensor) -> Tensor:
-        """(blocks, block, block) as (P, width)."""
-        return values.view(-1, width // block, block, block).transpose(1, 2).reshape(-1, width)
-
-    values = sdd(x, w_in, topology, out=x.new_full((topology.num_blocks, block, block), NAN))
-    h = torch.cat([x[a:b].double() @ w.double() for (a, b), w in zip(bounds, w_in, strict=True)])
-    assert relative_error(rows_of(values), h) <= 1e-2
-    sdd(x, w_in.transpose(1, 2).contiguous(), topology, transposed=True, out=values.fill_(NAN))
-    assert relative_error(rows_of(values), h) <= 1e-2
-    h = rows_of(values).double()
-    out = torch.full_like(x, NAN)
-    wanted = torch.cat([h[a:b] @ w.double() for (a, b), w in zip(bounds, w_out, strict=True)])
-    assert relative_error(dsd(values, w_out, topology, out=out), wanted) <= 1e-2
-    dsd(values, w_out.transpose(1, 2).contiguous(), topology, transposed=True, out=out.fill_(NAN))
-    assert relative_error(out, wanted) <= 1e-2
-    wanted = torch.stack([h[a:b].T @ x[a:b].double() for a, b in bounds])
-    assert relative_error(transposed_dsd(values, x, topology, torch.full_like(w_out, NAN)), wanted) <= 1e-2
-    transposed = transposed_dsd(values, x, topology, torch.full_like(w_in, NAN), transposed=True)
-    assert relative_error(transposed, wanted.transpose(1, 2)) <= 1e-2
-
-
 @pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("name", OURS)
 def test_the_whole_ffn(name: str, case: expert_cases.ExpertCase) -> None:
     case = replace(case, width=128)
-    errors = expert_cases.errors(contender(name), case, torch.bfloat16, CUDA)
+    errors = expert_cases.errors(expert_backend(name), case, torch.bfloat16, CUDA)
     assert errors["out"] <= 1e-2, errors
     assert max(errors.values()) <= 2e-2, errors  # through several operations, each rounded to bfloat16
-
-
-@pytest.mark.parametrize("case", expert_cases.CASES, ids=lambda case: case.name)
-def test_the_whole_ffn_in_float32(case: expert_cases.ExpertCase) -> None:
-    errors = expert_cases.errors(contender("cublas_grouped"), case, torch.float32, CUDA)
-    assert max(errors.values()) <= 1e-5, errors
 
 
 @pytest.mark.parametrize("name", OURS)
@@ -158,7 +104,7 @@ def test_back_ends_agree_with_the_loop(name: str, num_experts: int, top_k: int) 
     case = expert_cases.ExpertCase("large", 2048, num_experts, top_k, hidden=512, width=256, skew=1.0)
     routes, tensors = expert_cases.problem(case, torch.bfloat16, CUDA)
     wanted = expert_cases.run(expert_backend("loop"), case, routes, tensors)
-    first, second = (expert_cases.run(contender(name), case, routes, tensors) for _ in range(2))
+    first, second = (expert_cases.run(expert_backend(name), case, routes, tensors) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
     for value, expected in zip(first, wanted, strict=True):
         assert relative_error(value, expected) <= 1e-2
@@ -213,13 +159,11 @@ def test_operands_of_more_than_two_to_the_31_numbers() -> None:
 def test_support() -> None:
     def reasons(dtype: torch.dtype, width: int = 128) -> dict[str, str | None]:
         shape = ExpertsShape(hidden_size=256, ffn_hidden_size=width, num_experts=8, top_k=2, dtype=dtype)
-        return {name: contender(name).unsupported_reason(shape, CUDA) for name in OURS}
+        return {name: expert_backend(name).unsupported_reason(shape, CUDA) for name in OURS}
 
     assert reasons(torch.bfloat16) == dict.fromkeys(OURS)
     assert reasons(torch.float16) == dict.fromkeys(OURS)
     single = reasons(torch.float32)
-    assert single["cublas_grouped"] is None
     assert "float32" in (single["triton_grouped"] or "")
     assert "float32" in (single["hopper_grouped"] or "")
     assert "multiples of 8" in (reasons(torch.bfloat16, width=36)["hopper_grouped"] or "")
-    assert "multiple of 128" in (reasons(torch.bfloat16, width=96)["block_sparse"] or "")

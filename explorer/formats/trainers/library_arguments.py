@@ -1,4 +1,4 @@
-"""The keys of transformers' TrainingArguments, which several trainers' files have."""
+"""The keys of transformers' TrainingArguments and of peft's adapters, which several trainers' files have."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from bexp.explorer.formats.trainers.trainer_file import (
     Key,
     Setting,
     flag,
+    if_on,
+    names,
     number,
     same,
 )
@@ -29,6 +31,16 @@ SETTINGS: dict[str, Key] = {
     "torch_compile": (Setting.COMPILE, flag),
     "group_by_length": (Setting.ORDER, flag),
     "train_sampling_strategy": (Setting.ORDER, lambda value: value == "group_by_length"),
+}
+LORA: dict[str, Key] = {
+    "lora_r": (Setting.R, same),
+    "lora_alpha": (Setting.ALPHA, same),
+    "lora_dropout": (Setting.DROPOUT, same),
+    "lora_target_modules": (Setting.MODULES, names),
+    "lora_target_parameters": (Setting.PARAMETERS, names),
+    "lora_modules_to_save": (Setting.SAVED, names),
+    "load_in_4bit": (Setting.BITS, if_on(4)),
+    "load_in_8bit": (Setting.BITS, if_on(8)),
 }
 REFUSED = {
     **dict.fromkeys(("deepspeed", "fsdp", "fsdp_config"), SHARDING),

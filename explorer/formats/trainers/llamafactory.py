@@ -19,6 +19,7 @@ from bexp.explorer.formats.trainers.trainer_file import (
     Formats,
     Setting,
     TrainerFile,
+    because,
     flag,
     if_on,
     must_be,
@@ -26,6 +27,7 @@ from bexp.explorer.formats.trainers.trainer_file import (
     negated,
     one_of,
     same,
+    words,
 )
 
 _ATTENTION = {"auto": None, "disabled": "eager", "sdpa": "sdpa", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}
@@ -87,37 +89,35 @@ LLAMAFACTORY = TrainerFile(
     formats=_formats,
     refused={
         **REFUSED,
-        **dict.fromkeys(("use_mca", "use_hyper_parallel", "sequence_parallel_size"), PARALLEL),
-        **dict.fromkeys(("use_kt", "kt_*"), OFFLOADING),
-        **dict.fromkeys(("reward_model", "ref_model", "use_asft_loss", "predict_with_generate"), OTHER_TRAINING),
-        **dict.fromkeys(("use_dft_loss", "use_eaft_loss"), OTHER_LOSS),
-        **dict.fromkeys(("fp8", "upcast_layernorm", "upcast_lmhead_output"), OTHER_WEIGHTS),
-        **dict.fromkeys(("adapter_name_or_path", "oft_*"), OTHER_ADAPTERS),
-        **dict.fromkeys(("freeze_trainable_modules", "freeze_extra_modules", "use_llama_pro"), PART_OF_WEIGHTS),
-        **dict.fromkeys(
-            ("use_galore", "use_apollo", "use_badam", "use_adam_mini", "use_muon"),
-            OTHER_OPTIMIZER,
+        **because(
+            {
+                PARALLEL: "use_mca use_hyper_parallel sequence_parallel_size",
+                OFFLOADING: "use_kt kt_*",
+                OTHER_TRAINING: "reward_model ref_model use_asft_loss predict_with_generate",
+                OTHER_LOSS: "use_dft_loss use_eaft_loss",
+                OTHER_WEIGHTS: "fp8 upcast_layernorm upcast_lmhead_output",
+                OTHER_ADAPTERS: "adapter_name_or_path oft_*",
+                PART_OF_WEIGHTS: "freeze_trainable_modules freeze_extra_modules use_llama_pro",
+                OTHER_OPTIMIZER: "use_galore use_apollo use_badam use_adam_mini use_muon",
+                KERNELS: "use_unsloth use_unsloth_gc enable_liger_kernel shift_attn use_v1_kernels",
+                OTHER_MODEL: "rope_scaling mixture_of_depths",
+            }
         ),
-        **dict.fromkeys(
-            ("use_unsloth", "use_unsloth_gc", "enable_liger_kernel", "shift_attn", "use_v1_kernels"), KERNELS
-        ),
-        **dict.fromkeys(("rope_scaling", "mixture_of_depths"), OTHER_MODEL),
     },
     harmless=IGNORED
-    | {
-        *("adapter_folder", "cache_dir", "use_fast_tokenizer", "split_special_tokens", "init_special_tokens"),
-        *("model_revision", "infer_*"),
-        *("low_cpu_mem_usage", "moe_aux_loss_coef", "use_reentrant_gc", "train_from_scratch", "offload_folder"),
-        *("use_kv_cache", "*_hub_token", "print_param_status", "trust_remote_code", "image_*", "video_*", "crop_to_*"),
-        *("use_audio_in_video", "audio_*", "vllm_*", "sglang_*", "export_*", "template", "dataset", "eval_dataset"),
-        *("dataset_dir", "media_dir", "train_on_prompt", "mask_history", "streaming", "buffer_size", "mix_strategy"),
-        *("interleave_probs", "overwrite_cache", "preprocessing_*", "max_samples", "ignore_pad_token_for_loss"),
-        *("val_size", "tool_format", "default_system", "enable_thinking", "preserve_thinking"),
-        *("tokenized_path", "data_shared_file_system", "loraplus_*", "pissa_*", "create_new_adapter", "pref_*"),
-        *("freeze_trainable_layers", "freeze_vision_tower", "freeze_multi_modal_projector", "freeze_language_model"),
-        *("galore_*", "apollo_*", "badam_*", "compute_accuracy", "disable_shuffling", "early_stopping_steps"),
-        *("plot_loss", "include_effective_tokens_per_second", "swanlab_*", "use_swanlab", "ray_*", "generation_*"),
-        *("do_sample", "temperature", "top_p", "top_k", "max_new_tokens", "quantization_device_map", "fp8_*"),
-        *("enable_torch_profiler", "profiler_*", "profile_modules", "ppo_*", "kto_*", "simpo_gamma"),
-    },
+    | words(
+        """
+        adapter_folder cache_dir use_fast_tokenizer split_special_tokens init_special_tokens model_revision infer_*
+        low_cpu_mem_usage moe_aux_loss_coef use_reentrant_gc train_from_scratch offload_folder use_kv_cache
+        *_hub_token print_param_status trust_remote_code image_* video_* crop_to_* use_audio_in_video audio_* vllm_*
+        sglang_* export_* template dataset eval_dataset dataset_dir media_dir train_on_prompt mask_history streaming
+        buffer_size mix_strategy interleave_probs overwrite_cache preprocessing_* max_samples
+        ignore_pad_token_for_loss val_size tool_format default_system enable_thinking preserve_thinking tokenized_path
+        data_shared_file_system loraplus_* pissa_* create_new_adapter pref_* freeze_trainable_layers
+        freeze_vision_tower freeze_multi_modal_projector freeze_language_model galore_* apollo_* badam_*
+        compute_accuracy disable_shuffling early_stopping_steps plot_loss include_effective_tokens_per_second
+        swanlab_* use_swanlab ray_* generation_* do_sample temperature top_p top_k max_new_tokens
+        quantization_device_map fp8_* enable_torch_profiler profiler_* profile_modules ppo_* kto_* simpo_gamma
+        """
+    ),
 )

@@ -12,12 +12,14 @@ from bexp.explorer.formats.trainers.trainer_file import (
     Formats,
     Setting,
     TrainerFile,
+    because,
     flag,
     if_on,
     must_be,
     number,
     one_of,
     same,
+    words,
 )
 
 _MODULES = {"output_proj": "o_proj"}
@@ -75,24 +77,22 @@ TORCHTUNE = TrainerFile(
     },
     defaults={Setting.OPTIMIZER: "adamw_torch_fused", Setting.LOSS: "chunked"},
     formats=_formats,
-    refused={
-        "model.quantize_base": OTHER_WEIGHTS,
-        "quantizer.*": OTHER_WEIGHTS,
-        **dict.fromkeys(("enable_activation_offloading", "fsdp_cpu_offload"), OFFLOADING),
-        "optimizer_in_bwd": "an optimizer that steps in the backward pass is not measured",
-        **dict.fromkeys(("tensor_parallel_dim", "context_parallel_dim", "tensor_parallel_plan.*"), PARALLEL),
-        **dict.fromkeys(
-            ("teacher_model.*", "kd_loss.*", "reward_checkpointer.*", "ref_checkpointer.*", "policy_model.*"),
-            OTHER_TRAINING,
-        ),
-    },
-    harmless=frozenset(
-        (
-            *("output_dir", "tokenizer.*", "checkpointer.*", "resume_from_checkpoint", "save_adapter_weights_only"),
-            *("dataset.*", "seed", "shuffle", "epochs", "optimizer.*", "lr_scheduler.*", "max_steps_per_epoch"),
-            *("clip_grad_norm", "metric_logger.*", "log_*", "device", "profiler.*", "loss.*", "custom_sharded_layers"),
-            *("cudnn_deterministic_mode", "dataset_val.*", "run_val_every_n_steps", "batch_size_val", "collate_fn"),
-        )
+    refused=because(
+        {
+            OTHER_WEIGHTS: "model.quantize_base quantizer.*",
+            OFFLOADING: "enable_activation_offloading fsdp_cpu_offload",
+            "an optimizer that steps in the backward pass is not measured": "optimizer_in_bwd",
+            PARALLEL: "tensor_parallel_dim context_parallel_dim tensor_parallel_plan.*",
+            OTHER_TRAINING: "teacher_model.* kd_loss.* reward_checkpointer.* ref_checkpointer.* policy_model.*",
+        }
+    ),
+    harmless=words(
+        """
+        output_dir tokenizer.* checkpointer.* resume_from_checkpoint save_adapter_weights_only dataset.* seed shuffle
+        epochs optimizer.* lr_scheduler.* max_steps_per_epoch clip_grad_norm metric_logger.* log_* device profiler.*
+        loss.* custom_sharded_layers cudnn_deterministic_mode dataset_val.* run_val_every_n_steps batch_size_val
+        collate_fn
+        """
     ),
     is_nested=True,
     shards=True,

@@ -144,6 +144,16 @@ def one_of(known: Mapping[str, Any], words: str = "is not measured") -> Read:
     return read
 
 
+def words(text: str) -> frozenset[str]:
+    """Return the words of a text."""
+    return frozenset(text.split())
+
+
+def because(reasons: Mapping[str, str]) -> dict[str, str]:
+    """Return the reason of each key, from the keys of each reason, between spaces."""
+    return {key: reason for reason, keys in reasons.items() for key in keys.split()}
+
+
 def must_be(*allowed: Any, reason: str) -> Key:
     """Return a key that sets nothing, and has one of the `allowed` values."""
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from typing import Any
 
-from bexp.explorer.formats.trainers.library_arguments import IGNORED, REFUSED, SETTINGS
+from bexp.explorer.formats.trainers.library_arguments import IGNORED, LORA, REFUSED, SETTINGS
 from bexp.explorer.formats.trainers.trainer_file import (
     OFFLOADING,
     OTHER_WEIGHTS,
     Formats,
     Setting,
     TrainerFile,
+    because,
     flag,
-    if_on,
     must_be,
-    names,
     one_of,
     same,
+    words,
 )
 
 CHUNKED = "chunked_nll"
@@ -44,21 +44,14 @@ TRL = TrainerFile(
     model="model_name_or_path",
     settings={
         **SETTINGS,
+        **LORA,
         "model_name_or_path": (Setting.MODEL, same),
         "max_length": (Setting.SEQ_LENGTH, same),
         "dtype": (Setting.WEIGHTS, one_of(_DTYPES)),
         "torch_dtype": (Setting.WEIGHTS, one_of(_DTYPES)),
         "use_peft": (Setting.ADAPTERS, flag),
-        "lora_r": (Setting.R, same),
-        "lora_alpha": (Setting.ALPHA, same),
-        "lora_dropout": (Setting.DROPOUT, same),
-        "lora_target_modules": (Setting.MODULES, names),
-        "lora_target_parameters": (Setting.PARAMETERS, names),
-        "lora_modules_to_save": (Setting.SAVED, names),
         "use_dora": (Setting.DORA, flag),
         "use_rslora": (Setting.RSLORA, flag),
-        "load_in_4bit": (Setting.BITS, if_on(4)),
-        "load_in_8bit": (Setting.BITS, if_on(8)),
         "use_bnb_nested_quant": (Setting.NESTED, flag),
         "bnb_4bit_quant_type": must_be("nf4", reason=OTHER_WEIGHTS),
         "bnb_4bit_quant_storage": must_be("uint8", reason=OTHER_WEIGHTS),
@@ -89,15 +82,21 @@ TRL = TrainerFile(
     },
     refused={
         **REFUSED,
-        "activation_offloading": OFFLOADING,
-        "model_init_kwargs": "say dtype and attn_implementation at the top of the file instead",
-        "pad_to_multiple_of": "rows are measured without it: remove it",
-        "ignore_bias_buffers": "is for several devices of old models: remove it",
+        **because(
+            {
+                OFFLOADING: "activation_offloading",
+                "say dtype and attn_implementation at the top of the file instead": "model_init_kwargs",
+                "rows are measured without it: remove it": "pad_to_multiple_of",
+                "is for several devices of old models: remove it": "ignore_bias_buffers",
+            }
+        ),
     },
     harmless=IGNORED
-    | {
-        *("model_revision", "lora_task_type", "trust_remote_code", "router_aux_loss_coef"),
-        *("chat_template_path", "dataset_*", "datasets", "streaming", "test_split_size", "eos_token", "pad_token"),
-        *("truncation_mode", "shuffle_dataset", "completion_only_loss", "assistant_only_loss"),
-    },
+    | words(
+        """
+        model_revision lora_task_type trust_remote_code router_aux_loss_coef chat_template_path dataset_* datasets
+        streaming test_split_size eos_token pad_token truncation_mode shuffle_dataset completion_only_loss
+        assistant_only_loss
+        """
+    ),
 )

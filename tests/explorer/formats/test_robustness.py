@@ -71,7 +71,7 @@ def replace(document: dict[str, Any], location: Location, value: Any) -> Any:
     return changed
 
 
-@settings(max_examples=600, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.data())
 def test_any_value_in_any_place(data: st.DataObject) -> None:
     document = data.draw(st.sampled_from(DOCUMENTS))
@@ -86,7 +86,7 @@ def test_any_value_in_any_place(data: st.DataObject) -> None:
         assert request.hf_config is not None or count_parameters(request.shapes) > 0
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.text(alphabet="{}[]:,\"'#&*!|>-? \n\ta1.\\u\ud800\0", max_size=30))
 def test_any_text(text: str) -> None:
     try:
@@ -97,7 +97,7 @@ def test_any_text(text: str) -> None:
         assert isinstance(document, dict)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.dictionaries(st.text(alphabet="model.seq_length", min_size=1, max_size=12), VALUES, max_size=3))
 def test_any_override(overrides: dict[str, Any]) -> None:
     try:

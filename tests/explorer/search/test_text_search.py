@@ -258,12 +258,7 @@ def truth(found: TextDevice, name: str, batching: str, memory: DeviceReport) -> 
 
 @pytest.mark.parametrize(
     ("name", "batching"),
-    [
-        *((name, "padded") for name in ("chat", "code", "long_tail")),
-        *((name, "grouped") for name in ("chat", "long_tail")),
-        *((name, "packed") for name in ("chat", "code")),
-        *((name, "token_budget") for name in ("code", "long_tail")),
-    ],
+    [("code", "padded"), ("long_tail", "grouped"), ("chat", "packed"), ("long_tail", "token_budget")],
 )
 def test_the_choice_is_near_the_best_of_all_and_no_epoch_needs_more_memory(name: str, batching: str) -> None:
     memory, asked = device(64), request(name, batching)
@@ -290,7 +285,7 @@ def test_the_choice_is_near_the_best_of_all_and_no_epoch_needs_more_memory(name:
     assert texts.out_of_memory_probability < 0.2
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 4])
 def test_the_host_decides_for_each_micro_batch_and_not_for_their_mean(size: int) -> None:
     asked = request("chat", "padded", micro_batch_size=[size], recompute=["none"], verify=False)
     memory, found = device(64), TextDevice(asked, host=3e-3)

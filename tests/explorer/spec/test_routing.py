@@ -11,8 +11,8 @@ from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.routes import draw_routes
 from bexp.explorer.spec.routing import RoutingSpec
 
-NUM_TOKENS = 50_000
-TOLERANCE = 0.004  # on a share: the noise of 50,000 tokens, and what the solver leaves
+NUM_TOKENS = 20_000
+TOLERANCE = 0.006  # on a share: the noise of 20,000 tokens, and what the solver leaves
 
 
 def mixture(num_experts: int, top_k: int) -> MoESpec:
@@ -76,13 +76,10 @@ def test_a_larger_exponent_skews_more() -> None:
     ("top_k", "shares"),
     [
         (1, (0.9, 0.1, 0.0, 0.0)),
-        (2, (0.4, 0.3, 0.2, 0.1)),
-        (2, (0.5, 0.3, 0.1, 0.1)),
         (2, (0.5, 0.5, 0.0, 0.0)),
         (2, (8.0, 6.0, 4.0, 2.0)),
         (3, (1 / 3, 1 / 3, 1 / 3, 0.0)),
         (3, (0.33, 0.33, 0.2, 0.14)),
-        (4, (1.0, 1.0, 1.0, 1.0)),
         (8, tuple(1 / (i + 3) for i in range(64))),
         (8, (*(0.12,) * 4, *(0.52 / 124,) * 124)),
     ],

@@ -5,7 +5,6 @@ from __future__ import annotations
 from datetime import UTC, datetime
 from typing import Any
 
-from benchmarks.simulated_tables import h200_report, simulate
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.measurement import ComponentFigures, Outcome
@@ -16,6 +15,7 @@ from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader
+from tests.simulated_tables import h200_report, simulate
 
 MODEL: dict[str, Any] = {
     "name": "small",

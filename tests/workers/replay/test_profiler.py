@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.simulated_tables import write
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.search.explore import explore
 from bexp.explorer.spec.request import ExplorationRequest
@@ -25,6 +24,7 @@ from bexp.workers.replay.answerable import AnswerableJobs
 from bexp.workers.replay.profiler import ReplayProfiler, mismatch
 from bexp.workers.replay.recording import Recording
 from tests.contracts.samples import make_worker
+from tests.simulated_tables import write
 from tests.workers.replay.samples import MODEL, recording, request, table_of
 
 

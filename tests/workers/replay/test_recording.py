@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.simulated_tables import write
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     BatchFigures,
@@ -19,6 +18,7 @@ from bexp.explorer.records.measurement import (
 )
 from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
 from bexp.workers.replay.rows import ROWS, ComponentRow, encode_row
+from tests.simulated_tables import write
 from tests.workers.replay.samples import empty, figures, recording, row, table_of
 
 

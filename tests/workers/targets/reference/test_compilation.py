@@ -45,18 +45,11 @@ def graphs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("loss", "fields", "choice"),
     [
-        ("full", {}, {}),
         ("chunked", {"qk_norm": "head", "rotary_fraction": 0.5, "num_query_groups": 2}, {"recompute": "selective"}),
         (
-            "chunked",
-            {"moe": small_moe(first_k_dense=1)},
-            {"expert_backend": "grouped_mm", "bta_tile": 1, "recompute": "full"},
-        ),
-        ("chunked", {"moe": small_moe(norm_topk_prob=True)}, {"expert_backend": "loop"}),
-        (
             "full",
-            {"moe": small_moe(capacity_factor=0.7), "dtype": "bfloat16"},
-            {"expert_backend": "grouped_mm", "capacity_factor": 0.7},
+            {"moe": small_moe(first_k_dense=1, capacity_factor=0.7), "dtype": "bfloat16"},
+            {"expert_backend": "grouped_mm", "capacity_factor": 0.7, "bta_tile": 1, "recompute": "full"},
         ),
     ],
     ids=str,

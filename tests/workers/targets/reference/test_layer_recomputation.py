@@ -65,7 +65,7 @@ def whole_peak(candidate: Candidate, request: ExplorationRequest) -> int:
 @pytest.mark.parametrize(
     ("fields", "names"),
     [
-        ({}, ("none", "layers_3", "full", "groups_2", "groups_3", "groups_7")),
+        ({}, ("none", "layers_3", "full", "groups_3", "groups_7")),
         ({"moe": small_moe(first_k_dense=2)}, ("none", "layers_3", "groups_3", "groups_7")),
     ],
     ids=["dense", "experts"],

@@ -50,7 +50,7 @@ def _resolved(model_type: str) -> ResolvedModel:
     return resolve(config, 128, settings=BuildSettings(dtype=torch.float32))
 
 
-@pytest.mark.parametrize("model_type", sorted(CONFIGS))
+@pytest.mark.parametrize("model_type", ["deepseek_v2", "gpt_oss"])
 def test_a_layer_alone_spreads_tokens_over_experts_as_the_layers_of_its_model_do(model_type: str) -> None:
     resolved = _resolved(model_type)
     builder = resolved.builder(CPU)

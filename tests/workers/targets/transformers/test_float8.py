@@ -13,19 +13,17 @@ from bexp.explorer.spec.candidate import Candidate
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.targets.transformers.float8 import compare_float8
 from tests.bexp.transformers import fake_torchao
-from tests.workers.targets.transformers.targets import HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
+from tests.workers.targets.transformers.targets import HARDWARE, QWEN_MOE, open_target, request_for
 
 pytest.importorskip("transformers")
 
 FLOAT8: dict[str, Any] = {"training": {"precision": "float8_tensorwise"}}
 
 
-@pytest.mark.parametrize(("config", "number"), [(LLAMA, 3 * 7), (QWEN_MOE, 2 * 4)])
-def test_a_layers_error_is_stated_and_the_whole_model_runs_in_float8(
-    monkeypatch: pytest.MonkeyPatch, config: dict[str, Any], number: int
-) -> None:
+def test_a_layers_error_is_stated_and_the_whole_model_runs_in_float8(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torchao.install(monkeypatch)
-    target = open_target(config, **FLOAT8)
+    number = 2 * 4  # of attention in two layers; experts stay as they are
+    target = open_target(QWEN_MOE, **FLOAT8)
     report = target.report(HARDWARE)
     parts = report.parts
     assert parts is not None
@@ -39,7 +37,7 @@ def test_a_layers_error_is_stated_and_the_whole_model_runs_in_float8(
         expert_backend=report.default_experts,
         num_query_groups=1,
     )
-    with target.training_run(candidate, parts, request_for(config, **FLOAT8)) as run:
+    with target.training_run(candidate, parts, request_for(QWEN_MOE, **FLOAT8)) as run:
         kinds = [type(module) for module in run._model.modules()]
         assert kinds.count(fake_torchao.Float8Linear) == number
         run.begin()

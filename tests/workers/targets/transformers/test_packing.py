@@ -26,6 +26,7 @@ from bexp.workers.targets.transformers.parts_comparison import PartsComparison
 from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import TransformersTarget
+from tests.workers.profiler.trials.test_optimizer import OneSecond
 from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, open_target, request_for
 
 pytest.importorskip("transformers")
@@ -38,8 +39,7 @@ def model_of(model_type: str) -> ResolvedModel:
     return resolve({"model_type": model_type}, 64)
 
 
-@pytest.mark.parametrize("flattened", [False, True])
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "olmoe"])
+@pytest.mark.parametrize(("model_type", "flattened"), [("llama", True), ("gpt2", False), ("gemma3_text", True)])
 def test_logits_loss_and_gradients_of_packed_texts_are_those_of_the_texts_one_by_one(
     model_type: str, *, flattened: bool
 ) -> None:
@@ -73,7 +73,7 @@ def test_logits_loss_and_gradients_of_packed_texts_are_those_of_the_texts_one_by
             torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("model_type", ["llama", "gpt2", "gemma3_text", "qwen3_moe", "deepseek_v3"])
+@pytest.mark.parametrize("model_type", ["gemma3_text", "deepseek_v3"])
 def test_parts_of_a_model_on_packed_texts_add_up_to_the_whole(model_type: str) -> None:
     tiny = model_of(model_type).tiny
     model = build_model(tiny, FLOAT32, CPU)
@@ -85,7 +85,7 @@ def test_parts_of_a_model_on_packed_texts_add_up_to_the_whole(model_type: str) -
 
 @pytest.mark.parametrize(
     ("model_type", "keeps_apart"),
-    [("llama", True), ("olmoe", True), ("mamba", False), ("bloom", False), ("gpt_oss", False)],
+    [("olmoe", True), ("mamba", False), ("gpt_oss", False)],
 )
 def test_a_model_that_mixes_packed_texts_is_found(model_type: str, *, keeps_apart: bool) -> None:
     resolved = model_of(model_type)
@@ -145,6 +145,7 @@ def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
 ) -> None:
     request = request_for(lengths=LENGTHS, batching=batching)
     instruments = Instruments(CPU)
+    instruments.timer = OneSecond()
     target = TransformersTarget(request, instruments)
     parts = target.report(HARDWARE).parts
     assert parts is not None
@@ -172,9 +173,8 @@ def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
         assert found.saved_bytes == max(saved)
         if batching == "padded":
             assert saved[-1] > 1.5 * min(saved), "the longest has the most tokens"
-        seconds = [one.device_seconds for one in found.batches]
-        share = batches.expect([1.0] * len(seconds))[0]  # of a token budget's micro-batch; else 1
-        assert min(seconds) <= found.device_seconds / share <= max(seconds)
+        share = batches.expect([1.0] * len(found.batches))[0]  # of a token budget's micro-batch; else 1
+        assert found.device_seconds == pytest.approx(share), "each of them takes a second"
     candidate = Candidate(micro_batch_size=4, attention_backend="sdpa", num_query_groups=1)
     whole = run_whole_model(instruments, target, parts, candidate, request, PhaseClock())
     assert whole.micro_step_seconds > 0

@@ -1,4 +1,4 @@
-"""A representative dozen of the library's types, by parts, against the whole model."""
+"""Some of the library's types, by parts, against the whole model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
 
 pytest.importorskip("transformers")
 
-DENSE = ("llama", "gpt2", "gpt_neox", "gemma2", "gemma3_text", "phi3", "bloom", "mamba", "diffllama")
-EXPERTS = ("olmoe", "qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3")
+DENSE = ("gpt2", "gemma3_text", "bloom", "mamba", "diffllama")
+EXPERTS = ("olmoe", "gpt_oss", "deepseek_v3")
 
 
 @pytest.mark.parametrize("model_type", (*DENSE, *EXPERTS))

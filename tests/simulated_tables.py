@@ -1,45 +1,109 @@
-"""Recorded tables of simulated devices, for work on the search without a GPU.
+"""Recorded tables of a simulated device: everything follows from the seed.
 
-    python -m benchmarks.simulated_tables examples/olmoe-1b-7b.yaml ... --out DIRECTORY [--seed N] [--device KIND]
-
-The kernels of a smooth device have an efficiency over the roofline that saturates with the tokens they see, droops for
-large ones and jumps by wave quantisation; back ends cross over; bytes are off the prediction by similar; whole models
-differ from what their components add up to, partly together, partly each by itself. The ranges are those that H200
-runs under results/ show. The other kinds of devices are of other structures (`benchmarks.simulated_devices`).
-Everything follows from the seed.
+The kernels have an efficiency over the roofline that saturates with the tokens they see, droops for large ones and
+jumps by wave quantisation; back ends cross over; bytes are off the prediction by similar; whole models differ from what
+their components add up to, partly together, partly each by itself.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
-import sys
+import zlib
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from benchmarks.simulated_devices import ATTENTION, EXPERTS, JaggedDevice, LumpyDevice, SmoothDevice
-from bexp.explorer.cost_model.components import Component
+from benchmarks.environment import ROOT
+from bexp.explorer.cost_model.activation_memory import predict_component_bytes
+from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.required_memory import required_table
+from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.cost_model.step import memory_limit
-from bexp.explorer.formats.document import load_document
-from bexp.explorer.formats.request import parse_request
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.measurement import ComponentFigures, Outcome, PhaseSeconds, WholeModelMeasurement
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.hardware import BackendSupport, HardwareSpec
 from bexp.explorer.spec.model import ModelSpec
+from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
 from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow, encode_row
 
-RESULTS = Path(__file__).resolve().parent / "results"
+ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
+EXPERTS = {
+    "grouped_mm": 0.5,
+    "loop": 0.25,
+    "bmm": 0.45,
+    "fused": 0.6,
+    "triton_grouped": 0.5,
+    "hopper_grouped": 0.52,
+}
 RUNS = 8  # twice as many as a search makes of one component: drawn from few, repeats would agree on a wrong mean
 WHOLE_MODEL_ERROR = 0.002
 FRAGMENTATION_STD = 0.003
-DEVICES = {"smooth": SmoothDevice, "jagged": JaggedDevice, "lumpy": LumpyDevice}
+RUN_STD = 0.004
+COMPOSITION_SHARED_STD = 0.015
+COMPOSITION_OWN_STD = 0.004
+
+
+class SmoothDevice:
+    """Kernels whose efficiency over the roofline saturates with the tokens they see and droops for large ones.
+
+    Waves and each component's own part come on top; back ends cross over; runs differ by a normal error.
+    """
+
+    def __init__(self, request: ExplorationRequest, hardware: HardwareSpec, seed: int) -> None:
+        self._request = request
+        self._hardware = hardware
+        self._seed = seed
+        self._composition_bias = 1 + COMPOSITION_SHARED_STD * self._normal("composition")
+
+    def seconds(self, component: Component, model: ExploredModel) -> tuple[float, float]:
+        """Device and host seconds without noise."""
+        predicted = roofline_seconds(component, model, self._request, self._hardware)
+        if component.kind is ComponentKind.OPTIMIZER:
+            return predicted.device / 0.8, predicted.host
+        sort = f"{component.kind}:{component.backend}"
+        typical = {**ATTENTION, **EXPERTS}.get(str(component.backend), 0.65)
+        peak = typical * np.exp(0.15 * self._normal(f"peak:{sort}"))
+        tokens = (component.bta_tile or component.micro_batch_size) * model.seq_length
+        half = 600 * np.exp(0.7 * self._normal(f"half:{sort}"))
+        droop = 0.02 * abs(self._normal(f"droop:{sort}")) * max(0.0, np.log2(tokens / 16384))
+        wave = 0.02 * self._normal(f"wave:{sort}:{component.micro_batch_size}:{component.bta_tile}")
+        mode = 0.02 * self._normal(f"mode:{sort}:{component.recompute}:{component.bta_tile is None}")
+        own = 0.004 * self._normal(f"own:{component.key}")
+        recomputes = component.recompute is not BlockRecompute.NONE
+        efficiency = peak * tokens / (tokens + half) * (1 - min(0.3, droop))
+        device = predicted.device / efficiency * np.exp(wave + own + (mode if recomputes else 0.0))
+        return float(device), predicted.host * 1.4 * float(np.exp(0.2 * self._normal(f"host:{sort}")))
+
+    def sizes(self, component: Component, model: ExploredModel) -> tuple[int, int, int]:
+        """Saved, forward-peak and backward-peak bytes."""
+        predicted = predict_component_bytes(component, model, self._request)
+        similar = f"{component.kind}:{component.backend}:{component.recompute}:{component.bta_tile is None}"
+        factor = 1.05 * np.exp(0.08 * self._normal(f"bytes:{similar}"))
+        saved, forward, backward = (
+            round(factor * b) for b in (predicted.saved, predicted.forward_peak, predicted.backward_peak)
+        )
+        return saved, forward, backward
+
+    def whole_model_factor(self, candidate: Candidate) -> float:
+        """Whole over composed seconds."""
+        return self._composition_bias * float(np.exp(COMPOSITION_OWN_STD * self._normal(candidate.describe())))
+
+    def standard_error(self, component: Component) -> float:
+        """Relative standard error that one run states of its median."""
+        return RUN_STD / 2
+
+    def run_factor(self, component: Component, run: int, rng: np.random.Generator) -> float:
+        """What the seconds of one run are off by."""
+        return float(np.exp(RUN_STD * rng.standard_normal()))
+
+    def _normal(self, name: str) -> float:
+        return float(np.random.default_rng([self._seed, zlib.crc32(name.encode())]).standard_normal())
 
 
 def simulate(
@@ -49,10 +113,9 @@ def simulate(
     seed: int,
     *,
     whole_model_share: float = 0.0,
-    kind: str = "smooth",
 ) -> Recording:
-    """A complete table of a device of `kind`; of its candidates `whole_model_share` are also timed whole."""
-    device = DEVICES[kind](request, report.hardware, seed)
+    """A complete table of a device; of its candidates `whole_model_share` are also timed whole."""
+    device = SmoothDevice(request, report.hardware, seed)
     rng = np.random.default_rng(seed)
     header = RecordingHeader(
         name=name,
@@ -60,7 +123,7 @@ def simulate(
         report=report,
         recorded_at=datetime(2026, 1, 1, tzinfo=UTC),
         process_start_seconds=6.0,
-        noise=device.describe_noise(),
+        noise="simulated",
     )
     recording = Recording(header)
     for model in request.space.variants():
@@ -135,7 +198,9 @@ def _add_whole_models(
 
 def h200_report(model: ModelSpec) -> DeviceReport:
     """The H200 of the recorded explorations, with all back ends."""
-    hardware: dict[str, Any] = json.loads((RESULTS / "h200-explorations.json").read_text())["hardware"]
+    hardware: dict[str, Any] = json.loads((ROOT / "benchmarks" / "results" / "h200-explorations.json").read_text())[
+        "hardware"
+    ]
     return DeviceReport(
         hardware=HardwareSpec.model_validate(hardware | {"device_name": "simulated H200"}),
         attention_backends=tuple(BackendSupport(name=name, usable=True) for name in ATTENTION),
@@ -152,28 +217,3 @@ def write(recording: Recording, path: Path) -> None:
     lines += [encode_row(row) for rows in recording.whole_models.values() for row in rows]
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text("".join(lines))
-
-
-def main(arguments: list[str] | None = None) -> int:
-    """One table a configuration."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("configs", nargs="+", type=Path)
-    parser.add_argument("--out", type=Path, required=True, help="a directory")
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", choices=DEVICES, default="smooth")
-    parser.add_argument("--whole-model-share", type=float, default=0.0)
-    options = parser.parse_args(arguments)
-    for path in options.configs:
-        request = parse_request(load_document(path.read_text()))
-        report = h200_report(request.shapes)
-        recording = simulate(
-            path.stem, request, report, options.seed, whole_model_share=options.whole_model_share, kind=options.device
-        )
-        target = options.out / f"{options.device}-{path.stem}-{options.seed}.jsonl"
-        write(recording, target)
-        print(f"{target}: {len(recording.components)} components, {len(recording.whole_models)} whole models")
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,1 +1,0 @@
-"""Expert kernels of others, and of ours that lost: what the benchmarks compare with."""
