@@ -66,7 +66,8 @@ def soak(service: Service, minutes: float) -> dict[str, Any]:
     ]
     ended = [f"{name} has ended" for name, process in watched.items() if not process.is_running()]
     told = {"minutes": round((time.monotonic() - begun) / MINUTE, 1), "explorations": explorations}
-    return told | {"processes": grown, "violations": failed + too_much + ended}
+    each = [{"process": name, **figures} for name, figures in grown.items()]
+    return told | {"processes": each, "violations": failed + too_much + ended}
 
 
 def _growth(samples: list[Sample]) -> dict[str, int]:
