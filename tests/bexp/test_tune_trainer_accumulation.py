@@ -69,21 +69,6 @@ def test_no_weight_changes_and_a_second_check_says_the_same(checked: Any) -> Non
     assert all(map(torch.equal, weights, trainer.model.parameters()))
 
 
-def test_micro_batches_are_as_unequal_as_they_can_be(checked: Any) -> None:
-    seen: list[int] = []
-    _, trainer = checked()
-    collate = trainer.data_collator
-
-    def noted(samples: list[dict[str, list[int]]]) -> Any:
-        seen.extend(len(sample["input_ids"]) for sample in samples)
-        return collate(samples)
-
-    trainer.data_collator = noted
-    TrainerCheck(trainer, trainer.train, Ranks()).answer({})
-    assert seen[:8] == sorted(len(trainer.train_dataset[place]["input_ids"]) for place in range(8))
-    assert seen[16:24] == seen[:8], "in small micro-batches as well"
-
-
 def test_sizes_can_be_asked_for(checked: Any) -> None:
     found, _ = checked(batch_size=6, micro_batch_size=3)
     assert (found["batch_size"], found["large_micro_batch_size"], found["micro_batch_size"]) == (6, 6, 3)
