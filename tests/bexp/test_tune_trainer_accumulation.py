@@ -42,13 +42,11 @@ def test_the_trainers_own_loss_agrees_on_texts_of_unequal_length(checked: Any, o
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        (("--loss", "divided"), "averaged by micro-batch"),
         (("--loss", "divided", "--bf16"), "averaged by micro-batch"),
         (("--loss", "averaged"), "averaged by micro-batch"),
         (("--loss", "averaged", "--length", "20"), "wrong number of micro-batches"),
         (("--loss", "contrastive"), "samples depend on each other"),
         (("--loss", "router"), "router loss"),
-        (("--loss", "router", "--bf16"), "router loss"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )

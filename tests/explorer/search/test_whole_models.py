@@ -146,10 +146,8 @@ class Interrupted(SimulatedDevice):
 @pytest.mark.parametrize(
     ("own", "outcomes"),
     [
-        ((1.0, 1.0), ()),
         ((1.0, 0.97), ()),
         ((1.06, 1.0), ()),
-        ((1.0, 1.0), (Outcome.OUT_OF_MEMORY,)),
         ((1.0, 1.0), (Outcome.OK, Outcome.OUT_OF_MEMORY)),
         ((1.0, 0.97), (Outcome.CRASHED, Outcome.OK)),
     ],
