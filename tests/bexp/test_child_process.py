@@ -39,17 +39,6 @@ def test_an_unsafe_child_would_import_from_the_folder(tmp_path: Path) -> None:
     assert imported.exists()
 
 
-def test_the_working_directory_leaves_the_path_and_other_entries_stay(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    other = tmp_path / "other"
-    given = {"PYTHONPATH": os.pathsep.join(("", ".", str(tmp_path), str(other))), "HOME": "/root"}
-    safe = safe_environment(given)
-    assert safe["PYTHONPATH"] == str(other)
-    assert (safe["PYTHONSAFEPATH"], safe["HOME"]) == ("1", "/root")
-
-
 def test_a_folder_that_holds_the_whole_package_is_found_by_children(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -158,16 +158,6 @@ def test_the_longest_come_first_and_any_few_of_the_others_have_the_mean_of_all()
         assert some.mean() == pytest.approx(widest.mean(), rel=0.25)
 
 
-def test_each_process_knows_its_own_part() -> None:
-    lengths = texts()
-    first, second = (MicroBatches(lengths, shuffled(lengths), SIZE, processes=2, rank=rank) for rank in (0, 1))
-    order = np.array(list(first.sampler)).reshape(-1, 2, SIZE)
-    for number in (0, 5, 17, len(order), len(order) + 9):
-        row = order[number % len(order)]
-        assert first._places(number).tolist() == row[0].tolist()
-        assert second._places(number).tolist() == row[1].tolist()
-
-
 def test_the_number_of_a_micro_batch_tells_its_samples_however_long_a_trial_runs() -> None:
     lengths = texts(200)
     micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE)

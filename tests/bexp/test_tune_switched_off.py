@@ -33,23 +33,6 @@ def model() -> Any:
     )
 
 
-def differs(model: nn.Module) -> bool:
-    tokens = torch.arange(16)[None]
-    first, second = (model(input_ids=tokens, labels=tokens).loss for _ in range(2))
-    return not torch.equal(first, second)
-
-
-def test_noise_that_is_no_module_is_off_in_training_mode(model: Any) -> None:
-    model.train()
-    assert differs(model)
-    with nothing_random(model):
-        assert model.training
-        assert not differs(model)
-        assert (model.config.attention_dropout, model.config.router_jitter_noise) == (0.0, 0.0)
-    assert differs(model)
-    assert (model.config.attention_dropout, model.config.router_jitter_noise) == (0.5, 0.5)
-
-
 def test_the_configuration_of_a_part_is_changed_as_well() -> None:
     config = PretrainedConfig()
     config.text_config = PretrainedConfig()

@@ -42,13 +42,11 @@ def test_the_trainers_own_loss_agrees_on_texts_of_unequal_length(checked: Any, o
 @pytest.mark.parametrize(
     ("options", "cause"),
     [
-        (("--loss", "divided"), "averaged by micro-batch"),
         (("--loss", "divided", "--bf16"), "averaged by micro-batch"),
         (("--loss", "averaged"), "averaged by micro-batch"),
         (("--loss", "averaged", "--length", "20"), "wrong number of micro-batches"),
         (("--loss", "contrastive"), "samples depend on each other"),
         (("--loss", "router"), "router loss"),
-        (("--loss", "router", "--bf16"), "router loss"),
     ],
     ids=lambda value: value if isinstance(value, str) else " ".join(value),
 )
@@ -67,21 +65,6 @@ def test_no_weight_changes_and_a_second_check_says_the_same(checked: Any) -> Non
     first, second = check.answer({}), check.answer({})
     assert first["difference"] == pytest.approx(second["difference"], rel=1e-3)
     assert all(map(torch.equal, weights, trainer.model.parameters()))
-
-
-def test_micro_batches_are_as_unequal_as_they_can_be(checked: Any) -> None:
-    seen: list[int] = []
-    _, trainer = checked()
-    collate = trainer.data_collator
-
-    def noted(samples: list[dict[str, list[int]]]) -> Any:
-        seen.extend(len(sample["input_ids"]) for sample in samples)
-        return collate(samples)
-
-    trainer.data_collator = noted
-    TrainerCheck(trainer, trainer.train, Ranks()).answer({})
-    assert seen[:8] == sorted(len(trainer.train_dataset[place]["input_ids"]) for place in range(8))
-    assert seen[16:24] == seen[:8], "in small micro-batches as well"
 
 
 def test_sizes_can_be_asked_for(checked: Any) -> None:

@@ -114,7 +114,7 @@ def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], em
 
 def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url: str) -> None:
     command = [sys.executable, "-c", UPGRADE, empty_database_url]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(3)]
+    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
     for process in processes:
         _, errors = process.communicate(timeout=500)
         assert process.returncode == 0, errors

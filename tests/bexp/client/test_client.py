@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 
 import httpx
@@ -30,22 +29,6 @@ class Broken(httpx.SyncByteStream):
     def __iter__(self) -> Iterator[bytes]:
         yield from self.parts
         raise httpx.ReadError("cut")
-
-
-def test_submit_sends_the_request_and_the_token() -> None:
-    seen: list[httpx.Request] = []
-
-    def handler(request: httpx.Request) -> httpx.Response:
-        seen.append(request)
-        return httpx.Response(202, json=job_document("queued"))
-
-    with client_of(handler, "secret") as client:
-        job = client.submit(REQUEST, idempotency_key="key")
-    assert (job.id, job.state, job.request) == ("job1", "queued", REQUEST)
-    assert seen[0].url.path == "/v1/explorations"
-    assert seen[0].headers["Authorization"] == "Bearer secret"
-    assert seen[0].headers["Idempotency-Key"] == "key"
-    assert json.loads(seen[0].content)["model"]["name"] == "tiny"
 
 
 def test_a_submitted_request_is_the_same_when_the_service_reads_it() -> None:

@@ -110,17 +110,6 @@ def test_a_capture_in_the_middle_of_an_accumulation_changes_neither_gradients_no
         torch.testing.assert_close(mine.grad, wanted.grad, rtol=0, atol=0)
 
 
-def test_gradients_that_somebody_put_there_are_added_to() -> None:
-    _, net, graphed_loss, _ = pair()
-    graphed_loss(x=draw(0)).backward()
-    found = [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
-    for parameter in net.parameters():
-        parameter.grad = torch.ones_like(parameter)
-    graphed_loss(x=draw(0)).backward()
-    for parameter, gradient in zip(net.parameters(), found, strict=True):
-        torch.testing.assert_close(parameter.grad, gradient + 1)
-
-
 def test_calls_that_no_graph_can_serve_run_as_they_are() -> None:
     _, net, graphed_loss, recorder = pair()
     with torch.no_grad():
@@ -222,42 +211,6 @@ def test_a_buffer_that_the_model_replaces_is_refused_and_has_the_right_values() 
         graphed_loss(x=draw(0)).backward()
     assert "'calls' is replaced" in str(graphed_loss.problem)
     assert (int(net.calls), recorder.repeats) == (2, 0)
-
-
-def test_a_parameter_that_the_loss_does_not_reach_has_no_gradient_and_does_not_decay() -> None:
-    net, recorder = Net(), Repeater()
-    net.unused = nn.Linear(4, 4)
-    before = net.unused.weight.clone()
-    graphed_loss = GraphedLoss(net, net.forward, recorder=recorder)
-    optimizer = torch.optim.AdamW(net.parameters(), lr=0.1, weight_decay=0.5)
-    graphed_loss(x=draw(0)).backward()
-    optimizer.step()
-    assert recorder.repeats == 2
-    assert net.unused.weight.grad is None
-    torch.testing.assert_close(net.unused.weight, before, rtol=0, atol=0)
-
-
-def test_a_capture_takes_the_device_of_the_model_whichever_is_current(monkeypatch: pytest.MonkeyPatch) -> None:
-    current: list[Tensor] = []
-
-    @contextmanager
-    def device_of(tensor: Tensor) -> Iterator[None]:
-        current.append(tensor)
-        yield
-        current.pop()
-
-    monkeypatch.setattr(torch.cuda, "device_of", device_of)
-    _, net, graphed_loss, recorder = pair()
-    seen: list[Tensor] = []
-
-    def warm_up(work: Callable[[], None]) -> None:
-        seen.extend(current)
-        work()
-
-    monkeypatch.setattr(recorder, "warm_up", warm_up)
-    graphed_loss(x=draw(0))
-    assert [tensor is next(net.parameters()) for tensor in seen] == [True]
-    assert not current
 
 
 def test_parameters_that_are_used_without_their_modules_are_refused() -> None:

@@ -29,13 +29,3 @@ def test_value_and_gradients(name: Activation, gated: bool, weighted: bool) -> N
 def test_more_than_two_axes() -> None:
     x = torch.randn(2, 3, 8, generator=torch.Generator().manual_seed(0))
     torch.testing.assert_close(activate(x, "silu", gated=True), references.activation(x, "silu", True))
-
-
-def test_a_zero_weight_hides_a_row() -> None:
-    x = torch.randn(2, 8, generator=torch.Generator().manual_seed(0), requires_grad=True)
-    out = activate(x, "silu", gated=True, row_weights=torch.tensor([0.0, 1.0]))
-    out.sum().backward()
-    assert x.grad is not None
-    assert not out[0].any()
-    assert not x.grad[0].any()
-    assert x.grad[1].all()

@@ -14,7 +14,7 @@ from bexp.kernels.experts.auto import __main__ as command
 from bexp.kernels.experts.auto import auto_experts as auto_module
 from bexp.kernels.experts.auto import plans, products
 from bexp.kernels.experts.auto.auto_experts import PLANNED, AutoExperts, auto_backend
-from bexp.kernels.experts.auto.choice import ByLoad, Times, choose
+from bexp.kernels.experts.auto.choice import ByLoad, Times
 from bexp.kernels.experts.auto.measuring import FFNShape, GemmShape, apart, measure_ffn, measure_gemm
 from bexp.kernels.experts.auto.products import EVEN, STOCK, Products, gemm_of
 from bexp.kernels.experts.auto.table import KernelTable, row_class
@@ -180,16 +180,6 @@ def test_a_plan_of_a_back_end_that_is_not_here_is_none() -> None:
     assert gemm_of(f"{STOCK}+{STOCK}") is None
 
 
-def test_the_mix_takes_the_fastest_on_the_device_and_is_timed_by_the_clock(called: list[str]) -> None:
-    timer = FakeTimer({OTHER: (3.0, 0.5)})
-    found = measure_gemm(GEMM, 24, [STOCK, OTHER], CPU, timer)
-    assert timer.names == [(STOCK, OTHER)] * 8, "three products and the plans, under two loads; the mix is no mix here"
-    assert found.keys() == {"uniform", "zipf"}
-    assert {name: each.clock.median for name, each in found["zipf"].items()} == {STOCK: 1.0 / 8, OTHER: 3.0 / 8}
-    assert {name: each.device.median for name, each in found["zipf"].items()} == {STOCK: 1.0 / 8, OTHER: 0.5 / 8}
-    assert choose(found, STOCK) == STOCK, "by the clock"
-
-
 def experts_with_another(**more: Any) -> AutoExperts:
     """torch's grouped_mm and another back end whose bits are those of the loop."""
     other = ExpertBackend(OTHER, False, lambda shape, device: None, loop.LOOP.forward, **more)
@@ -201,18 +191,6 @@ def experts_with_another(**more: Any) -> AutoExperts:
 
 def ffn_shape(case: expert_cases.ExpertCase) -> FFNShape:
     return FFNShape(case.num_experts, case.top_k, case.hidden, case.width, True, torch.bfloat16)
-
-
-@pytest.mark.parametrize(("measured", "name"), [(FASTER, "loop"), (SLOWER, STOCK), (None, STOCK)])
-def test_results_are_those_of_the_chosen_back_end_bit_by_bit(measured: ByLoad | None, name: str) -> None:
-    case = expert_cases.CASES[0]
-    routes, tensors = expert_cases.problem(case, torch.bfloat16, CPU)
-    experts = experts_with_another()
-    if measured is not None:
-        plans.table_of(CPU).write(ffn_shape(case).key, row_class(routes.numel()), measured)
-    auto = ExpertBackend("auto", False, experts.check, experts.forward)
-    results = zip(*(expert_cases.run(b, case, routes, tensors) for b in (auto, expert_backend(name))), strict=True)
-    assert all(torch.equal(mine, wanted) for mine, wanted in results)
 
 
 def test_the_shared_ffn_takes_its_gemms_from_the_plans(called: list[str]) -> None:

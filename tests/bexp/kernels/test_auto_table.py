@@ -10,83 +10,19 @@ import pytest
 import torch
 
 from bexp.kernels.experts.auto import plans
-from bexp.kernels.experts.auto.choice import ByLoad, choose
+from bexp.kernels.experts.auto.choice import ByLoad
 from bexp.kernels.experts.auto.products import STOCK
-from bexp.kernels.experts.auto.table import FARTHEST_CLASSES, KernelTable, folder, row_class, rows_of_class
+from bexp.kernels.experts.auto.table import KernelTable, folder, row_class, rows_of_class
 from bexp.workers.process.kernel_cache import kernel_cache
-from tests.bexp.kernels.auto_tables import CPU, FASTER, OTHER, SLOWER, seconds
+from tests.bexp.kernels.auto_tables import CPU, FASTER, OTHER
 
 pytestmark = pytest.mark.usefixtures("tables")
-
-
-@pytest.mark.parametrize(
-    ("uniform", "zipf", "error", "chosen"),
-    [
-        ({STOCK: 1.0, "a": 0.9}, {STOCK: 1.0, "a": 0.9}, 0.0, "a"),
-        ({STOCK: 1.0, "a": 0.995}, {STOCK: 1.0, "a": 0.995}, 0.0, STOCK),
-        ({STOCK: 1.0, "a": 1.1}, {STOCK: 1.0, "a": 0.5}, 0.0, STOCK),
-        ({STOCK: 1.0, "a": 1.0}, {STOCK: 1.0, "a": 0.5}, 0.0, "a"),
-        ({STOCK: 1.0, "a": 0.5, "b": 0.6}, {STOCK: 1.0, "a": 0.9, "b": 0.7}, 0.0, "b"),
-        ({STOCK: 1.0, "a": 0.5}, {STOCK: 1.0}, 0.0, STOCK),
-        ({"a": 0.5, "b": 0.4}, {"a": 0.5, "b": 0.9}, 0.0, "a"),
-        ({}, {}, 0.0, STOCK),
-    ],
-    ids=[
-        *(
-            "faster",
-            "level",
-            "slower under one load",
-            "faster under one load and level under the other",
-        ),
-        *("the least worst ratio", "timed under one load only", "without the stock one", "nothing timed"),
-    ],
-)
-def test_what_is_chosen(uniform: dict[str, float], zipf: dict[str, float], error: float, chosen: str) -> None:
-    assert choose(seconds(uniform, zipf, error), STOCK) == chosen
-
-
-@pytest.mark.parametrize(
-    ("device", "chosen"),
-    [
-        ({STOCK: 1.0, "a": 0.7, "b": 0.9}, "a"),
-        ({STOCK: 1.0, "a": 0.705, "b": 0.7}, "a"),
-        ({STOCK: 1.0, "a": 0.995, "b": 1.1}, STOCK),
-        ({STOCK: 1.0, "a": 1.1, "b": 1.1}, STOCK),
-        ({STOCK: 1.0, "a": 1.0, "b": 1.0, "slow": 0.1}, STOCK),
-    ],
-    ids=["faster", "level with another: by the clock", "level with the stock one", "slower", "slower by the clock"],
-)
-def test_the_device_decides_between_plans_that_are_level_by_the_clock(device: dict[str, float], chosen: str) -> None:
-    clock = {"slow": 9.0, STOCK: 1.0, "a": 0.99, "b": 1.05}
-    times = {name: seconds for name, seconds in clock.items() if name in device}
-    assert choose(seconds(times, times, 0.05, device), STOCK) == chosen
 
 
 def test_a_class_is_measured_at_a_number_of_rows_within_it() -> None:
     assert [row_class(rows_of_class(number)) for number in range(2, 40)] == list(range(2, 40))
     assert [rows_of_class(row_class(1 << power)) for power in range(1, 20)] == [1 << power for power in range(1, 20)]
     assert row_class(0) == row_class(1) == 0
-
-
-def test_the_nearest_class_decides_and_beyond_two_octaves_the_stock_one() -> None:
-    table = plans.table_of(CPU)
-    table.write("shape", 10, FASTER)
-    table.write("shape", 13, SLOWER)
-    found = {number: table.plan("shape", rows_of_class(number), STOCK) for number in range(2, 20)}
-    assert found == {number: OTHER if 10 - FARTHEST_CLASSES <= number <= 11 else STOCK for number in range(2, 20)}
-    assert table.plan("another shape", 32, STOCK) == STOCK
-    assert table.plan("shape", 32, STOCK, among={STOCK}) == STOCK
-
-
-def test_the_steps_say_the_same_as_the_plan_of_each_number_of_rows() -> None:
-    table = plans.table_of(CPU)
-    table.write("shape", 6, FASTER)
-    table.write("shape", 10, SLOWER)
-    table.write("shape", 13, FASTER)
-    steps = table.steps("shape", STOCK)
-    for rows in range(1, 2000):
-        assert next((plan for end, plan in steps if rows < end), STOCK) == table.plan("shape", rows, STOCK), rows
-    assert len(steps) < 8
 
 
 def test_a_shape_without_a_class_in_the_file_is_served_by_the_stock_back_end() -> None:

@@ -9,12 +9,10 @@ import sys
 from collections.abc import Iterator
 from dataclasses import fields, replace
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from bexp.kernels.experts.expert_backend import ExpertBackend
 from bexp.kernels.experts.fused.fused_experts import FUSED
@@ -136,50 +134,6 @@ def test_the_same_inputs_give_the_same_bits() -> None:
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-class RowsOnTheHost:
-    """The launch of a product whose rows stay in the experts' order, computed by torch."""
-
-    is_prepared = False
-
-    def __init__(self, x: Any, w: Any, out: Any, ends: Any, *sizes: Any) -> None:
-        self.pointers, self.sizes = (x, w, out, ends), sizes
-
-    def bind(self, _: Any) -> None:
-        """Nothing is prepared on the host."""
-
-    def by_triton(self, tensors: dict[str, Tensor]) -> None:
-        num_rows, num_experts, k, n, transposed, *_, places = self.sizes
-        w_shape = (num_experts, n, k) if transposed else (num_experts, k, n)
-        shapes = ((num_rows, k), None, (num_rows, n), (num_experts,))
-        x, _, out, ends = (p.view(tensors, s) for p, s in zip(self.pointers, shapes, strict=True))
-        stored = tensors[self.pointers[1].tensor]
-        w = stored if stored.is_contiguous() else stored.mT
-        assert w.shape == w_shape
-        bounds = [0, *ends.tolist()]
-        for e, (start, end) in enumerate(pairwise(bounds)):
-            rows = slice(start, end) if places is None else places.view(tensors, (num_rows,))[start:end]
-            out[rows] = x[start:end] @ (w[e].T if transposed else w[e])
-
-
-@interpreted
-@pytest.mark.parametrize("transposed", [True, False])
-@pytest.mark.parametrize("top_k", [1, 2])
-def test_rows_that_stay_in_the_experts_order_are_gathered_by_the_sums_or_written_to_their_tokens(
-    top_k: int, transposed: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    from bexp.kernels.experts.fused import gemms
-
-    monkeypatch.setattr(gemms, "rows_launch", RowsOnTheHost)
-    case = expert_cases.ExpertCase("by expert", 53, 5, top_k, hidden=40, width=24, skew=1.0)
-    routes, (x, weights, w_in, w_out, grad) = expert_cases.problem(case, torch.float32, CPU)
-    stored = (expert_cases.transposed_storage(w, transposed) for w in (w_in, w_out))
-    lying = [x, weights, *stored, grad]
-    tiles = VARIANTS["pointers"].replaced(down_gemm=HopperRows(), grad_input=HopperRows())
-    found = expert_cases.run(backend(tiles), case, routes, lying)
-    for actual, wanted in zip(found, expert_cases.expected(case, routes, lying), strict=True):
-        assert references.relative_error(actual, wanted) <= 1e-5
-
-
 def permuted(routes: torch.Tensor, num_experts: int, heights: tuple[int, ...]) -> tuple[Any, torch.Tensor]:
     """A permutation's parts and its buffer."""
     from bexp.kernels.experts.fused.token_permutation import TokenPermutation, permutation_size, permute_tokens
@@ -259,22 +213,6 @@ def test_discarded_pre_activations_come_back_the_same(name: str) -> None:
         with selective_recompute(products=products):
             again = expert_cases.run(backend(VARIANTS[name]), case, routes, tensors)
         assert all(torch.equal(a, b) for a, b in zip(again, plain, strict=True))
-
-
-@interpreted
-def test_frozen_weights_get_no_gradient_and_inference_keeps_nothing() -> None:
-    case = expert_cases.CASES[0]
-    routes, tensors = expert_cases.problem(case, torch.float32, CPU)
-    x, weights, w_in, w_out, _ = tensors
-    run = backend(VARIANTS["pointers"]).forward
-    expected = run(x, routes, weights, w_in, w_out, case.activation)
-    assert expected.grad_fn is None
-    x.requires_grad_()
-    out = run(x, routes, weights, w_in, w_out, case.activation)
-    assert torch.equal(out, expected)
-    out.sum().backward()
-    assert x.grad is not None
-    assert w_in.grad is None
 
 
 @interpreted

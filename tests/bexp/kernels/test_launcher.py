@@ -184,13 +184,3 @@ def test_an_address_is_encoded_once_and_what_is_kept_is_bounded(
     for w in (a, b, c):
         another(STREAM, x, w)
     assert (len(launch._bound), len(another._bound)) == (0, 2)
-
-
-def test_a_pointer_views_what_lies_behind_an_offset() -> None:
-    work = torch.arange(12, dtype=torch.float32)
-    tensors = {"work": work}
-    assert Pointer("work").view(tensors) is work
-    assert torch.equal(Pointer("work", 16).view(tensors, (2, 3)), work[4:10].view(2, 3))
-    counts = Pointer("work", 32, torch.int32).view(tensors)
-    counts.fill_(5)
-    assert work[8:].view(torch.int32).tolist() == [5] * 4

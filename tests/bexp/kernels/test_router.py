@@ -51,23 +51,6 @@ def test_weights_and_gradient(num_tokens: int, num_experts: int, top_k: int, nor
     assert (leaf.grad.cpu().double() - scores64.grad).norm() <= 1e-6 * scale
 
 
-@runs_kernels
-def test_the_format_of_the_weights_and_of_the_gradient() -> None:
-    scores, forced, _ = problem(40, 16, 2)
-    half = torch.float16 if is_interpreting() else torch.bfloat16
-    leaf = scores.to(DEVICE, half).requires_grad_()
-    _, weights = route(leaf, forced.to(DEVICE), norm_topk_prob=False, dtype=half, fused=True)
-    plain = leaf.detach().clone().requires_grad_()
-    _, wanted = route(plain, forced.to(DEVICE), norm_topk_prob=False, dtype=half, fused=False)
-    assert weights.dtype is half
-    order = forced.argsort(dim=1)
-    assert weights.shape == order.shape
-    assert relative_error(weights.sort(dim=1).values, wanted.sort(dim=1).values) <= 4e-3
-    weights.sum().backward()
-    wanted.sum().backward()
-    assert relative_error(leaf.grad, plain.grad) <= 1e-2
-
-
 @pytest.mark.skipif(is_interpreting(), reason="this is the child")
 def test_in_the_interpreter() -> None:
     if importlib.util.find_spec("triton") is None:
@@ -77,23 +60,6 @@ def test_in_the_interpreter() -> None:
         command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True, timeout=500, check=False
     )
     assert child.returncode == 0, child.stdout[-4000:] + child.stderr[-2000:]
-
-
-def test_scores_pass_the_hidden_states_on_and_add_their_gradient() -> None:
-    generator = torch.Generator().manual_seed(0)
-    h, w, grad_scores, grad_passed = (
-        torch.randn(*shape, dtype=torch.float64, generator=generator) for shape in ((7, 12), (5, 12), (7, 5), (7, 12))
-    )
-    leaves = [t.clone().requires_grad_() for t in (h, w)]
-    scores, passed = score(*leaves)
-    assert torch.equal(passed, h)
-    torch.autograd.backward([scores, passed * 2.0], [grad_scores, grad_passed])
-    assert torch.allclose(scores, h @ w.T)
-    grad_h, grad_w = (leaf.grad for leaf in leaves)
-    assert grad_h is not None
-    assert grad_w is not None
-    assert torch.allclose(grad_h, grad_scores @ w + 2.0 * grad_passed)
-    assert torch.allclose(grad_w, grad_scores.T @ h)
 
 
 @runs_kernels

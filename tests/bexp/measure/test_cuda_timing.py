@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from types import SimpleNamespace
 
 import pytest
-import torch
 
 from bexp.measure import cuda_timing
 from bexp.measure.cuda_timing import (
@@ -18,7 +16,7 @@ from bexp.measure.cuda_timing import (
 )
 from bexp.measure.passes import Passes
 from bexp.measure.timing import LocalReducer, PassSample, Timing
-from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakeCuda, FakePasses, make_timer
+from tests.bexp.measure.fake_cuda import CYCLES_PER_SECOND, FakePasses, make_timer
 
 
 class Clock:
@@ -80,32 +78,6 @@ def test_the_clock_of_the_sleep_is_measured(monkeypatch: pytest.MonkeyPatch) -> 
     assert timer._cycles_per_second == pytest.approx(CYCLES_PER_SECOND)
 
 
-def test_the_cache_is_flushed_and_the_input_written_before_each_pass_and_neither_is_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    timer, cuda = make_timer(monkeypatch)
-    (sample,) = timer._run(FakePasses(cuda, device=3e-3, host=3e-4), repeats=1, sleep_seconds=0.0)
-    assert cuda.log == ["flush", "prepare_forward", "forward", "flush", "prepare_backward", "backward"]
-    # The device runs the flush and the write while the host issues the pass, which is then waiting already.
-    assert sample.forward == pytest.approx(1e-3, rel=0.15)
-    assert sample.backward == pytest.approx(2e-3, rel=0.15)
-    assert sample.host == pytest.approx(3e-4)
-    assert cuda.slept == []
-
-
-def test_what_overwrites_the_cache_lies_on_the_device_that_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda()
-    monkeypatch.setattr(torch.cuda, "Event", cuda.event)
-    monkeypatch.setattr(torch.cuda, "synchronize", cuda.synchronize)
-    monkeypatch.setattr(torch.cuda, "_sleep", cuda.sleep)
-    found = {torch.device("meta"): 512}
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(L2_cache_size=found[device])
-    )
-    flush = CudaTimer(torch.device("meta"))._flush
-    assert (flush.device.type, flush.dtype, flush.numel()) == ("meta", torch.uint8, 1024)
-
-
 def test_without_training_there_is_one_flush_and_no_backward(monkeypatch: pytest.MonkeyPatch) -> None:
     timer, cuda = make_timer(monkeypatch)
     passes = FakePasses(cuda, device=3e-3, host=3e-4, training=False)
@@ -113,27 +85,6 @@ def test_without_training_there_is_one_flush_and_no_backward(monkeypatch: pytest
     assert cuda.log == ["flush", "prepare_forward", "forward"]
     assert sample.backward == 0.0
     assert sample.forward == pytest.approx(3e-3, rel=0.1)
-
-
-def test_a_sleep_gives_the_host_a_lead_so_that_the_devices_own_time_shows(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer, cuda = make_timer(monkeypatch)
-    passes = FakePasses(cuda, device=3e-4, host=3e-3)
-    (slow,) = timer._run(passes, repeats=1, sleep_seconds=0.0)
-    assert slow.device > 2e-3, "the device waits for the host"
-    samples = timer._run(passes, repeats=3, sleep_seconds=1e-1)
-    assert cuda.slept == pytest.approx([1e-1])
-    assert [s.device for s in samples] == pytest.approx([3e-4] * 3)
-
-
-def test_a_block_that_keeps_the_device_busy_is_timed_back_to_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    timer, cuda = make_timer(monkeypatch)
-    timing = timer.time(FakePasses(cuda, device=1e-2, host=5e-4, chained_host=1e-4))
-    assert timing.device_seconds == pytest.approx(1e-2, rel=0.02)
-    assert timing.forward_device_seconds == pytest.approx(1e-2 / 3, rel=0.06)
-    assert timing.host_seconds == pytest.approx(5e-4), "the host is clearly ahead: it is not looked at any closer"
-    assert cuda.slept == []
-    assert timing.repeats >= timer.BUDGET.min_repeats
-    assert timing.repeats % 8 == 0, "eight are issued at once"
 
 
 def test_between_the_two_the_device_runs_without_a_pause_and_the_host_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:

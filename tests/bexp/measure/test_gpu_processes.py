@@ -1,12 +1,8 @@
 from __future__ import annotations
 
-from types import SimpleNamespace
-
-import psutil
 import pytest
 
-from bexp.measure import gpu_processes
-from bexp.measure.gpu_processes import APPEARED_BYTES, OWN_GROWTH_BYTES, ForeignProcesses, GpuProcessMonitor
+from bexp.measure.gpu_processes import APPEARED_BYTES, ForeignProcesses, GpuProcessMonitor
 from tests.workers.profiler.fakes import MIB, FakeGpu
 
 
@@ -19,46 +15,6 @@ def begun(gpu: FakeGpu) -> GpuProcessMonitor:
 def timed(watch: GpuProcessMonitor) -> ForeignProcesses:
     watch.start()
     return watch.find()
-
-
-def test_our_own_memory_is_not_foreign() -> None:
-    gpu = FakeGpu()
-    watch = begun(gpu)
-    for gib in (10, 120, 0):
-        gpu.reserved = gib << 30
-        assert not timed(watch)
-    for _ in range(8):  # kernels that are loaded between timings
-        gpu.own += OWN_GROWTH_BYTES // 2
-        assert not timed(watch)
-
-
-def test_a_process_from_before_the_job_is_not_foreign() -> None:
-    gpu = FakeGpu(others=20 << 30, pids=frozenset({7, 99}))
-    watch = gpu.foreign_processes(used_before=20 << 30)
-    assert watch.begin(None) == 20 << 30
-    assert not timed(watch)
-    gpu.others = 0
-    assert not timed(watch)
-    gpu.others = 20 << 30
-    assert timed(watch), "but one that comes back is"
-
-
-def test_memory_that_grows_within_a_timing_is_foreign_until_it_is_free_again() -> None:
-    gpu = FakeGpu()
-    watch = begun(gpu)
-    watch.start()
-    gpu.others = 600 * MIB
-    watch.look()
-    gpu.others = 0
-    assert watch.find().held_bytes in (0, 600 * MIB)
-    watch.start()
-    gpu.others = 600 * MIB
-    assert watch.find().held_bytes == 600 * MIB
-    assert timed(watch).held_bytes == 600 * MIB, "it is still there"
-    gpu.own += 300 * MIB
-    gpu.others = 0
-    assert not timed(watch), "it is gone, and what our kernels took meanwhile is not its"
-    assert not timed(watch)
 
 
 def test_a_large_process_that_comes_between_two_timings_is_noticed() -> None:
@@ -78,16 +34,6 @@ def test_a_new_process_is_foreign_however_small() -> None:
     assert timed(watch).processes == 1
     gpu.pids = frozenset({7})
     assert not timed(watch)
-
-
-def test_the_time_that_others_use_is_told_apart_from_our_own() -> None:
-    gpu = FakeGpu(shares={7: 0.9, 3: 0.25, 5: 1.0}, pids=frozenset({3}))
-    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset({3}))
-    assert timed(watch).busy_share is None, "which process is ours is not known"
-    gpu.pids = frozenset({3, 7})
-    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset({3}))
-    watch.begin(None)
-    assert timed(watch).busy_share == pytest.approx(0.25), "5 is gone"
 
 
 def test_a_process_that_replaces_another_knows_who_came_since_the_job_began() -> None:
@@ -143,24 +89,6 @@ def test_what_others_hold_is_unknown_if_nobody_looked_before_the_context() -> No
     assert not timed(watch)
 
 
-def test_our_own_children_are_not_foreign(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Process:
-        def __init__(self, pid: int = 7) -> None:
-            self.pid = pid
-
-        def children(self, *, recursive: bool) -> list[Process]:
-            assert recursive
-            return [Process(8)]
-
-    monkeypatch.setattr(psutil, "Process", Process)
-    gpu = FakeGpu()
-    watch = begun(gpu)
-    gpu.pids = frozenset({7, 8})
-    assert timed(watch).processes == 0
-    gpu.pids = frozenset({7, 8, 9, 10})
-    assert timed(watch).processes == 2
-
-
 def test_nobody_is_there_unless_something_is_known_of_them() -> None:
     assert not ForeignProcesses()
     assert ForeignProcesses(processes=1)
@@ -176,41 +104,6 @@ def test_memory_that_came_between_two_processes_of_a_job_is_foreign_above_a_quar
     watch = FakeGpu(others=(1 << 30) + came).foreign_processes(used_before=(1 << 30) + came)
     assert watch.begin(others_bytes=1 << 30) == 1 << 30
     assert timed(watch).held_bytes == held
-
-
-class BusyGpu(FakeGpu):
-    """Remembers since when the shares are asked for."""
-
-    since: int | None = None
-
-    def busy_shares(self, since_microseconds: int) -> dict[int, float] | None:
-        self.since = since_microseconds
-        return super().busy_shares(since_microseconds)
-
-
-def test_shares_are_those_since_the_timing_began_and_at_most_all_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(gpu_processes, "time", SimpleNamespace(time=lambda: 1234.5))
-    gpu = BusyGpu(shares={7: 0.5, 3: 0.75, 4: 0.5}, pids=frozenset({3, 4, 7}))
-    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset({3, 4}))
-    watch.begin(None)
-    assert watch.find() == ForeignProcesses(0, 0, None), "no timing has begun"
-    assert gpu.since is None
-    assert timed(watch) == ForeignProcesses(0, 0, 1.0)
-    assert gpu.since == 1_234_500_000
-    gpu.shares = None
-    assert timed(watch).busy_share is None
-    gpu.shares = {7: 1.0}
-    assert timed(watch).busy_share == 0.0
-
-
-def test_two_processes_that_came_at_once_leave_open_which_is_ours() -> None:
-    gpu = FakeGpu(shares={7: 0.5, 8: 0.5}, pids=frozenset({7, 8}))
-    watch = GpuProcessMonitor(gpu, lambda: 0, 0, frozenset())
-    watch.begin(None)
-    assert timed(watch).busy_share is None
-    watch = GpuProcessMonitor(gpu, lambda: 0, 0, None)
-    watch.begin(None)
-    assert timed(watch).busy_share is None
 
 
 def test_memory_that_shrank_before_our_context_counts_as_none_of_ours() -> None:

@@ -19,19 +19,6 @@ def test_figures_of_this_host_are_plausible() -> None:
     assert host.processor_name()
 
 
-def test_memory_limit_of_the_control_group_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    group = tmp_path / "job"
-    group.mkdir()
-    (tmp_path / "memory.max").write_text("max\n")
-    (group / "memory.max").write_text(f"{1 << 30}\n")
-    (group / "memory.current").write_text(f"{700 << 20}\n")
-    (group / "memory.stat").write_text(f"anon 1\ninactive_file {200 << 20}\n")
-    monkeypatch.setattr(host, "CGROUPS", tmp_path)
-    monkeypatch.setattr(host, "_group_folders", lambda controller: [group, tmp_path])
-    assert host.total_bytes() == 1 << 30
-    assert host.available_bytes() == (1 << 30) - (500 << 20)
-
-
 @pytest.mark.parametrize(("text", "cores"), [("max 100000", 4), ("200000 100000", 2), ("50000 100000", 1)])
 def test_cpu_quota_caps_the_cores(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, cores: int) -> None:
     (tmp_path / "cpu.max").write_text(text)
@@ -103,17 +90,6 @@ def test_the_quota_of_version_1_caps_the_cores(
     write(root / "cgroup/cpu/job/cpu.cfs_quota_us", str(quota))
     write(root / "cgroup/cpu/job/cpu.cfs_period_us", "100000")
     assert host.usable_cores() == cores
-
-
-def test_the_groups_above_a_process_count_too(root: Path) -> None:
-    write(root / "proc/self/cgroup", "0::/a/b\n")
-    groups = root / "cgroup"
-    assert host._group_folders("memory") == [groups / "a/b", groups / "a", groups]
-    write(root / "proc/self/cgroup", "7:memory,x:/c\n8:cpu:/d\n")
-    assert host._group_folders("memory") == [groups / "memory/c", groups / "memory"]
-    assert host._group_folders("cpu") == [groups / "cpu/d", groups / "cpu"]
-    (root / "proc/self/cgroup").unlink()
-    assert host._group_folders("memory") == []
 
 
 def test_the_tightest_group_limits_the_memory(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:

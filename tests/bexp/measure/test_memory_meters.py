@@ -11,25 +11,6 @@ from bexp.measure.memory_meters import CudaMeter, HostMeter, byte_meter
 CPU = torch.device("cpu")
 
 
-def test_the_host_meter_counts_new_storages_and_their_peak() -> None:
-    existing = torch.ones(100)
-    with HostMeter([existing]) as meter:
-        existing.mul_(2.0)
-        assert (meter.level(), meter.peak()) == (0, 0), "what existed is not counted"
-        a = torch.ones(10)
-        b = torch.ones(5)
-        assert meter.level() == 60
-        del b
-        assert (meter.level(), meter.peak()) == (40, 60)
-        meter.reset_peak()
-        assert meter.peak() == 40, "a new peak begins at the present level"
-        del a
-        assert (meter.level(), meter.peak()) == (0, 40)
-    kept = torch.ones(7)
-    assert meter.level() == 0, "nothing is counted once it is left"
-    del kept
-
-
 def test_the_host_meter_runs_eagerly_only_where_a_compiler_was_imported(monkeypatch: pytest.MonkeyPatch) -> None:
     stances: list[str] = []
 

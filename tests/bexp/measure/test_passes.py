@@ -79,58 +79,6 @@ def test_gradients_are_accumulated_and_those_of_the_hidden_states_begin_anew() -
     assert x.grad is None, "the caller's tensor is left alone"
 
 
-def test_the_incoming_gradient_is_random_contiguous_and_kept_until_release() -> None:
-    torch.manual_seed(0)
-    passes = ModulePasses(Scale(), (states(),), training=True)
-    run(passes)
-    own = input_of(passes)
-    assert own.grad is not None
-    before = own.grad / 2.0
-    assert before.unique().numel() == ROWS * WIDTH, "not ones, not zeros"
-    passes.release()
-    run(passes)
-    assert own.grad is not None
-    assert not torch.equal(own.grad / 2.0, before), "drawn again after a release"
-
-
-def test_preparing_writes_the_hidden_states_and_frees_the_last_output() -> None:
-    x, frozen = states(), torch.ones(ROWS, WIDTH)
-    passes = ModulePasses(TwoInputs(), (x, frozen), training=True)
-    own, other = (t for t in passes.existing_tensors() if t.shape == (ROWS, WIDTH))
-    assert own.requires_grad
-    assert not other.requires_grad
-    versions = own._version, other._version
-    values = own.detach().clone()
-    passes.prepare_forward()
-    assert (own._version, other._version) == (versions[0] + 1, versions[1]), "only hidden states are written"
-    assert torch.equal(own, values)
-    passes.forward()
-    passes.prepare_forward()
-    with pytest.raises(AssertionError, match="backward follows a forward"):
-        passes.prepare_backward()
-
-
-class TwoInputs(nn.Module):
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return x * y
-
-
-def test_in_eval_mode_there_is_no_graph() -> None:
-    module = Scale()
-    passes = ModulePasses(module, (states(),), training=False)
-    assert not module.training
-    passes.prepare_forward()
-    passes.forward()
-    assert module.weight.grad is None
-    assert not input_of(passes).requires_grad
-    (out,) = passes.metered_forward()
-    assert not out.requires_grad
-    passes = ModulePasses(module, (states(),), training=True)
-    assert module.training
-    (out,) = passes.metered_forward()
-    assert out.requires_grad
-
-
 def test_a_layer_with_keywords_nested_tensors_and_a_tuple_of_outputs() -> None:
     layer = Layer()
     rotary = (torch.full((WIDTH,), 0.5), torch.zeros(WIDTH))

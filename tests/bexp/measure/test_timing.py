@@ -1,6 +1,5 @@
 import gc
 import math
-import weakref
 
 import numpy as np
 import pytest
@@ -9,32 +8,11 @@ from bexp.measure import host_time
 from bexp.measure import timing as timing_module
 from bexp.measure.timing import (
     HostTimer,
-    LocalReducer,
     PassSample,
-    TimingBudget,
     collector_paused,
     standard_error,
     summarize,
 )
-
-BUDGET = TimingBudget(min_repeats=3, max_repeats=6, seconds=1.0, relative_error=0.01)
-
-
-@pytest.mark.parametrize(
-    ("samples", "elapsed", "spent"),
-    [
-        ([1.0], 100.0, False),  # a second repeat is made in any case
-        ([1.0, 1.0], 0.5, False),
-        ([1.0, 1.0, 1.0], 0.1, True),  # exact enough
-        ([1.0, 2.0, 3.0], 0.1, False),
-        ([1.0, 2.0, 3.0], 1.1, True),  # out of time
-        ([1.0, 2.0], 1.1, False),  # too few for that
-        ([1.0, 2.0], 2.1, True),  # but not for twice that
-        ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], 0.1, True),  # out of repeats
-    ],
-)
-def test_when_the_budget_is_spent(samples: list[float], elapsed: float, spent: bool) -> None:
-    assert BUDGET.is_spent(samples, elapsed) is spent
 
 
 @pytest.mark.parametrize(("number", "within"), [(2, 0.05), (3, 0.1), (4, 0.1), (5, 0.2), (9, 0.15), (25, 0.1)])
@@ -114,16 +92,6 @@ class SlowPasses:
         self._clock.now += self._scale * seconds
 
 
-def test_preparation_is_not_in_the_time(clock: Clock) -> None:
-    passes = SlowPasses(clock, training=True)
-    timing = HostTimer().time(passes)
-    assert timing.device_seconds == pytest.approx(0.008)
-    assert timing.forward_device_seconds == pytest.approx(0.002)
-    assert timing.host_seconds == timing.device_seconds
-    assert timing.repeats == HostTimer.BUDGET.min_repeats == passes.repeats
-    assert passes.calls[:4] == ["prepare_forward", "forward", "prepare_backward", "backward"]
-
-
 def test_eval_has_no_backward(clock: Clock) -> None:
     passes = SlowPasses(clock, training=False)
     timing = HostTimer().time(passes)
@@ -170,55 +138,3 @@ def test_the_standard_error_of_few_samples() -> None:
     assert standard_error([1.0, 1.0, 1.0, 2.0]) == pytest.approx(0.3133, abs=1e-4)
     assert standard_error([1.0, 1.0, 1.0, 1.0, 2.0]) == 0.0, "the absolute deviation from five samples on"
     assert standard_error([1.0, 2.0, 3.0, 4.0, 9.0]) == standard_error([1.0, 2.0, 3.0, 4.0, 5.0]) > 0.8
-
-
-def test_a_summary_has_the_medians_of_each_column() -> None:
-    samples = [PassSample(1.0, 5.0, 9.0), PassSample(2.0, 5.5, 7.0), PassSample(3.0, 9.0, 8.0)]
-    found = summarize(samples)
-    assert found.device_seconds == 7.5
-    assert found.forward_device_seconds == 2.0
-    assert found.host_seconds == 8.0
-    assert found.standard_error_seconds == standard_error([6.0, 7.5, 12.0])
-    assert found.repeats == 3
-
-
-def test_no_process_stops_before_all_may() -> None:
-    class Others:
-        """Another process, which wants to go on or not."""
-
-        def __init__(self, wanting: float) -> None:
-            self.wanting = wanting
-
-        def all_reduce_max(self, *values: float) -> tuple[float, ...]:
-            return tuple(max(value, self.wanting) for value in values)
-
-    spent, unspent = [1.0] * 3, [1.0, 2.0, 3.0]
-    assert BUDGET.is_spent_for_all(spent, 0.1, Others(0.0))
-    assert not BUDGET.is_spent_for_all(spent, 0.1, Others(1.0))
-    assert not BUDGET.is_spent_for_all(unspent, 0.1, Others(0.0))
-    assert LocalReducer().all_reduce_max(1.0, 2.0) == (1.0, 2.0)
-
-
-def test_a_collector_that_was_off_stays_off() -> None:
-    gc.disable()
-    try:
-        with collector_paused():
-            assert not gc.isenabled()
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-
-
-def test_garbage_is_collected_before_timing() -> None:
-    class Node:
-        def __init__(self) -> None:
-            self.itself = self
-
-    gc.disable()
-    try:
-        gone = weakref.ref(Node())
-        assert gone() is not None
-        with collector_paused():
-            assert gone() is None
-    finally:
-        gc.enable()

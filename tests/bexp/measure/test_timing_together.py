@@ -7,10 +7,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import pytest
-
-from bexp.measure.cuda_timing import CudaTimer
-from bexp.measure.timing import HostTimer, PassSample, Timing, TimingBudget
+from bexp.measure.timing import HostTimer, Timing, TimingBudget
 
 NUM_RANKS = 3
 
@@ -75,40 +72,3 @@ def test_ranks_on_hosts_repeat_equally_often() -> None:
         counts, timings = zip(*pool.map(run, range(NUM_RANKS)), strict=True)
     assert len(set(counts)) == 1
     assert len({timing.device_seconds for timing in timings}) == NUM_RANKS, "each reports its own"
-
-
-class SimulatedCudaTimer(CudaTimer):
-    """Runs nothing; the device and the host take what they are told to, with a rank's own disturbances."""
-
-    def __init__(self, rank: int, device: float, host: float) -> None:
-        self._random = random.Random(rank)
-        self._seconds = (device, host)
-        self.runs: list[tuple[int, float]] = []
-
-    def _run(
-        self, passes: Any, *, repeats: int, sleep_seconds: float, sleeps_between: bool = False
-    ) -> list[PassSample]:
-        self.runs.append((repeats, sleep_seconds))
-        device, host = (x * self._random.uniform(0.8, 1.25) for x in self._seconds)
-        return [PassSample(device / 3, 2 * device / 3 * self._random.uniform(0.9, 1.1), host) for _ in range(repeats)]
-
-
-@pytest.mark.parametrize(
-    ("device", "host"),
-    [(0.1, 0.009), (0.01, 0.009), (0.01, 0.001), (0.001, 0.01), (0.001, 0.0009)],
-    ids=["at the edge of the host's lead", "as fast", "device-bound", "launch-bound", "short"],
-)
-def test_ranks_on_gpus_run_the_same_batches(device: float, host: float) -> None:
-    together = Together()
-
-    def run(rank: int) -> list[tuple[int, float]]:
-        timer = SimulatedCudaTimer(rank, device, host)
-        timer.reducer = together.of(rank)
-        timer.warm_up(CountedPasses(rank))
-        timer.time(CountedPasses(rank))
-        return timer.runs
-
-    with ThreadPoolExecutor(NUM_RANKS) as pool:
-        first, *others = pool.map(run, range(NUM_RANKS))
-    assert len(first) > 4
-    assert all(other == first for other in others)

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable
 from types import SimpleNamespace
 
 import pytest
@@ -132,16 +130,6 @@ def test_a_run_that_the_host_limits_is_queued_while_the_device_sleeps(cuda: Fake
     assert kernel.count == WARM_UP + 5 * (8 + 5)
 
 
-def test_the_most_repeats_bound_a_turn_of_short_runs(cuda: FakeCuda) -> None:
-    kernel = Kernel(cuda, host=1e-5, device=5e-6)
-    time_in_turns({"short": kernel}, CUDA, TurnsBudget(rounds=5, most_repeats=20))
-    assert kernel.count == WARM_UP + 5 * (20 + 20)
-    assert cuda.slept[2:] == pytest.approx([1.5 * 20 * 1e-5 + 1e-3] * 5)
-    long = Kernel(cuda, host=1e-2, device=2e-3)
-    time_in_turns({"long": long}, CUDA, TurnsBudget(rounds=5))
-    assert long.count == WARM_UP + 5 * (1 + 1)
-
-
 def test_a_run_that_waits_for_the_device_has_one_time_and_is_no_longer_queued(cuda: FakeCuda) -> None:
     kernel = Kernel(cuda, host=3e-4, device=1e-4, waits=True)
     found = time_in_turns({"waits": kernel}, CUDA, TurnsBudget(rounds=6, chain_seconds=1e-3))["waits"]
@@ -150,16 +138,6 @@ def test_a_run_that_waits_for_the_device_has_one_time_and_is_no_longer_queued(cu
     sleep = 1.5 * 2 * 4e-4 + 1e-3
     assert cuda.slept == pytest.approx([*CLOCK_SLEEPS, sleep, 5 * sleep, sleep, 5 * sleep]), "in two turns, and longer"
     assert kernel.count == WARM_UP + 6 * 2 + 4 * 2
-
-
-def test_a_host_that_was_disturbed_is_given_a_longer_sleep(cuda: FakeCuda) -> None:
-    first = WARM_UP + 2
-    kernel = Kernel(cuda, host=4e-4, device=1e-4, hosts={first: 4e-3})
-    found = time_in_turns({"disturbed": kernel}, CUDA, TurnsBudget(rounds=5, chain_seconds=1e-3))["disturbed"]
-    sleep = 1.5 * 2 * 4e-4 + 1e-3
-    assert cuda.slept == pytest.approx([*CLOCK_SLEEPS, sleep, 5 * sleep, *[sleep] * 4])
-    assert found.device_seconds == pytest.approx(1e-4)
-    assert found.device_error_seconds == pytest.approx(0.0, abs=1e-12)
 
 
 def test_a_run_that_is_blocked_in_one_turn_alone_does_not_count_as_waiting(cuda: FakeCuda) -> None:
@@ -197,24 +175,3 @@ def test_figures_are_medians_with_errors_and_a_single_time_has_none(monkeypatch:
     once = found["c"]
     assert (once.clock_seconds, once.device_seconds) == pytest.approx((4.01, 4.01))
     assert (once.clock_error_seconds, once.device_error_seconds, once.rounds, once.in_turns) == (0.0, 0.0, 1, False)
-
-
-def test_the_collector_is_off_meanwhile_and_afterwards_as_it_was() -> None:
-    seen: list[bool] = []
-
-    def fail() -> None:
-        raise ZeroDivisionError
-
-    look: Callable[[], object] = lambda: seen.append(gc.isenabled())  # noqa: E731
-    assert gc.isenabled()
-    time_in_turns({"look": look}, CPU, TurnsBudget(rounds=1, chain_seconds=0.0))
-    with pytest.raises(ZeroDivisionError):
-        time_in_turns({"fail": fail}, CPU)
-    assert gc.isenabled()
-    gc.disable()
-    try:
-        time_in_turns({"look": look}, CPU, TurnsBudget(rounds=1, chain_seconds=0.0))
-        assert not gc.isenabled()
-    finally:
-        gc.enable()
-    assert not any(seen)

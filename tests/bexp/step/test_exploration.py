@@ -16,7 +16,6 @@ from torch import nn
 from torch._C._distributed_c10d import HashStore
 
 import bexp
-from bexp.explorer.records.measurement import Outcome
 from bexp.step import agreement
 from tests.bexp.step.exploration_ranks import NUM_RANKS
 from tests.forked_ranks import run_ranks
@@ -121,20 +120,6 @@ def test_a_note_says_that_timings_scattered(clock: Clock) -> None:
 
     found = explore(example, step=step)
     assert "timings scattered: two measurements of one size differ by about" in found.notes[0]
-
-
-def test_a_search_that_fails_in_the_middle_leaves_the_rest_to_the_plain_rule(
-    clock: Clock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def search(_: Any, ask: Any, __: Any) -> Any:
-        assert ask(4).outcome is Outcome.OK
-        raise RuntimeError("the search broke")
-
-    monkeypatch.setattr("bexp.step.exploration.search_step", search)
-    found = explore(Example(clock))
-    assert [result.micro_batch_size for result in found.results] == [1, 4, 2, 8]
-    assert (found.micro_batch_size, found.confidence) == (8, None)
-    assert "the search broke" in found.notes[0]
 
 
 def test_a_size_that_the_search_does_not_know_leaves_all_to_the_plain_rule(clock: Clock) -> None:

@@ -54,16 +54,6 @@ def test_a_model_is_set_up_as_recommended_and_restored() -> None:
     assert models.snapshot(model) == before
 
 
-@pytest.mark.parametrize("recompute", ["layers_1", "groups_2"])
-def test_a_policy_with_a_number_of_layers_is_applied(recompute: str) -> None:
-    model = models.tiny("olmoe")
-    batch = models.batch()
-    wanted = models.step(model, batch)
-    report = bexp.apply(model, document(recompute=recompute))
-    assert f"recomputation: {recompute}" in str(report)
-    models.assert_same(models.step(model, batch), wanted)
-
-
 def test_a_model_that_uses_hidden_states_between_layers_takes_no_groups() -> None:
     model = models.tiny("llama")
     first: Any = decoder_layers(model)[0]
@@ -247,29 +237,6 @@ def test_adapters_of_another_rank_are_a_warning() -> None:
     lora = told_of_a_config({"precision": "autocast", "lora": {"r": 4, "target_modules": "all-linear"}})
     [warning] = bexp.apply(with_adapters(models.tiny("olmoe")), lora).warnings
     assert "adapters of rank 4, and those of this model have [8]" in warning
-
-
-@pytest.mark.parametrize("changed", [{"target": "mine"}, {"hf_config": None}])
-def test_what_a_persons_own_code_trains_is_not_compared(changed: dict[str, Any]) -> None:
-    told = told_of_a_config({"precision": "pure"})
-    told["job"]["request"] |= changed
-    told["recommendation"]["candidate"] |= {"attention_backend": "own", "expert_backend": None}
-    setup = bexp.RecommendedSetup.read(told)
-    assert (setup.own_code, setup.dtype, setup.optimizer) == (True, None, None)
-    assert bexp.apply(with_adapters(models.tiny("olmoe")), told).warnings == ()
-
-
-@pytest.mark.parametrize(
-    ("dtype", "optimizer", "master"),
-    [("bfloat16", {}, True), ("bfloat16", {"master_dtype": None}, False), ("float32", {}, False)],
-)
-def test_the_reference_layers_say_whether_they_have_master_weights(
-    dtype: str, optimizer: dict[str, Any], master: bool
-) -> None:
-    told = document()
-    told["job"]["request"] |= {"training": {"optimizer": optimizer}}
-    told["job"]["request"]["model"]["dtype"] = dtype
-    assert bexp.RecommendedSetup.read(told).master_weights is master
 
 
 def test_the_candidates_kernels_and_loss_may_be_ligers() -> None:

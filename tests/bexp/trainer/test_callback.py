@@ -175,17 +175,6 @@ def test_the_memory_of_graphs_counts(now: list[float], monkeypatch: pytest.Monke
     assert (callback.report.peak_bytes, callback.report.peak_reserved_bytes) == (160, 200)
 
 
-def test_an_epochs_last_step_counts_the_micro_batches_that_it_has(now: list[float]) -> None:
-    callback = bexp.TrainerCallback(document())
-    callback.on_train_begin(ARGS, STATE, None)
-    for number in range(6):
-        now[0] += 1.0
-        step(callback, micro_batches=1 if number == 4 else 2)
-    callback.on_train_end(ARGS, STATE, None)
-    assert callback.report is not None
-    assert callback.report.tokens_per_second == pytest.approx(5 * 4 * 12 / 3.0)
-
-
 def test_tokens_that_the_trainer_counts_come_first(now: list[float]) -> None:
     callback = bexp.TrainerCallback(document())
     state = SimpleNamespace(**vars(STATE) | {"train_batch_size": 3})
@@ -198,19 +187,6 @@ def test_tokens_that_the_trainer_counts_come_first(now: list[float]) -> None:
     assert callback.report is not None
     assert callback.report.tokens_per_second == pytest.approx(35.0)
     assert callback.report.micro_batch_size == 3
-
-
-def test_a_run_that_misses_what_was_promised_is_a_warning(caplog: pytest.LogCaptureFixture, now: list[float]) -> None:
-    for seconds, level in ((0.09, logging.INFO), (0.2, logging.WARNING)):
-        caplog.clear()
-        callback = bexp.TrainerCallback(document())  # 1000 tokens/s; a step has 96 tokens
-        callback.on_train_begin(ARGS, STATE, None)
-        for _ in range(6):
-            now[0] += seconds
-            step(callback)
-        with caplog.at_level(logging.INFO, "bexp"):
-            callback.on_train_end(ARGS, STATE, None)
-        assert [record.levelno for record in caplog.records] == [level]
 
 
 @pytest.mark.parametrize("name", ["activation_checkpointing", "gradient_checkpointing"])

@@ -20,36 +20,6 @@ def converted(model: Any) -> list[str]:
     return [name for name, module in model.named_modules() if type(module).__name__ == "Float8Linear"]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "names"),
-    [
-        ("llama", {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}),
-        ("qwen3_moe", {"q_proj", "k_proj", "v_proj", "o_proj"}),
-    ],
-)
-def test_linear_layers_of_decoder_layers_are_converted_and_restored(
-    monkeypatch: pytest.MonkeyPatch, model_type: str, names: set[str]
-) -> None:
-    recipes = fake_torchao.install(monkeypatch)
-    model, inputs = models.tiny(model_type, intermediate_size=48), models.batch()
-    wanted, before = models.step(model, inputs), models.snapshot(model)
-    parameters = dict(model.named_parameters())
-    applied = set_up(model, Settings(float8="rowwise"))
-    assert recipes == ["rowwise"]
-    found = converted(model)
-    assert {name.rsplit(".", 1)[-1] for name in found} == names
-    assert len(found) == len(names) * model.config.num_hidden_layers
-    assert all(name.startswith("model.layers.") for name in found), "the head is outside the layers"
-    now = dict(model.named_parameters())
-    assert now.keys() == parameters.keys()
-    assert all(now[name] is parameter for name, parameter in parameters.items())
-    loss = models.step(model, inputs).loss
-    assert 0 < abs(float(loss - wanted.loss)) < 0.05 * float(wanted.loss)
-    applied.undo()
-    assert models.snapshot(model) == before
-    models.assert_same(models.step(model, inputs), wanted, tolerance=0.0)
-
-
 def test_sizes_that_float8_cannot_have_stay_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     fake_torchao.install(monkeypatch)
     model = models.tiny("llama", intermediate_size=40)

@@ -11,7 +11,6 @@ import pytest
 
 from bexp.explorer.cost_model.activation_memory import (
     OPTIMIZER_BUCKET_BYTES,
-    largest_share,
     local_length,
     local_tokens,
     predict_component_bytes,
@@ -46,21 +45,6 @@ def test_a_device_has_its_share_of_each_sequence() -> None:
     model = model_of(request())
     shared = Component.model_validate({"kind": "attention", "micro_batch_size": 3, **SHARED})
     assert (local_length(shared, model), local_tokens(shared, model)) == (8, 24)
-
-
-@pytest.mark.parametrize(
-    ("recompute", "saved", "forward"),
-    [
-        ("none", HIDDEN + PROJECTIONS + LOG_SUMS + 2 * HIDDEN, None),
-        ("full", HIDDEN + PROJECTIONS + LOG_SUMS + 2 * HIDDEN, None),
-        ("activations", PROJECTIONS + LOG_SUMS + 2 * HIDDEN, 4224),
-        ("projections", LOG_SUMS + 2 * HIDDEN, 4224),
-        ("selective", HIDDEN + PROJECTIONS + 2 * HIDDEN, None),
-    ],
-)
-def test_fused_attention_keeps_what_its_policy_leaves(recompute: str, saved: int, forward: int | None) -> None:
-    found = predict("attention", backend="flash", recompute=recompute)
-    assert found == ComponentBytes(saved, forward or saved + HIDDEN, 4224 + PROJECTIONS + HIDDEN)
 
 
 def test_plain_attention_keeps_scores_and_copies_in_float32() -> None:
@@ -128,18 +112,6 @@ def test_a_ring_of_plain_attention_has_the_scores_of_one_block() -> None:
     assert math.backward_peak - flash.backward_peak == 2 * block + PROJECTIONS // 2 - HIDDEN // 2
 
 
-@pytest.mark.parametrize(
-    ("recompute", "saved", "forward"),
-    [
-        ("none", 2 * HIDDEN + 3 * WIDE, 3 * HIDDEN + 3 * WIDE),
-        ("activations", HIDDEN + 2 * WIDE, 2 * HIDDEN + 3 * WIDE),
-        ("projections", HIDDEN, 2 * HIDDEN + 3 * WIDE),
-    ],
-)
-def test_a_gated_ffn_keeps_gate_up_and_their_product(recompute: str, saved: int, forward: int) -> None:
-    assert predict("dense_ffn", recompute=recompute) == ComponentBytes(saved, forward, HIDDEN + 6 * WIDE)
-
-
 def test_a_plain_ffn_keeps_less_and_relu_its_result_alone() -> None:
     silu, relu = (request({"gated_mlp": False, "activation": name}) for name in ("silu", "relu"))
     assert predict("dense_ffn", silu) == ComponentBytes(2 * HIDDEN + 2 * WIDE, 3 * HIDDEN + 2 * WIDE, HIDDEN + 4 * WIDE)
@@ -174,24 +146,6 @@ def test_shared_experts_are_an_mlp_beside_the_routed_ones() -> None:
     relu = {"moe": {**MOE, "shared_expert_ffn_hidden_size": 4}, "gated_mlp": False, "activation": "relu"}
     found = predict("moe_ffn", request(relu, routing={"kind": "uniform"}), backend="fused", recompute="projections")
     assert found.saved == HIDDEN + ROUTER + wide, "backward asks for the shared experts' result"
-
-
-@pytest.mark.parametrize(
-    ("routing", "share"),
-    [
-        ({"kind": "uniform"}, 0.25),
-        ({"kind": "zipf", "zipf_exponent": 1.0}, 1 / (1 + 1 / 2 + 1 / 3 + 1 / 4)),
-        ({"kind": "zipf", "zipf_exponent": 2.0}, 0.5),
-        ({"kind": "shares", "shares": [4, 2, 2, 2]}, 0.4),
-    ],
-)
-def test_bmm_pads_every_expert_to_the_largest(routing: dict[str, Any], share: float) -> None:
-    assert largest_share(moe(routing)) == pytest.approx(share)
-    gathered = int(96 * share * 4 + 1e-9) * 8 * 2
-    found = predict("moe_ffn", moe(routing), backend="bmm")
-    assert found.forward_peak - found.saved == 2 * gathered
-    others = predict("moe_ffn", moe(routing), backend="loop")
-    assert others.forward_peak - others.saved == 2 * 96 * 8 * 2
 
 
 def test_the_full_loss_keeps_logits_and_their_copy_in_float32() -> None:
@@ -254,18 +208,6 @@ def test_communication_holds_no_activations() -> None:
 def test_attention_without_backward_has_neighbours_alone(changes: dict[str, Any], peak: int) -> None:
     found = predict("attention", request(mode="eval"), **changes)
     assert found == ComponentBytes(HIDDEN // changes.get("context_parallel_size", 1), peak, 0)
-
-
-def test_other_blocks_without_backward_save_nothing() -> None:
-    req = request(mode="eval")
-    assert predict("embedding", req) == ComponentBytes(HIDDEN, HIDDEN, 0)
-    assert predict("dense_ffn", req) == ComponentBytes(HIDDEN, HIDDEN + 3 * WIDE, 0)
-    ungated = request({"gated_mlp": False}, mode="eval")
-    assert predict("dense_ffn", ungated) == ComponentBytes(HIDDEN, HIDDEN + 2 * WIDE, 0)
-    rows = ComponentBytes(HIDDEN, HIDDEN + ROUTER + 96 * (8 + 3 * 4) * 2, 0)
-    assert predict("moe_ffn", moe(mode="eval"), backend="loop") == rows
-    plain = request({"moe": MOE, "gated_mlp": False}, routing={"kind": "uniform"}, mode="eval")
-    assert predict("moe_ffn", plain, backend="loop").forward_peak == rows.forward_peak - 96 * 4 * 2
 
 
 def test_the_loss_without_backward_is_chunked_unless_it_is_full() -> None:

@@ -5,16 +5,15 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.collectives import BUCKET_BYTES, Overlap, ShardingCommunication, is_communication_timed
+from bexp.explorer.cost_model.collectives import Overlap, ShardingCommunication, is_communication_timed
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.parameters import count_embedding, count_head, count_parameters
 from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.records.trial import TrialKind, count_processes
 from bexp.explorer.spec.training import Sharding
 from bexp.explorer.surrogate.observations import ComponentObservations
-from tests.explorer.data_parallel import MODEL, candidate, request
+from tests.explorer.data_parallel import candidate, request
 from tests.explorer.simulator import report
 
 
@@ -43,44 +42,6 @@ def test_traffic_that_outlasts_the_computation_takes_its_own_time() -> None:
     assert visible(Sharding.NONE, 0.0, 2.0, slowdown=0.0) == pytest.approx([0.0, 0.2])
     assert visible(Sharding.NONE, 0.0, 2.0, slowdown=1.0) == pytest.approx([0.0, 2.0])
     assert visible(Sharding.ZERO3, 0.0, 0.0) == [0.0, 0.0]
-
-
-@pytest.mark.parametrize("tied", [False, True])
-def test_the_first_unit_is_exposed_and_the_last_not_gathered_again(tied: bool) -> None:
-    req = request("zero3", model={**MODEL, "tie_embeddings": tied})
-    number, first, head = count_parameters(req.shapes), count_embedding(req.shapes), count_head(req.shapes)
-    found = ShardingCommunication.of(req.shapes, req)
-    assert found.exposed_share == pytest.approx((first + (head if tied else 0)) / number)
-    assert found.again_share == pytest.approx(1 - (first + head if tied else head) / number)
-    small = request(model={**MODEL, "vocab_size": 64})
-    bucket = BUCKET_BYTES / 2 / count_parameters(small.shapes)
-    assert ShardingCommunication.of(small.shapes, small).exposed_share == pytest.approx(bucket)
-
-
-@pytest.mark.parametrize("sharding", Sharding)
-def test_a_step_contains_what_shows_as_often_as_it_happens(sharding: Sharding) -> None:
-    req = request(sharding.value)
-    table = Composition([candidate(2), candidate(8)], req.shapes, req, communicates=True)
-    (communication,) = table.communications
-    device = np.full((1, len(table.components)), 0.001)
-    device[0, table.column[communication]] = 0.004
-    shares = np.full(len(table.components), 0.25)
-    shares[table.column[communication]] = 0.5
-    host = np.zeros(len(table.components))
-    micro = 0.001 * (2 + 2 * 4)
-    pieces = [np.array([x]) for x in (0.002, 0.002, 0.25 * micro, 0.75 * micro)]
-    shown = ShardingCommunication.of(req.shapes, req).visible_seconds(pieces[0], pieces[1], pieces[2], pieces[3], 0.2)
-    always, once = (float(x[0]) for x in shown)
-    assert (always > 0, once > 0) == (sharding.level >= 2, sharding.level <= 2)
-    found = table.tokens_per_second(
-        device, host, overlap=Overlap(shares, np.full(len(shares), 0.2), np.zeros((2, len(shares))))
-    )[0]
-    for tokens, micro_steps in zip(found, (64 / 4 / 2, 64 / 4 / 8), strict=True):
-        step = micro_steps * (micro + always) + once + 0.001
-        assert tokens == pytest.approx(16 * 1024 / step)
-    plain = Composition([candidate(2)], req.shapes, req)
-    assert not plain.communications
-    assert plain.communication_seconds(device, host, np.ones((1, 1)), None)[0, 0] == 0.0
 
 
 def test_the_host_shows_where_the_device_waits_for_it_and_always_where_it_computes() -> None:

@@ -34,22 +34,6 @@ def split(
 SHARED: dict[str, Any] = {"context_parallel_size": 4, "context_parallel_layout": "ring"}
 
 
-@pytest.mark.parametrize(
-    ("changes", "key"),
-    [
-        ({"micro_batch_size": 0, "kind": "optimizer"}, "optimizer()"),
-        ({"kind": "head"}, "head(m=4)"),
-        ({"bta_tile": 2, "recompute": "full", "backend": "flash"}, "attention(m=4,tile=2,recompute=full,flash)"),
-        ({"num_query_groups": 2, **SHARED}, "attention(m=4,groups=2,cp=4:ring)"),
-        ({"kind": "dense_ffn", "context_parallel_size": 4}, "dense_ffn(m=4,cp=4)"),
-        ({"kind": "communication", "micro_batch_size": 0, "sharding": "zero2"}, "communication(zero2)"),
-        ({"kind": "layer", "part": "only", "backend": "sdpa"}, "layer(only,m=4,sdpa)"),
-    ],
-)
-def test_the_key_names_what_tells_a_component_apart(changes: dict[str, Any], key: str) -> None:
-    assert component(**changes).key == key
-
-
 def test_attention_that_is_shared_has_a_layout_and_nothing_else_has_one() -> None:
     assert component(**SHARED).communicates
     for changes in (
@@ -78,21 +62,6 @@ def test_some_policies_of_a_block_choose_by_operation() -> None:
     }
 
 
-def test_a_step_is_embedding_layers_head_and_optimizer() -> None:
-    found = split(candidate())
-    assert [c.key for c in found.components] == [
-        "embedding(m=6)",
-        "attention(m=6,flash,groups=1)",
-        "dense_ffn(m=6)",
-        "head(m=6)",
-        "optimizer(groups=1)",
-    ]
-    assert [(group.layers.count, group.layers.recomputed, group.layers.below) for group in found.layers] == [
-        (2, False, (1,))
-    ]
-    assert found.communication is None
-
-
 def test_without_training_there_is_no_optimizer() -> None:
     assert split(candidate(), training=False).optimizer is None
 
@@ -101,19 +70,6 @@ def test_what_is_exchanged_is_a_component_of_its_own_and_comes_last() -> None:
     found = split(candidate(), communicates=True)
     assert [c.kind for c in found.components][-2:] == [ComponentKind.OPTIMIZER, ComponentKind.COMMUNICATION]
     assert found.communication == component("communication", micro_batch_size=0, num_query_groups=1)
-
-
-@pytest.mark.parametrize(
-    ("sharding", "stepped"), [("none", "none"), ("zero1", "zero1"), ("zero2", "zero1"), ("zero3", "zero1")]
-)
-def test_the_optimizer_is_the_same_from_zero1_on(sharding: str, stepped: str) -> None:
-    found = split(candidate(sharding=sharding), communicates=True)
-    assert found.optimizer is not None
-    assert found.communication is not None
-    assert (found.optimizer.sharding, found.communication.sharding) == (stepped, sharding)
-    plain = split(candidate()).optimizer
-    assert plain is not None
-    assert plain.sharding is None
 
 
 def test_layers_that_are_recomputed_are_groups_of_their_own() -> None:

@@ -7,11 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.parameters import count_embedding, count_head
 from bexp.explorer.cost_model.required_memory import predict_component_table, predict_memory, required_table
-from bexp.explorer.cost_model.step import gathered_bytes, required_bytes
+from bexp.explorer.cost_model.step import required_bytes
 from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute, recomputed_layers
 from bexp.explorer.spec.model import LayerKind
 from bexp.explorer.spec.request import ExplorationRequest
@@ -123,46 +122,6 @@ def test_a_host_that_falls_behind_over_the_whole_pass_decides_its_time() -> None
     assert table.micro_step_seconds(device, host)[0, 0] == pytest.approx(15 * 0.002)
 
 
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("tied", [False, True])
-def test_what_is_gathered_counts_where_it_is_gathered(sharding: str, tied: bool) -> None:
-    model = {**MODEL, "vocab_size": 5000, "tie_embeddings": tied}
-    req = request(num_devices=5, training={"sharding": sharding}, model=model)
-    gathered = gathered_bytes(req.shapes, req)
-    table, plain = (Composition([candidate()], req.shapes, r) for r in (req, request(model=model)))
-    head = (count_head(req.shapes) + (count_embedding(req.shapes) if tied else 0)) * 2
-    assert gathered.at_head == {"zero1": head if tied else 0, "zero2": head, "zero3": 2 * head}[sharding]
-    running = gathered.at_layer - gathered.after_layer
-    for kind, found in ((ComponentKind.HEAD, gathered.at_head), (ComponentKind.MOE_FFN, running)):
-        sizes = np.array([1e9 if component.kind is kind else 1.0 for component in table.components])
-        saved = np.ones(len(table.components))
-        peaks = [np.add(*t.activation_bytes(saved, sizes, sizes))[0] for t in (table, plain)]
-        assert peaks[0] - peaks[1] == pytest.approx(found)
-
-
-@pytest.mark.parametrize("sharding", ["zero1", "zero2", "zero3"])
-def test_a_layer_frees_what_it_saves_before_its_gradients_have_their_buffer(sharding: str) -> None:
-    """The highest moment is either inside the layer, without the buffer, or behind it, with the buffer alone."""
-    req, plain = request(num_devices=5, training={"sharding": sharding}), request()
-    gathered = gathered_bytes(req.shapes, req)
-    assert gathered.after_layer > 0
-    peaks = {}
-    for inside in (10 * gathered.after_layer, 1):
-        sizes = np.array([float(inside) if c.kind is ComponentKind.MOE_FFN else 1.0 for c in all_of(req).components])
-        sharded, whole = (
-            np.add(*all_of(r).activation_bytes(np.ones(len(sizes)), sizes, sizes))[0] for r in (req, plain)
-        )
-        peaks[inside] = sharded - whole
-    assert peaks == {
-        10 * gathered.after_layer: pytest.approx(gathered.at_layer - gathered.after_layer),
-        1: pytest.approx(gathered.at_layer, abs=2),
-    }
-
-
-def all_of(req: Any) -> Composition:
-    return Composition([candidate()], req.model, req)
-
-
 def test_sharded_gradients_still_exist_whole_for_a_layer() -> None:
     plain = request(num_devices=5)
     sharded = request(num_devices=5, training={"sharding": "zero2"})
@@ -191,19 +150,6 @@ def test_the_larger_of_device_and_host_decides_for_each_candidate_by_itself() ->
     assert table.micro_step_seconds(device, host)[0].tolist() == [6 * 1.5, 6 * 2.0]
     assert table.micro_step_seconds(device, 0 * host)[0].tolist() == [6 * 1.0, 6 * 2.0]
     assert table.micro_step_seconds(0 * device, host)[0].tolist() == [9.0, 9.0]
-
-
-def test_graphs_wait_for_no_host_and_keep_their_memory_while_the_optimizer_steps() -> None:
-    table = tiny_table(tiny_candidate(execution="eager"), tiny_candidate(execution="graph"), execution="explore")
-    device, host = np.full((1, len(table.components)), 1.0), np.full(len(table.components), 5.0)
-    assert table.micro_step_seconds(device, host)[0].tolist() == [6 * 5.0, 6 * 1.0]
-    assert table.optimizer_seconds(device, host)[0].tolist() == [5.0, 5.0]
-    sizes = np.full((3, len(table.components)), 1e6)
-    sizes[1:, table.column[table.decompositions[0].components[-1]]] = 100e6  # the optimizer's
-    eager, graph = (table.activation_bytes(*sizes)[0] + table.activation_bytes(*sizes)[1]).tolist()
-    sizes[1:, table.column[table.decompositions[0].components[-1]]] = 0
-    activations = (table.activation_bytes(*sizes)[0] + table.activation_bytes(*sizes)[1]).tolist()[0]
-    assert (eager, graph) == (100e6, 100e6 + activations)
 
 
 def test_the_optimizer_takes_the_larger_of_device_and_host() -> None:
@@ -258,15 +204,3 @@ def test_a_share_of_the_predicted_activations_may_be_asked_for() -> None:
     assert none == pytest.approx(required_table(table, np.zeros(1), device)[0])
     assert whole == pytest.approx(required_table(table, saved + transient, device)[0])
     assert predict_memory(table, device, activation_share=0.7)[0] == pytest.approx(0.3 * none + 0.7 * whole)
-
-
-@pytest.mark.parametrize(
-    ("highest", "peak"),
-    [("embedding", 1000), ("attention", 1000), ("dense_ffn", 1000 + 256), ("head", 1000), ("nothing", 10 + 256)],
-)
-def test_without_training_the_highest_block_is_the_peak_over_the_layers_input(highest: str, peak: int) -> None:
-    table = tiny_table(mode="eval")
-    forward = np.array([1000.0 if c.kind.value == highest else 10.0 for c in table.components])
-    saved, transient = table.activation_bytes(0 * forward, forward, 0 * forward)
-    output = 16 * 8 * 2
-    assert (saved[0], transient[0]) == (0.0, peak + output)

@@ -5,22 +5,16 @@ from __future__ import annotations
 from itertools import product
 from typing import Any
 
-import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.required_memory import predict_component_table
-from bexp.explorer.cost_model.roofline import roofline_seconds
-from bexp.explorer.cost_model.step import combine_seconds
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.search.choices import accumulate
-from bexp.explorer.search.legal_space import EmptySpaceError, base_candidates, enumerate_candidates
+from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.context_parallel import LAYOUTS, Sharing, busiest_pairs, refuse_layout
-from bexp.explorer.spec.hardware import BackendSupport
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.kernels.context_parallel.layouts import context_parallel_layout
 from tests.explorer.long_sequences import MODEL, SMALL, request
@@ -123,33 +117,6 @@ def test_no_more_devices_share_than_the_profiler_has() -> None:
         sharings(request((2, 4)), report(experts=False))
 
 
-def test_attention_that_does_not_serve_shared_sequences_is_left_out_of_them() -> None:
-    rep = report(experts=False, num_devices=4)
-    both = request(attention_backends=["efficient", "flash"])
-    space = enumerate_candidates(both, rep, both.shapes).candidates
-    assert {c.attention_backend for c in space if c.context_parallel_size == 1} == {"efficient", "flash"}
-    assert {c.attention_backend for c in space if c.context_parallel_size > 1} == {"flash"}
-    old = rep.model_copy(update={"attention_backends": (BackendSupport(name="flash", usable=True),)})
-    assert sharings(request(attention_backends=["flash"]), old) == {(1, None)}, "a stored report says nothing of it"
-    only = request((2,), attention_backends=["efficient"])
-    with pytest.raises(EmptySpaceError, match="no attention back end serves context parallelism"):
-        enumerate_candidates(only, rep, only.shapes)
-
-
-def test_the_base_shares_no_more_than_it_must() -> None:
-    rep = report(experts=False, num_devices=4)
-    bases = base_candidates(request(), rep, request().shapes)
-    assert [(b.context_parallel_size, b.context_parallel_layout) for b in bases[::3]] == [
-        (1, None),
-        (2, "ring"),
-        (4, "ring"),
-    ]
-    only = request((2,), context_parallel={"layouts": ["zigzag", "striped"]})
-    rep = rep.model_copy(update={"default_attention": "efficient"})
-    first = base_candidates(only, rep, only.shapes)[0]
-    assert (first.context_parallel_layout, first.attention_backend) == ("striped", "cudnn")
-
-
 def test_auto_follows_the_groups() -> None:
     req = request((1, 4), micro_batch_size="auto", batch_size=8, num_devices=4)
     assert (req.space.micro_batch_sizes_over(1), req.space.micro_batch_sizes_over(4)) == ((1, 2), (1, 2, 4, 8))
@@ -167,37 +134,6 @@ def test_the_batch_is_micro_batch_times_accumulation_times_groups() -> None:
     assert accumulate(req, candidate(4, 2, "ring")) == (8, ())
     assert accumulate(req, candidate(4, 4, "ring")) == (16, ())
     assert accumulate(request(batch_size=10), candidate(4, 2, "ring")) == (None, (8, 16))
-
-
-def test_tokens_a_device_compare_across_sizes() -> None:
-    """Devices that share a micro-batch and take as long for their part as one alone for all of it lose the factor."""
-    req = request(batch_size=64, num_devices=4)
-    alone = combine_seconds(0.4, 0.1, 2, req.shapes, req)
-    assert alone.step == pytest.approx(64 / 4 / 2 * 0.4 + 0.1)
-    assert alone.tokens_per_second == pytest.approx(64 * 16384 / 4 / alone.step)
-    ideal = combine_seconds(0.2, 0.1, 2, req.shapes, req, context_parallel_size=2)
-    assert ideal.step == pytest.approx(alone.step)
-    assert ideal.tokens_per_second == pytest.approx(alone.tokens_per_second)
-    slow = combine_seconds(0.4, 0.1, 2, req.shapes, req, context_parallel_size=2)
-    assert slow.step == pytest.approx(2 * (alone.step - 0.1) + 0.1)
-    evaluated = request(mode="eval", recompute=["none"])
-    shared = combine_seconds(0.2, 0.0, 2, req.shapes, evaluated, context_parallel_size=4)
-    assert shared.tokens_per_second == pytest.approx(2 * 16384 / 4 / 0.2)
-
-
-@pytest.mark.parametrize("mode", ["train", "eval"])
-def test_the_table_composes_as_one_step_is_combined(mode: str) -> None:
-    req = request(mode=mode, recompute=["none"])
-    chosen = [candidate(2), candidate(2, 2, "zigzag"), candidate(4, 4, "striped")]
-    table = Composition(chosen, req.shapes, req)
-    device = np.linspace(0.1, 0.9, len(table.components))[None, :]
-    host = np.zeros(len(table.components))
-    micro, optimizer = table.micro_step_seconds(device, host)[0], table.optimizer_seconds(device, host)[0]
-    found = table.tokens_per_second(device, host)[0]
-    for i, one in enumerate(chosen):
-        m, size = one.micro_batch_size, one.context_parallel_size
-        step = combine_seconds(micro[i], optimizer[i], m, req.shapes, req, context_parallel_size=size)
-        assert found[i] == pytest.approx(step.tokens_per_second)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -235,40 +171,3 @@ def test_state_is_sharded_over_all_devices_whatever_shares_sequences() -> None:
     parts = {Composition([candidate(2, s, ly)], req.shapes, req).static_parts(0) for s, ly in ((1, None), (2, "ring"))}
     assert len(parts) == 1
     assert req.devices.optimizer_shards == 4
-
-
-def test_the_prior_of_a_ring_is_bound_by_its_busiest_rank() -> None:
-    req, hardware = request(), report().hardware
-
-    def seconds(layout: str | None, size: int) -> float:
-        component = Component(
-            kind=ComponentKind.ATTENTION,
-            micro_batch_size=1,
-            backend="flash",
-            num_query_groups=4,
-            context_parallel_size=size,
-            context_parallel_layout=layout,
-        )
-        return roofline_seconds(component, req.shapes, req, hardware).device
-
-    assert seconds("zigzag", 4) == pytest.approx(seconds("striped", 4), rel=0.01)
-    assert seconds("zigzag", 4) == pytest.approx(seconds(None, 1) / 4, rel=0.15)
-    assert 1.3 < seconds("ring", 4) / seconds("striped", 4) < 2 - 1 / 4
-
-
-def test_predicted_bytes_of_shared_attention_follow_the_device() -> None:
-    """A ring keeps a device's own queries, keys, values and output, and no scores."""
-    req = request()
-    shared = Component(
-        kind=ComponentKind.ATTENTION,
-        micro_batch_size=2,
-        backend="math",
-        num_query_groups=4,
-        context_parallel_size=4,
-        context_parallel_layout="striped",
-    )
-    plain = Component(kind=ComponentKind.ATTENTION, micro_batch_size=2, backend="flash", num_query_groups=4)
-    assert (
-        4 * predict_component_bytes(shared, req.shapes, req).saved
-        == predict_component_bytes(plain, req.shapes, req).saved
-    )

@@ -7,26 +7,21 @@ from typing import Any
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
+from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.cost_model.mesh_costs import DeviceShare
-from bexp.explorer.cost_model.mesh_layers import Block, MeshCandidate
+from bexp.explorer.cost_model.mesh_layers import MeshCandidate
 from bexp.explorer.cost_model.mesh_step import MeshStep
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.shards import (
     SHARED_EXPERTS,
     SPREAD_EXPERTS,
-    busiest_device,
-    expert_chunk,
     expert_rows,
     shard_of,
-    tensor_shard,
 )
 from bexp.explorer.cost_model.step import static_parts
-from bexp.explorer.cost_model.transfers import Fabric, Group, Link
+from bexp.explorer.cost_model.transfers import Link
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge
-from bexp.explorer.spec.fabric import FabricSpec
 from bexp.explorer.spec.model import MoESpec
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.routes import draw_batch_routes
@@ -116,71 +111,6 @@ def test_data_parallel_ranks_of_a_mesh_need_the_memory_of_devices_without_one(le
     saved, transient = table.activation_bytes(*sizes)
     memory = found.step(one).memory
     assert memory.activations + memory.transient == saved[0] + transient[0]
-
-
-@pytest.mark.parametrize("size", [2, 4])
-def test_tensor_shards_have_their_part_of_every_matrix(size: int) -> None:
-    found = space({"tensor": size}, num_devices=4, experts=True)
-    model, shard = found.request.shapes, tensor_shard(found.request.shapes, size)
-    norms = model.hidden_size * (2 * model.num_layers + 1)
-    router = model.num_layers * model.hidden_size * 8
-    whole = norms + router
-    assert size * (count_parameters(shard) - whole) == count_parameters(model) - whole
-    assert shard.head_size == model.head_size
-    memory = found.step(only(found)).memory
-    assert memory.parameters == 2 * count_parameters(shard)
-
-
-def test_sequence_parallelism_spares_a_device_a_part_of_norm_and_sum() -> None:
-    found = space({"tensor": 2}, num_devices=2)
-    attention = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.ATTENTION)
-    share = DeviceShare(hidden_bytes=1000, shard=tensor_shard(found.request.shapes, 2), bandwidth=1e3)
-    assert share.spared_seconds(Block(attention), 2) == (2.5, 3.0)
-    again = attention.model_copy(update={"recompute": BlockRecompute.FULL})
-    assert share.spared_seconds(Block(again), 2) == (2.5, 5.5)
-    assert share.spared_seconds(Block(attention), 1) == (0.0, 0.0)
-    embedding = found.composer.components(only(found))[0]
-    assert share.spared_seconds(Block(embedding), 2) == (0.0, 0.0)
-    without_norm = Block(attention, repeated_outputs=0.5)
-    assert share.spared_seconds(without_norm, 2) == (2.5 + 1.0, 3.0 + 1.5)
-
-
-def test_an_expert_parallel_device_has_the_rows_of_the_busiest() -> None:
-    found = space({"expert": 4}, num_devices=4, experts=True, routing={"kind": "zipf"})
-    request, model = found.request, found.request.shapes
-    assert model.moe is not None
-    busiest = busiest_device(model.moe, request.routing, 4, request.seed)
-    assert 0.3 < busiest.share < 0.6
-    even = busiest_device(model.moe, RoutingSpec(), 4, request.seed)
-    assert even.share == pytest.approx(0.25, abs=0.01)
-    component = next(c for c in found.composer.components(only(found)) if c.kind is ComponentKind.MOE_FFN)
-    rows = expert_rows(component, model, request).computed
-    assert rows == pytest.approx(2 * 512 * 2 * 4 * busiest.share, abs=1)
-    shard, changed = expert_chunk(component, model, request)
-    assert shard.moe is not None
-    assert (shard.moe.num_experts, shard.moe.top_k) == (2, 1)
-    assert rows <= 2 * shard.seq_length < rows + 2
-    assert changed.routing.shares is not None
-    assert len(changed.routing.shares) == 2
-    step = found.step(only(found))
-    assert step.exchange_share > 0
-    assert Link.INTRA_NODE in step.makeup
-
-
-@pytest.mark.parametrize("recompute", ["none", "full"])
-def test_backward_saves_nothing_of_what_forward_loses_to_a_waiting_host(recompute: str) -> None:
-    """The device stands still after each layer's wait; a host without a lead sets the pace of forward alone."""
-    found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, recompute=[recompute])
-
-    def seconds(**waiting: float) -> float:
-        return learned(found, **waiting).seconds
-
-    layers = 8 * found.step(only(found)).num_micro_batches
-    stalled = seconds(stalled_seconds=2e-3, waiting_forward_seconds=0.0)
-    passes = 2 if recompute == "full" else 1  # layers that run again wait again
-    assert seconds(stalled_seconds=3e-3, waiting_forward_seconds=0.0) - stalled == pytest.approx(passes * layers * 1e-3)
-    slow = seconds(stalled_seconds=0.0, waiting_forward_seconds=2e-2)
-    assert seconds(stalled_seconds=0.0, waiting_forward_seconds=3e-2) - slow == pytest.approx(layers * 1e-2)
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
@@ -283,23 +213,6 @@ def test_sharding_leaves_a_device_less_and_exchanges_more() -> None:
     assert steps["zero3"].communication_seconds > steps["zero1"].communication_seconds > 0
 
 
-def test_exchanges_take_what_their_slowest_link_allows() -> None:
-    fabric = Fabric(FabricSpec.model_validate(FABRIC))
-    for found, seconds, link in (
-        (fabric.gather(1e9, Group(4, 1)), 0.75e9 / 100e9, Link.INTRA_NODE),
-        (fabric.gather(1e9, Group(4, 4)), 0.75e9 / 10e9, Link.INTER_NODE),
-        (fabric.gather(1e9, Group(4, 2)), 0.75e9 / 20e9, Link.INTER_NODE),  # through two adapters of each node
-        (fabric.gather(1e9, Group(1, 1)), 0.0, Link.INTRA_NODE),
-        (fabric.all_to_all(1e9, Group(8, 1)), 0.5e9 / 10e9, Link.INTER_NODE),
-        (fabric.all_to_all(1e9, Group(4, 1)), 0.75e9 / 100e9, Link.INTRA_NODE),
-        (fabric.send(1e9, Group(1, 4)), 0.0, Link.INTRA_NODE),
-        (fabric.send(1e9, Group(2, 2)), 0.01, Link.INTRA_NODE),
-        (fabric.send(1e9, Group(2, 4)), 0.1, Link.INTER_NODE),
-    ):
-        assert found.seconds == pytest.approx(seconds)
-        assert found.link is link
-
-
 def test_meshes_share_their_blocks() -> None:
     found = space("explore", num_devices=8, micro_batch_size=[1, 2])
     blocks: set[Component] = {c for one in found.candidates for c in found.composer.components(one)}
@@ -348,32 +261,6 @@ def test_experts_with_a_capacity_get_the_rows_that_are_left(shadowed: int) -> No
     steps = [one.step(only(one)) for one in (dropping, found)]
     assert steps[0].exchange_share < steps[1].exchange_share
     assert only(dropping).candidate.capacity_factor == 0.75
-
-
-def test_whole_gradients_of_devices_that_share_experts_are_summed_and_divided_after_backward() -> None:
-    found = space({"expert": 2, "sharding": "none"}, num_devices=2, experts=True, fabric=None)
-    one, model = only(found), found.request.shapes
-    experts = model.num_layers * 8 * 3 * 512 * 512
-    dense, own = count_parameters(model) - experts, experts // 2
-    reduced = 2 * 2 * dense / ASSUMED_BYTES_PER_SECOND["cuda"]
-    divided = 2 * 2 * (dense + own) / found.hardware.memory_bandwidth_bytes_per_second
-    assert found.step(one).communication_seconds == pytest.approx(reduced + divided)
-    sharded = space({"expert": 2, "sharding": "zero1"}, num_devices=2, experts=True, fabric=None)
-    divided = 2 * 2 * own / found.hardware.memory_bandwidth_bytes_per_second
-    assert divided <= sharded.step(only(sharded)).communication_seconds < reduced + divided
-
-
-def test_sharded_gradients_of_a_pipeline_are_reduced_after_backward_too() -> None:
-    plain, sharded = (
-        space({"pipeline": 2, "schedule": "1f1b", "sharding": level}, num_devices=4, fabric=None)
-        for level in ("none", "zero1")
-    )
-    step = plain.step(only(plain))
-    held = step.memory.gradients // 2
-    divided = 2 * 2 * held / plain.hardware.memory_bandwidth_bytes_per_second
-    scattered = (step.communication_seconds - divided) / 2  # half of a sum over all replicas
-    gathered = sharded.step(only(sharded)).communication_seconds - scattered
-    assert 0 < gathered < 0.5 * scattered, "forward hides most of what is gathered"
 
 
 def test_copies_of_experts_on_tensor_parallel_devices_are_summed_after_backward() -> None:
@@ -427,17 +314,3 @@ def test_gradients_of_what_tensor_parallel_devices_have_whole_are_summed_once_a_
     step = found.step(only(found))
     assert step.communication_seconds == pytest.approx(2 * 2 * repeated * passed), "a sum passes all twice, in bfloat16"
     assert sum(step.makeup.values()) == pytest.approx(1.0)
-
-
-@pytest.mark.parametrize("level", ["none", "zero1", "zero2", "zero3"])
-@pytest.mark.parametrize("fabric", [None, FABRIC])
-def test_the_parts_of_a_step_add_up_to_it(level: str, fabric: dict[str, Any] | None) -> None:
-    found = space({"tensor": 2, "sharding": level}, num_devices=4, fabric=fabric)
-    step = found.step(only(found))
-    assert step.communication_seconds > 0
-    parts = step.num_micro_batches * step.micro_step_seconds + step.optimizer_seconds + step.communication_seconds
-    assert parts == pytest.approx(step.seconds)
-    piped = space({"pipeline": 2, "schedule": "1f1b", "sharding": "zero1"}, num_devices=4, fabric=fabric)
-    step = piped.step(only(piped), simulate=True)
-    parts = step.num_micro_batches * step.micro_step_seconds + step.optimizer_seconds + step.communication_seconds
-    assert parts < step.seconds and step.bubble_share > 0

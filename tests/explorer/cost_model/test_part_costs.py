@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.back_end import BackEnd
-from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.cost_model.composition import Composition
+from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.part_costs import (
     COMPILED_SHARE,
     PartsDecomposer,
@@ -24,10 +21,10 @@ from bexp.explorer.cost_model.work import ComponentBytes, Work
 from bexp.explorer.search.legal_space import (
     enumerate_candidates,
 )
-from bexp.explorer.spec.candidate import Candidate, Recompute
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.execution import Execution, Kernels
 from bexp.explorer.spec.hardware import BackendSupport
-from tests.explorer.cost_model.described import LAYERS, candidate, part, parts, request
+from tests.explorer.cost_model.described import candidate, part, parts, request
 from tests.explorer.cost_model.tiny import request_of_parts
 from tests.explorer.simulator import report
 
@@ -42,61 +39,6 @@ def test_a_step_is_shell_layers_of_each_kind_and_optimizer() -> None:
     assert backends == {"dense": "sdpa", "sliding": "sdpa", "experts": "sdpa+grouped_mm"}
     assert len(found.components) == 5
     assert PartsDecomposer(parts(), training=False)(candidate()).optimizer is None
-
-
-def test_partial_recomputation_takes_the_first_layers() -> None:
-    assert parts().recomputed_layers(Recompute.PARTIAL_50) == (True, True, True, False, False, False)
-    assert parts().recomputed_layers(Recompute("layers_2")) == (True, True, *[False] * 4)
-    assert parts().recomputed_layers(Recompute.NONE) == (False,) * 6
-    assert parts(layers=("sliding",)).recomputed_layers(Recompute.PARTIAL_25) == (True,)
-    found = PartsDecomposer(parts(), training=True)(candidate(recompute="partial_50"))
-    counts = {(group.blocks[0].part, group.layers.recomputed): group.layers.count for group in found.layers}
-    assert counts == {
-        ("dense", True): 1,
-        ("sliding", True): 1,
-        ("experts", True): 1,
-        ("sliding", False): 1,
-        ("experts", False): 2,
-    }
-    modes = {group.blocks[0].recompute for group in found.layers if group.layers.recomputed}
-    assert modes == {BlockRecompute.FULL}
-
-
-@pytest.mark.parametrize(
-    "recompute", [Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL, Recompute.ACTIVATIONS, Recompute.OFFLOAD]
-)
-def test_seconds_and_bytes_add_up_over_the_layers_in_order(recompute: Recompute) -> None:
-    chosen = candidate(recompute=recompute)
-    table = Composition([chosen], parts(), request())
-    rng = np.random.default_rng(3)
-    count = len(table.components)
-    seconds_K, sizes_3K = rng.uniform(0.1, 1.0, count), rng.integers(1000, 90_000, (3, count)).astype(float)
-    at = {component: i for i, component in enumerate(table.components)}
-    found = table.decompositions[0]
-    order = list(zip(LAYERS, parts().recomputed_layers(recompute), strict=True))
-    block = {(g.blocks[0].part, g.layers.recomputed): at[g.blocks[0]] for g in found.layers}
-    shell, output = at[found.head], 4 * 32 * 128
-
-    expected = seconds_K[shell] + sum(seconds_K[block[sort]] for sort in order)
-    assert table.micro_step_seconds(seconds_K[None], np.zeros(count))[0, 0] == pytest.approx(expected)
-
-    saved, forward, backward = sizes_3K
-    held, peak = float(output), 0.0  # the embedding's output is the first layer's input
-    levels = []
-    for sort in order:
-        levels.append(held)
-        peak = max(peak, held + forward[block[sort]])
-        held += output if sort[1] else saved[block[sort]]
-        if recompute is Recompute.OFFLOAD:
-            held -= min(output, saved[block[sort]])  # it goes to the host with what the next layer keeps
-    on_device = output if recompute is Recompute.OFFLOAD else 0  # of the last layer, for the head
-    peak = max(peak, held + on_device - output + max(forward[shell], backward[shell]))
-    for sort, level in zip(order, levels, strict=True):
-        peak = max(peak, level + output + backward[block[sort]])
-    optimizer = at[found.optimizer] if found.optimizer is not None else 0
-    peak = max(peak, forward[optimizer], backward[optimizer])
-    kept, transient = table.activation_bytes(saved, forward, backward)
-    assert kept[0] + transient[0] == pytest.approx(peak)
 
 
 def test_training_state_is_what_the_parameters_take_as_they_are() -> None:
@@ -119,27 +61,6 @@ def test_a_step_beside_master_weights_holds_all_gradients_in_float32() -> None:
     master = request_of_parts(training={"precision": "master"})
     assert predict_component_bytes(component, parts(), master).backward_peak == 2 * parts().trainable_bytes
     assert predict_component_bytes(component, parts(), request_of_parts()).backward_peak == 0
-
-
-def test_expected_bytes_follow_tokens_and_policy() -> None:
-    plain = predict_component_bytes(layer(), parts(), request())
-    assert plain.saved == 4 * 32 * 640
-    assert predict_component_bytes(layer(micro_batch_size=8), parts(), request()).saved == 2 * plain.saved
-    kept = [
-        predict_component_bytes(layer(recompute=mode), parts(), request()).saved
-        for mode in ("none", "selective", "activations", "projections")
-    ]
-    assert kept == sorted(kept, reverse=True)
-    assert len(set(kept)) == 4
-    tiled = predict_component_bytes(layer(bta_tile=2), parts(), request())
-    assert tiled.saved < plain.saved
-    shell = Component(kind=ComponentKind.SHELL, micro_batch_size=4, backend="library")
-    chunked = shell.model_copy(update={"backend": BackEnd(setting="chunked")})
-    library = predict_component_bytes(shell, parts(), request())
-    assert library.forward_peak == 4 * 32 * (640 + 400)
-    assert predict_component_bytes(chunked, parts(), request()).forward_peak < library.forward_peak
-    evaluated = predict_component_bytes(layer(), parts(), request(mode="eval"))
-    assert (evaluated.saved, evaluated.backward_peak) == (4 * 32 * 128, 0)
 
 
 @pytest.mark.parametrize(
@@ -220,20 +141,6 @@ def test_expected_work_counts_products_attention_and_what_runs_again() -> None:
     assert again_work(layer(bta_tile=2), parts(), work) == work
     for policy in ("activations", "projections"):
         assert again_work(layer(recompute=policy), parts(), work) == Work(work.flops / 3, work.bytes / 2)
-
-
-def test_expected_seconds_grow_with_what_runs() -> None:
-    hardware = report().hardware
-
-    def seconds(component: Component, mode: str = "train") -> float:
-        return roofline_seconds(component, parts(), request(mode=mode), hardware).device
-
-    assert seconds(layer(recompute="full")) == pytest.approx(4 / 3 * seconds(layer()))
-    assert seconds(layer()) == pytest.approx(3 * seconds(layer(), "eval"))
-    optimizer = Component(kind=ComponentKind.OPTIMIZER, micro_batch_size=0)
-    assert seconds(optimizer) == pytest.approx(7 * parts().trainable_bytes / hardware.memory_bandwidth_bytes_per_second)
-    host = roofline_seconds(layer(bta_tile=1), parts(), request(), hardware).host
-    assert host == pytest.approx(16 / 3 * roofline_seconds(layer(), parts(), request(), hardware).host)
 
 
 def test_kinds_are_named_once_and_layers_name_them() -> None:

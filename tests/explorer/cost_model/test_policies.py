@@ -7,11 +7,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.activation_memory import predict_component_bytes
-from bexp.explorer.cost_model.back_end import BackEnd
-from bexp.explorer.cost_model.components import BlockRecompute, ComponentKind, block_recompute
+from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.decomposition import Decomposer
-from bexp.explorer.cost_model.roofline import roofline_seconds
 from bexp.explorer.search.legal_space import EmptySpaceError, enumerate_candidates
 from bexp.explorer.spec.candidate import ON_DEVICE, Candidate, Recompute
 from bexp.explorer.spec.request import ExplorationRequest
@@ -83,19 +80,6 @@ def test_eval_mode_recomputes_nothing() -> None:
         request(mode="eval", recompute=["activations"])
 
 
-def test_a_policy_with_a_number_is_explored_only_if_it_is_named() -> None:
-    assert not any(c.recompute.is_numbered for c in candidates(request()))
-    named = request(recompute=["groups_4", "layers_3", "none", "layers_9", "full"])
-    assert [policy.value for policy in named.space.recompute_policies] == ["none", "full", "layers_3", "groups_4"], (
-        "all nine layers are the policy full"
-    )
-    assert {c.recompute for c in candidates(named)} == set(named.space.recompute_policies)
-    again = ExplorationRequest.model_validate_json(named.model_dump_json())
-    assert again == named
-    assert again.recompute is not None
-    assert again.recompute[1] is Recompute("layers_3")
-
-
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
@@ -134,26 +118,6 @@ def test_nothing_is_left_of_a_tile_for_policies_alone() -> None:
         candidates(req)
 
 
-@pytest.mark.parametrize(
-    ("policy", "attention", "dense", "moe"),
-    [
-        (Recompute.NONE, "none", "none", "none"),
-        (Recompute.SELECTIVE, "selective", "none", "none"),
-        (Recompute.ACTIVATIONS, "activations", "activations", "activations"),
-        (Recompute.QKV, "projections", "none", "none"),
-        (Recompute.EXPERTS, "none", "none", "projections"),
-        (Recompute.PROJECTIONS, "projections", "projections", "projections"),
-        (Recompute.PARTIAL_50, "none", "none", "none"),
-    ],
-)
-def test_what_a_policy_asks_of_a_block(policy: Recompute, attention: str, dense: str, moe: str) -> None:
-    assert block_recompute(policy, ComponentKind.ATTENTION, None) == attention
-    assert block_recompute(policy, ComponentKind.DENSE_FFN, None) == dense
-    assert block_recompute(policy, ComponentKind.MOE_FFN, None) == moe
-    if policy is not Recompute.SELECTIVE:
-        assert block_recompute(policy, ComponentKind.ATTENTION, 2) is BlockRecompute.NONE
-
-
 def test_policies_share_components() -> None:
     """Ten policies need few more components than six did: five of an attention block, four of each FFN."""
     req = request(micro_batch_size=[4], bta={"enable": False}, attention_backends=["cudnn"], expert_backends=["loop"])
@@ -162,27 +126,3 @@ def test_policies_share_components() -> None:
     kinds = [c.kind for c in found]
     assert kinds.count(ComponentKind.ATTENTION) == 5
     assert kinds.count(ComponentKind.DENSE_FFN) == kinds.count(ComponentKind.MOE_FFN) == 4
-
-
-@pytest.mark.parametrize("kind", [ComponentKind.ATTENTION, ComponentKind.DENSE_FFN, ComponentKind.MOE_FFN])
-@pytest.mark.parametrize("backend", ["grouped_mm", "fused", "block_sparse"])
-def test_more_recomputed_is_predicted_slower_and_smaller(kind: ComponentKind, backend: str) -> None:
-    req = request()
-    hardware = report().hardware
-    chosen = {ComponentKind.ATTENTION: "cudnn", ComponentKind.MOE_FFN: backend}.get(kind)
-    plain = next(
-        component.model_copy(update={"backend": BackEnd(experts=chosen)})
-        for candidate in candidates(request(micro_batch_size=[4], bta={"enable": False}))
-        for component in Decomposer(req.shapes, training=True)(candidate).components
-        if component.kind is kind and component.recompute is BlockRecompute.NONE
-    )
-    ladder = [BlockRecompute.NONE, BlockRecompute.ACTIVATIONS, BlockRecompute.PROJECTIONS]
-    components = [plain.model_copy(update={"recompute": recompute}) for recompute in ladder]
-    seconds = [roofline_seconds(c, req.shapes, req, hardware) for c in components]
-    saved = [predict_component_bytes(c, req.shapes, req).saved for c in components]
-    assert seconds[0].device < seconds[1].device < seconds[2].device
-    assert seconds[0].host < seconds[1].host
-    assert saved[0] > saved[1] > saved[2]
-    full = roofline_seconds(plain.model_copy(update={"recompute": BlockRecompute.FULL}), req.shapes, req, hardware)
-    assert seconds[2].device < full.device
-    assert seconds[1].device < 1.15 * seconds[0].device

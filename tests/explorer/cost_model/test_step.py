@@ -22,14 +22,12 @@ from bexp.explorer.cost_model.step import (
 )
 from tests.explorer.cost_model.tiny import (
     EMBEDDING,
-    HEAD,
     LAYER,
     TOTAL,
     hardware,
     model_of,
     parts,
     request,
-    request_of_parts,
 )
 
 MIB = 2**20
@@ -101,42 +99,10 @@ def test_mixed_precision_takes_sixteen_bytes_a_parameter() -> None:
     )
 
 
-@pytest.mark.parametrize(
-    ("optimizer", "bytes_each"),
-    [
-        ({"master_dtype": None}, (2, 2, 0, 4)),
-        ({"grad_dtype": "float32"}, (2, 4, 4, 8)),
-        ({"state_dtype": "bfloat16"}, (2, 2, 4, 4)),
-        ({"name": "sgd"}, (2, 2, 4, 4)),
-    ],
-)
-def test_the_formats_of_the_optimizer_decide_the_bytes(
-    optimizer: dict[str, Any], bytes_each: tuple[int, int, int, int]
-) -> None:
-    req = request(training={"optimizer": optimizer})
-    found = static_parts(model_of(req), req)
-    held = (found.parameters, found.gradients, found.master_weights, found.optimizer_states)
-    assert held == tuple(TOTAL * size for size in bytes_each)
-
-
 def test_float32_parameters_have_no_master_weights() -> None:
     req = request({"dtype": "float32"})
     found = static_parts(model_of(req), req)
     assert (found.parameters, found.master_weights, found.optimizer_states) == (4 * TOTAL, 0, 8 * TOTAL)
-
-
-def test_each_level_of_sharding_divides_more_and_rounds_up() -> None:
-    half, four, eight = (-(-size * TOTAL // 5) for size in (2, 4, 8))
-    assert static_parts(model_of(request()), sharded("none")).total == 16 * TOTAL
-    expected = {
-        "zero1": (2 * TOTAL + half, 2 * TOTAL + half, four, eight),
-        "zero2": (2 * TOTAL + half, half, four, eight),
-        "zero3": (half, half, four, eight),
-    }
-    for level, held in expected.items():
-        found = static_parts(model_of(request()), sharded(level))
-        assert (found.parameters, found.gradients, found.master_weights, found.optimizer_states) == held
-    assert half * 5 > 2 * TOTAL, "the last share is not full"
 
 
 def test_without_training_there_are_parameters_alone() -> None:
@@ -149,18 +115,6 @@ def test_a_models_own_code_trains_its_parameters_as_they_are() -> None:
     assert static_parts(parts(), request()) == MemoryParts(parameters=500, gradients=220, optimizer_states=440)
     sgd = request(training={"optimizer": {"name": "sgd"}})
     assert static_parts(parts(), sgd).optimizer_states == 220
-
-
-def test_master_weights_beside_a_models_own_parameters_take_sixteen_bytes_a_number() -> None:
-    master = request_of_parts(training={"precision": "master"})
-    whole = MemoryParts(parameters=500, gradients=220, master_weights=440, optimizer_states=880)
-    assert static_parts(parts(), master) == whole
-    sgd = request_of_parts(training={"precision": "master", "optimizer": {"name": "sgd"}})
-    assert static_parts(parts(), sgd).optimizer_states == 440
-    zero1 = request_of_parts(num_devices=5, training={"precision": "master", "sharding": "zero1"})
-    found = static_parts(parts(), zero1)
-    assert (found.parameters, found.gradients, found.master_weights, found.optimizer_states) == (600, 264, 88, 176)
-    assert static_parts(parts(), request_of_parts(mode="eval", training={"precision": "master"})).total == 500
 
 
 def test_the_limit_is_the_devices_unless_less_is_asked_for() -> None:
@@ -182,23 +136,6 @@ def test_on_a_cpu_a_person_may_ask_for_all_the_memory() -> None:
 def test_nothing_is_gathered_without_sharding_or_training() -> None:
     for req in (request(), sharded("none"), request(mode="eval", num_devices=2, training={"sharding": "zero3"})):
         assert gathered_bytes(model_of(req), req) == GatheredBytes(0, 0)
-
-
-def test_what_is_gathered_follows_the_level() -> None:
-    item, gradient = 2, 4
-    found = {}
-    for level in ("zero1", "zero2", "zero3"):
-        req = sharded(level, optimizer={"grad_dtype": "float32"})
-        found[level] = gathered_bytes(model_of(req), req)
-    buffer = LAYER * gradient
-    reduced = 2 * buffer + LAYER * item
-    share = -(-LAYER * item // 5)
-    assert found == {
-        "zero1": GatheredBytes(0, buffer, buffer),
-        "zero2": GatheredBytes(HEAD * item, reduced, buffer),
-        "zero3": GatheredBytes(2 * HEAD * item, reduced + LAYER * item + share, buffer),
-    }
-    assert LAYER * item % 5 != 0, "the share is rounded up"
 
 
 def test_the_buffer_of_a_large_head_lasts_into_the_first_layer() -> None:

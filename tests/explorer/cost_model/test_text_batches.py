@@ -10,11 +10,10 @@ import pytest
 import torch
 from transformers.trainer_pt_utils import get_length_grouped_indices
 
-from bexp.explorer.cost_model.epochs import cut_epochs, fill, grouped_epoch, pack
+from bexp.explorer.cost_model.epochs import cut_epochs, grouped_epoch, pack
 from bexp.explorer.cost_model.part_costs import part_work, predict_part_bytes
 from bexp.explorer.cost_model.request_texts import text_batches, tokens_per_sequence, widest
-from bexp.explorer.cost_model.text_batches import NUM_DRAWN, TextBatch, packed_share
-from bexp.explorer.spec.lengths import Lengths
+from bexp.explorer.cost_model.text_batches import NUM_DRAWN, TextBatch
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.cost_model.described import parts
 from tests.explorer.cost_model.test_part_costs import layer
@@ -101,18 +100,6 @@ def test_the_longest_is_measured_last_and_the_others_are_usual(batching: str) ->
         assert batch.is_packed or batch.width == max(row[0] for row in batch.rows), "padded to its own longest"
 
 
-@pytest.mark.parametrize("batching", ["padded", "grouped", "packed"])
-@pytest.mark.parametrize("size", [1, 4, 16])
-def test_the_mean_over_an_epoch_follows_from_tokens_and_pairs(batching: str, size: int) -> None:
-    found = batches(batching, size)
-    a, b, c = 1e-3, 2e-5, 3e-7
-    seconds = [a + b * batch.positions + c * batch.pairs for batch in found.measured]
-    mean, error = found.expect(seconds)
-    expected = a + b * found.expected_positions + c * found.expected_pairs
-    assert mean == pytest.approx(expected, rel=0.01)
-    assert error <= 0.02 * mean
-
-
 def test_a_token_budget_is_filled_by_whole_texts_in_one_row_without_padding() -> None:
     packed, found = batches("packed", 8), batches("token_budget", 8)
     *drawn, longest = found.measured
@@ -124,21 +111,6 @@ def test_a_token_budget_is_filled_by_whole_texts_in_one_row_without_padding() ->
     assert found.expected_positions == pytest.approx(8 * tokens_per_sequence(parts(), asked("packed")))
     assert tokens_per_sequence(parts(), asked("token_budget")) == tokens_per_sequence(parts(), asked("packed"))
     assert widest(parts(), asked("token_budget")) == 32
-
-
-@pytest.mark.parametrize("size", [1, 2, 8])
-def test_a_token_budget_shares_what_each_micro_batch_costs_whatever_its_tokens(size: int) -> None:
-    lengths = {1100: 500, 600: 300, 200: 200}
-    found = batches("token_budget", size, lengths=lengths, seq_length=2048)
-    mean, _ = found.expect([1e-3 + 1e-6 * batch.positions for batch in found.measured])
-    texts = np.repeat(list(lengths), list(lengths.values()))
-    rows: list[list[int]] = []
-    rng = np.random.default_rng(5)
-    while len(rows) < 3000:
-        rows += fill(rng.permutation(texts).tolist(), size * 2048)
-    seconds, tokens = sum(1e-3 + 1e-6 * sum(row) for row in rows), sum(map(sum, rows))
-    share = packed_share(Lengths.model_validate({"histogram": lengths}).cut(2048), 2048)
-    assert mean == pytest.approx(size * 2048 * share * seconds / tokens, rel=0.005)
 
 
 def test_groups_pad_no_more_than_random_order_does_and_the_rarest_text_is_still_the_longest() -> None:

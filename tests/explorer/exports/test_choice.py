@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -13,7 +12,7 @@ from bexp.explorer.exports.exploration import ExportError, ExportSource, Unknown
 from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.measurement import Measurement, Outcome
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
@@ -21,18 +20,10 @@ from tests.explorer.exports.samples import GIB, OURS, candidate, exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,
     NUM_PARAMETERS,
-    SEQ_LENGTH,
-    FasterIfPinned,
     Simulated,
-    described,
     simulated,
 )
 
-LIBRARY = {
-    *(TrainerName.TRANSFORMERS, TrainerName.TRL, TrainerName.ACCELERATE, TrainerName.AXOLOTL),
-    TrainerName.LLAMAFACTORY,
-}
-"""Trainers with the library's attention and full logits, which keep the weights as they were measured."""
 MASTER_BYTES = NUM_PARAMETERS * (4 + 2 * (4 - 2))
 """Float32 master weights, and moments in float32 where they were in bfloat16."""
 
@@ -43,54 +34,6 @@ def plan(answer: ExportSource, name: str = "transformers") -> TrainerSettings:
 
 def chosen(found: Simulated, trainer: TrainerName) -> Choice:
     return choose(TRAINERS[trainer], found.source, found.request, found.known)
-
-
-def can_be_told(trainer: TrainerName) -> Callable[[Candidate], bool]:
-    """What the trainer has a name for, without the tables of the code."""
-    policies = {Recompute.NONE, Recompute.FULL}
-    if trainer in {TrainerName.TRANSFORMERS, TrainerName.TRL}:
-        policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50}
-    elif trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}:
-        policies |= {Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.PARTIAL_75}
-    pins = trainer in {TrainerName.LIGHTNING, TrainerName.MEGATRON}
-    chunks = trainer in {TrainerName.TORCHTITAN, TrainerName.TORCHTUNE, TrainerName.CEREBRAS}
-    if trainer is TrainerName.CEREBRAS:
-        policies = {Recompute.NONE}
-    return lambda c: (
-        c.recompute in policies
-        and (pins or c.attention_backend == "sdpa")
-        and (chunks or c.loss == "library")
-        and 96 % c.micro_batch_size == 0
-    )
-
-
-def extra_bytes(trainer: TrainerName) -> int:
-    return MASTER_BYTES if trainer in {TrainerName.DEEPSPEED, TrainerName.MEGATRON} else 0
-
-
-def best_of(found: Simulated, fits: Callable[[Candidate], bool], extra: Callable[[Candidate], int]) -> float:
-    """The most tokens/s of all candidates of the space that fit with `extra` bytes."""
-    return max(tokens for c, tokens in found.tokens.items() if fits(c) and found.fits(c, extra(c)))
-
-
-@pytest.mark.parametrize("trainer", [name for name in TrainerName if name is not TrainerName.BEXP])
-@pytest.mark.parametrize("sizes", [[1, 2, 3, 4, 6, 8, 12, 16], [3, 4, 5, 6, 7, 9, 10]])
-def test_another_trainer_gets_the_best_that_it_can_be_told(trainer: TrainerName, sizes: list[int]) -> None:
-    """Against the true speed and memory of all candidates; the search aimed at those with pinned kernels in chunks."""
-    found = simulated(22, losses=["library", "chunked"], micro_batch_size=sizes)
-    told, extra = can_be_told(trainer), extra_bytes(trainer)
-    choice = chosen(found, trainer)
-    assert told(choice.candidate)
-    assert not choice.missing
-    assert found.fits(choice.candidate, extra)
-    assert choice.grad_accum_steps == 96 // choice.candidate.micro_batch_size
-    best = best_of(found, told, lambda _: extra)
-    assert found.tokens[choice.candidate] >= 0.99 * best
-    assert choice.tokens_per_second == pytest.approx(found.tokens[choice.candidate], rel=0.02)
-    own = (found.known.dividing or found.known).candidate
-    assert choice.is_own is (choice.candidate == own)
-    rate = found.tokens[own]
-    assert choice.loss == pytest.approx(1 - found.tokens[choice.candidate] / rate, abs=0.02)
 
 
 @pytest.mark.parametrize("losses", [["library", "chunked"], ["chunked"]])
@@ -112,45 +55,6 @@ def test_the_trainer_that_was_explored_for_gets_the_answers_own_candidate(losses
         assert "in place of" not in header and "lost" not in header
 
 
-@pytest.mark.parametrize("trainer", [*sorted(LIBRARY), TrainerName.DEEPSPEED, TrainerName.LIGHTNING])
-def test_full_logits_are_counted_where_only_chunks_were_explored(trainer: TrainerName) -> None:
-    found = simulated(22, losses=["chunked"])
-    told = can_be_told(trainer)
-
-    def logits(c: Candidate) -> int:
-        return SEQ_LENGTH * c.micro_batch_size * LOGIT_BYTES + extra_bytes(trainer)
-
-    def fits(c: Candidate) -> bool:
-        return told(c.model_copy(update={"loss": "library"}))
-
-    choice = chosen(found, trainer)
-    assert choice.missing.keys() == {"loss"}
-    assert found.fits(choice.candidate, logits(choice.candidate))
-    assert found.tokens[choice.candidate] >= 0.99 * best_of(found, fits, logits)
-    assert found.tokens[choice.candidate] < 0.99 * best_of(found, fits, lambda _: 0), "the logits decide here"
-    header = "\n".join(plan(found.source, trainer.value).header)
-    assert "full logits are counted by formulas" in header
-    assert "promises no tokens/s" in header
-
-
-@pytest.mark.parametrize("trainer", [TrainerName.DEEPSPEED, TrainerName.MEGATRON])
-def test_master_weights_are_counted_for_a_trainer_that_keeps_them(trainer: TrainerName) -> None:
-    """The recommended candidate can be told, but does not fit beside master weights."""
-    found = simulated(19, losses=["library"], attention_backends=["sdpa"])
-    own = chosen(found, TrainerName.TRANSFORMERS).candidate
-    assert found.fits(own)
-    assert not found.fits(own, MASTER_BYTES)
-    choice = chosen(found, trainer)
-    assert not choice.is_own
-    assert found.fits(choice.candidate, MASTER_BYTES)
-    best = best_of(found, can_be_told(trainer), lambda _: MASTER_BYTES)
-    assert found.tokens[choice.candidate] >= 0.99 * best
-    with pytest.raises(ExportError, match="needs more memory for what is recommended"):
-        choose(TRAINERS[trainer], replace(found.source, trials=()), found.request, found.known)
-    roomy = simulated(132, losses=["library"], attention_backends=["sdpa"])
-    assert chosen(roomy, trainer).is_own
-
-
 def test_sharded_master_weights_take_a_share_of_each_device() -> None:
     sharded: dict[str, Any] = {"num_devices": 8, "batch_size": 768, "training": {"sharding": "zero2"}}
     found = simulated(17.5, losses=["library"], attention_backends=["sdpa"], **sharded)
@@ -167,19 +71,6 @@ def test_a_trainer_without_master_weights_has_weights_in_float32_in_their_place(
     assert settings.precision == "autocast"
     assert settings.has_autocast
     assert any("dtype=float32" in line and "precision 'master' was measured" in line for line in settings.header)
-
-
-def test_without_a_stated_batch_nothing_need_divide_it_and_accumulation_is_left_out() -> None:
-    found = simulated(22, losses=["library", "chunked"], batch_size=None, micro_batch_size=[4, 5, 7, 9])
-    choice = chosen(found, TrainerName.TRANSFORMERS)
-    told = can_be_told(TrainerName.TRANSFORMERS)
-    best = best_of(found, lambda c: told(c.model_copy(update={"micro_batch_size": 1})), lambda _: 0)
-    assert 96 % choice.candidate.micro_batch_size
-    assert choice.grad_accum_steps is None
-    assert found.tokens[choice.candidate] >= 0.99 * best
-    settings = plan(found.source, "transformers")
-    assert (settings.batch_size, settings.grad_accum_steps) == (None, None)
-    assert any("no batch_size was stated, so set the accumulation yourself" in line for line in settings.header)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -211,42 +102,6 @@ def test_its_confidence_is_that_among_what_the_trainer_can_be_told() -> None:
     header = "\n".join(plan(found.source).header)
     assert f"confidence {sure.confidence} out of 100 among what transformers' Trainer can be told" in header
     assert f"tokens/s of each device; confidence {sure.confidence} out of 100" in header
-
-
-def test_the_cost_is_signed() -> None:
-    """Whole models can show that what another trainer can be told is faster than what was recommended."""
-    found = simulated(22, losses=["library", "chunked"])
-    slower = chosen(found, TrainerName.TRANSFORMERS)
-    assert slower.loss > 0.01
-    header = "\n".join(plan(found.source).header)
-    assert f"explored for bexp.apply: {slower.loss:.1%} slower, confidence {slower.confidence} out of 100" in header
-    assert "`--trainer transformers` measures it" in header
-    own = found.known.dividing
-    assert own is not None
-    slow = own.model_copy(update={"tokens_per_second": 0.8 * own.tokens_per_second})
-    changed = replace(found.source, recommendation=found.known.model_copy(update={"dividing": slow}))
-    faster = choose(TRAINERS[TrainerName.TRANSFORMERS], changed, found.request, changed.recommendation)  # type: ignore[arg-type]  # it has one
-    assert faster.loss == pytest.approx(1 - (1 - slower.loss) / 0.8)
-    assert faster.loss < 0
-    assert f"explored for bexp.apply: {-faster.loss:.1%} faster" in "\n".join(plan(changed).header)
-
-
-def test_a_candidate_that_ran_slower_as_a_whole_model_counts_with_what_it_reached() -> None:
-    found = simulated(132, losses=["library", "chunked"])
-    first = chosen(found, TrainerName.TRANSFORMERS).candidate
-    device = FasterIfPinned(found.request)
-    device.own_factors = {first: 1.3}
-    number = len(found.source.trials)
-    task = TrialTask(
-        number=number, kind=TrialKind.WHOLE_MODEL, model=described(), candidate=first, timeout_seconds=60.0
-    )
-    ran = Trial(number=number, kind=TrialKind.WHOLE_MODEL, measurement=device(task))
-    source = replace(found.source, trials=(*found.source.trials, ran))
-    second = choose(TRAINERS[TrainerName.TRANSFORMERS], source, found.request, found.known)
-    assert second.candidate != first
-    told = can_be_told(TrainerName.TRANSFORMERS)
-    others = [tokens for c, tokens in found.tokens.items() if told(c) and c != first]
-    assert found.tokens[second.candidate] >= 0.99 * max(others)
 
 
 def test_a_candidate_whose_trial_ran_out_of_memory_is_not_exported() -> None:

@@ -6,7 +6,6 @@ import ast
 import json
 import shlex
 import subprocess
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +17,7 @@ from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.formats.request import parse_request
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.exports.samples import OURS, SHARDED, candidate, exploration, own_exploration
+from tests.explorer.exports.samples import SHARDED, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import simulated
 
 LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam_", "betas", "clip")
@@ -97,20 +96,6 @@ def test_transformers_fields() -> None:
         False,
     )
     assert sharded["fsdp_config"] == {"version": 2, "reshard_after_forward": True, "activation_checkpointing": True}
-
-
-def test_trl_is_told_the_loss_of_full_logits() -> None:
-    """Its default computes them in chunks; a person's own code has a loss of its own."""
-    plain, trl = (json.loads(export(name, exploration()).text) for name in ("transformers", "trl"))
-    assert trl.items() - plain.items() == {
-        ("packing", False),
-        ("padding_free", False),
-        ("loss_type", "nll"),
-        ("bf16", False),
-        ("fp16", False),
-        ("max_length", 4096),
-    }
-    assert "loss_type" not in json.loads(export("trl", own_exploration(seq_length=64)).text)
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -478,26 +463,3 @@ def test_a_cerebras_export_is_read_back_as_what_was_asked(tile: int | None) -> N
     assert isinstance(request, ExplorationRequest)
     assert (request.micro_batch_size, request.batch_size, request.num_devices) == (8, 512, 2)
     assert (request.bta.enable, request.bta.max_tile) == (tile is not None, tile)
-
-
-def test_the_python_module_hands_the_candidate_to_apply(tmp_path: Path) -> None:
-    import bexp
-
-    code = export("python", exploration(OURS, losses=["library", "chunked"], allocator="expandable_segments")).text
-    scope: dict[str, Any] = {}
-    setting, rest = code.split("import json", 1)
-    assert setting.endswith('os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"\n\n')
-    exec(f"import json{rest}", scope)  # without the setting, which is this process's as well
-    read = bexp.RecommendedSetup.read(scope["RECOMMENDATION"])
-    assert read.settings == bexp.Settings(
-        attention="sdpa:flash",
-        experts="bexp_fused",
-        recompute="activations",
-        loss="chunked",
-        allocator="expandable_segments",
-    )
-    assert (read.micro_batch_size, read.grad_accum_steps(1), read.seq_length) == (8, 64, 4096)
-    assert read.architecture["num_experts"] == 64
-    assert "bf16" not in bexp.training_arguments(scope["RECOMMENDATION"]), "no autocast was measured"
-    arguments = scope["training_arguments"](output_dir=str(tmp_path), use_cpu=True)
-    assert arguments.gradient_accumulation_steps == 64

@@ -301,20 +301,3 @@ def test_the_inputs_length_goes_before_the_models() -> None:
     shapes = {key: value for key, value in NATIVE["model"].items() if key != "seq_length"}
     assert parse_request(run(train_input=data, model=shapes)).seq_length == 512
     assert ("train_input", "max_sequence_length") in refusal(run(train_input={**data, "max_sequence_length": 4096}))
-
-
-def test_a_trainer_that_repeats_itself_by_aliases() -> None:
-    text = """
-trainer:
-  init:
-    model: {name: gpt3, num_hidden_layers: 2, num_heads: 2, hidden_size: 64, filter_size: 128, vocab_size: 512}
-    callbacks: [{ComputeNorm: {}}]
-  fit:
-    train_dataloader: &data {batch_size: 16, data_dir: ./a}
-    val_dataloader: &held_out {<<: *data, batch_size: 8}
-  validate: {val_dataloader: *held_out}
-  validate_all: {val_dataloaders: *held_out}
-"""
-    request = parse_request(load_document(text))
-    assert (request.mode, request.batch_size) == ("train", 16)
-    assert parse_request(load_document(text), overrides={"mode": "eval"}).batch_size == 8

@@ -8,25 +8,6 @@ from bexp.explorer.formats.document import MAX_BYTES, MAX_DEPTH, FormatError, lo
 
 
 @pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ('{"a": 1, "b": [true, null, 1.5, "x"]}', {"a": 1, "b": [True, None, 1.5, "x"]}),
-        ("a: 1\nb:\n  - c: x\n", {"a": 1, "b": [{"c": "x"}]}),
-        ("{a: 1, b: [2]}", {"a": 1, "b": [2]}),
-        ("\ufeffa: 1", {"a": 1}),
-        ("day: 2026-11-20", {"day": "2026-11-20"}),
-        ("a: &x [1]\nb: 2", {"a": [1], "b": 2}),
-        ("a: &x {c: [1]}\nb: [*x, *x]", {"a": {"c": [1]}, "b": [{"c": [1]}] * 2}),
-        ("'<<': {a: 1}", {"<<": {"a": 1}}),
-        ("--num-layers 2\n--bf16", {"megatron": "--num-layers 2\n--bf16"}),
-        ("# only\na: {}", {"a": {}}),
-    ],
-)
-def test_plain_documents(text: str, expected: dict[str, object]) -> None:
-    assert load_document(text) == expected
-
-
-@pytest.mark.parametrize(
     ("text", "part"),
     [
         ("", "empty"),

@@ -168,22 +168,6 @@ def test_only_the_length_of_a_config_can_be_overridden() -> None:
     assert "cannot be overridden" in errors["model", "num_layers"]
 
 
-def test_unset_and_default_keys_are_ignored_and_said_once() -> None:
-    unset: dict[str, Any] = {
-        "use_mrope": False,
-        "a": None,
-        "b": 0,
-        "c": "",
-        "d": [],
-        "residual_multiplier": 1.0,
-        "qk_layernorm": {},
-    }
-    request = parse_request({"target": "bexp", "model_type": "llama", **unset})
-    assert request.shapes == parse_request({"target": "bexp", "model_type": "llama"}).model
-    (notice,) = request.notices
-    assert all(key in notice for key in unset)
-
-
 def test_a_notice_stays_short() -> None:
     (notice,) = parse_request(
         {"target": "bexp", "model_type": "llama", **{f"{'k' * 200}{i}": None for i in range(900)}}

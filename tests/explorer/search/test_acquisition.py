@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search import acquisition
-from bexp.explorer.search.acquisition import NEGLIGIBLE, RIVALS, TELLING_SHARE, suggest_measurement
+from bexp.explorer.search.acquisition import NEGLIGIBLE, RIVALS, suggest_measurement
 from bexp.explorer.search.noise_limit import MOST_RUNS
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.suggestion import Suggestion
-from tests.explorer.search.small import candidate, know, measure, small_state
+from tests.explorer.search.small import candidate, know, small_state
 
 
 def rival_pair(tokens: tuple[float, float], better: float, *, verify: bool = True) -> Posterior:
@@ -139,19 +139,6 @@ def test_a_rival_that_is_hardly_ever_better_is_not_run_again(better: float, sugg
         assert found.reason == f"another run: a rival is better with probability {better:.2f}"
 
 
-@pytest.mark.parametrize("verify", [True, False])
-@pytest.mark.parametrize(("error", "suggested"), [(0.5, True), (2.0, False)])
-def test_nothing_is_run_again_if_the_error_of_composition_hides_more(
-    verify: bool, error: float, suggested: bool
-) -> None:
-    state = rival_pair((100.0, 99.0), 0.3, verify=verify)
-    logs = np.log(state.contenders.composed_NA)
-    spread = np.diff(logs).std()
-    logs[:, 1] += error * spread * np.resize([1.0, -1.0], len(logs))
-    state._contenders = replace(state.contenders, tokens_NA=np.exp(logs))
-    assert (suggest_measurement(state) is not None) is suggested
-
-
 def test_another_run_measures_what_most_blurs_the_difference() -> None:
     state = rival_pair((100.0, 99.0), 0.3)
     noisy = next(c for c in state.table.decompositions[state.contenders.rows[1]].components if c.kind.value == "head")
@@ -169,21 +156,6 @@ def test_what_both_candidates_have_in_common_is_never_run_again() -> None:
     found = suggest_measurement(state)
     assert found is not None
     assert not set(found.components) & components[0] & components[1]
-
-
-def test_components_that_tell_half_as_much_are_run_with_the_one_that_tells_most() -> None:
-    assert TELLING_SHARE == 0.5
-    state = rival_pair((100.0, 99.0), 0.3)
-    row = int(state.contenders.rows[1])
-    shares = state.table.step_shares(state.surrogate.device_mean_K, np.array([row]))[0]
-    used = [p for p in np.flatnonzero(state.table.used_CP[row]) if shares[p] > 0][:3]
-    columns = state.table.columns_CP[row]
-    state.surrogate.log_std_K[:] = 0.0
-    for p, blur in zip(used, (1.0, 0.51, 0.49), strict=True):
-        state.surrogate.log_std_K[columns[p]] = 0.01 * blur / shares[p]
-    found = suggest_measurement(state)
-    assert found is not None
-    assert set(found.components) == {state.table.components[columns[p]] for p in used[:2]}
 
 
 def test_no_component_is_run_more_than_four_times(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -207,19 +179,6 @@ def test_the_option_with_the_higher_gain_a_second_wins(monkeypatch: pytest.Monke
     for rate, expected in ((1.0, first), (3.0, second)):
         monkeypatch.setattr(acquisition, "_repeated_run", lambda *_, r=rate: acquisition._Option(r, second))
         assert suggest_measurement(state) is expected
-
-
-def test_a_trial_in_flight_is_not_suggested_again() -> None:
-    state = small_state()
-    know(state, candidate(1))
-    first = suggest_measurement(state)
-    assert first is not None
-    state.knowledge.expect(99, first)
-    second = suggest_measurement(state)
-    assert second is None or not set(second.components) & set(first.components)
-    of = state.table.candidates[first.row]
-    state.knowledge.learn(99, measure(state, first.components, of))
-    assert state.expecting_pending() is state
 
 
 def test_what_blurs_most_is_always_run_again(monkeypatch: pytest.MonkeyPatch) -> None:

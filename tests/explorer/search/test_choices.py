@@ -51,22 +51,6 @@ def test_a_recommended_candidate_that_divides_is_the_second_figure_too() -> None
     assert found.confidence >= confidence_score(best.confidence)
 
 
-def test_another_candidate_divides_and_what_it_loses_is_said() -> None:
-    state = state_of(1, 2, 4, batch_size=14)
-    best, found = state.recommend(), find(state)
-    assert best is not None
-    assert found is not None
-    assert state.table.candidates[best.row].micro_batch_size == 4
-    assert (found.candidate.micro_batch_size, found.grad_accum_steps, found.predicted) == (2, 7, False)
-    row = state.table.row[found.candidate]
-    own = state.corrected_seconds(best.row).tokens_per_second
-    assert found.tokens_per_second == state.corrected_seconds(row).tokens_per_second
-    assert found.loss == pytest.approx(1 - found.tokens_per_second / own)
-    assert found.loss > 0
-    assert found.step_seconds == pytest.approx(14 * 512 / found.tokens_per_second)
-    assert found.peak_bytes == state.bytes(row).peak
-
-
 def test_its_confidence_is_among_those_that_divide() -> None:
     state = state_of(1, 2, 4, batch_size=14)
     chosen = recommend_dividing(state)
@@ -105,18 +89,6 @@ def test_evaluation_has_a_size_for_the_batch_too() -> None:
     found = find(state_of(1, 2, 4, mode="eval", recompute=["none"], batch_size=14))
     assert found is not None
     assert (found.candidate.micro_batch_size, found.grad_accum_steps) == (2, 7)
-
-
-def test_a_whole_model_sets_the_figures_of_the_others() -> None:
-    state = state_of(1, 2, 4)
-    four, two = (state.table.row[candidate(size)] for size in (4, 2))
-    composed = state.seconds(four).tokens_per_second
-    state.knowledge.learn_whole_model(candidate(4), 0.7 * composed, 0.001)
-    assert expected_tokens_per_second(state, four, four) == pytest.approx(0.7 * composed)
-    ratio = state.corrected_seconds(two).tokens_per_second / state.corrected_seconds(four).tokens_per_second
-    assert expected_tokens_per_second(state, two, four) == pytest.approx(0.7 * composed * ratio)
-    state.knowledge.learn_whole_model(candidate(2), 0.6 * composed, 0.001)
-    assert expected_tokens_per_second(state, two, four) == pytest.approx(0.6 * composed)
 
 
 def test_memory_that_can_be_saved_is_listed_beside_the_fastest() -> None:

@@ -7,26 +7,13 @@ from typing import Any
 import pytest
 
 from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.records.measurement import WholeModelMeasurement
+from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
 from tests.explorer.data_parallel import candidate, communicates_in, request, run
 from tests.explorer.simulator import SimulatedDevice, report
-
-
-def test_what_the_host_does_decides_where_the_device_waits_for_it() -> None:
-    req = request("zero3")
-    device = SimulatedDevice(req, noise=0.0)
-    device.host_overhead = (0.5, 0.0)
-    found, _, _ = run(req, device)
-    assert found is not None
-    assert found.candidate.micro_batch_size == 8
-    assert found.communication_seconds is not None
-    assert found.communication_seconds / found.step_seconds > 0.9
-    assert found.whole_model is not None
-    assert abs(found.whole_model.step_error) < 0.01
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
@@ -48,21 +35,6 @@ def test_an_exploration_measures_the_exchange_first_and_once_and_tells_its_share
     table = Composition([candidate(m) for m in (1, 2, 4, 8)], req.shapes, req, communicates=True)
     truth = device.true_tokens_per_second(table)
     assert truth[table.row[found.candidate]] >= 0.99 * truth.max()
-
-
-def test_slow_links_favour_large_micro_batches_where_each_one_exchanges() -> None:
-    chosen = {}
-    for factor in (0.01, 100.0):
-        req = request("zero3")
-        device = SimulatedDevice(req, noise=0.0)
-        device.traffic_factor = factor
-        found, _, _ = run(req, device)
-        assert found is not None
-        assert found.communication_seconds is not None
-        chosen[factor] = (found.candidate.micro_batch_size, found.communication_seconds / found.step_seconds)
-    assert chosen[100.0][0] == 8
-    assert chosen[0.01][1] < 0.01
-    assert chosen[100.0][1] > 0.5
 
 
 def test_too_few_devices_leave_it_out_and_say_so() -> None:
@@ -117,26 +89,6 @@ def test_an_exploration_of_before_the_exchange_was_timed_goes_on() -> None:
     assert found is not None, reason
     assert found.communication_seconds is not None
     assert sum(communicates_in(plan) for plan in device.plans) == 1
-
-
-def test_devices_that_cannot_exchange_get_no_recommendation() -> None:
-    req = request()
-
-    class Broken(SimulatedDevice):
-        def __call__(self, task: TrialTask) -> Measurement:
-            if not communicates_in(task):
-                return super().__call__(task)
-            return Measurement(
-                candidate=task.candidate,
-                outcome=Outcome.CRASHED,
-                reason="no link",
-                failed_component=task.components[0],
-            )
-
-    found, reason, trials = run(req, Broken(req))
-    assert found is None
-    assert reason is not None and "no link" in reason
-    assert len(trials) == 1
 
 
 def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() -> None:

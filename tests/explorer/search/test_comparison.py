@@ -10,7 +10,7 @@ from numpy.random import Generator
 
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.comparison import COMPOSED_DEGREES, KNOWN, ComparedSide, MeasuredCandidate, compare
+from bexp.explorer.search.comparison import KNOWN, ComparedSide, MeasuredCandidate, compare
 from tests.api.cli.samples import BASE, BEST, RECOMMENDATION
 
 UNCHECKED = RECOMMENDATION.model_copy(update={"whole_model": None})
@@ -60,23 +60,6 @@ def test_the_runs_needed_suffice() -> None:
     assert needed is not None and 1 < needed < 20
     after = compare(side(*[100.0] * (1 + needed)), side(*[102.0] * (1 + needed)))
     assert after.probability_b_faster >= KNOWN and after.runs_needed == 0
-
-
-def test_real_runs_take_the_place_of_what_was_composed() -> None:
-    """As many as are needed suffice, and one less does not."""
-    noise = 0.01
-
-    def known(speed: float, number: int) -> ComparedSide:
-        error = 0.05 if number == 0 else noise / math.sqrt(number)
-        degrees = float(number or COMPOSED_DEGREES)
-        return ComparedSide(
-            tokens_per_second=speed, num_runs=number, standard_error=error, run_noise=noise, degrees=degrees
-        )
-
-    needed = compare(known(100.0, 0), known(102.0, 0)).runs_needed
-    assert needed is not None and needed > 1
-    probabilities = [compare(known(100.0, n), known(102.0, n)).probability_b_faster for n in (needed - 1, needed)]
-    assert probabilities[0] < KNOWN <= probabilities[1]
 
 
 @pytest.mark.parametrize("number", [1, 3])

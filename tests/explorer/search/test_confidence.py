@@ -8,8 +8,6 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search.confidence import (
-    OPTIMISTIC_DEVIATIONS,
-    PREDICTED_STD,
     Contenders,
     confidence_score,
     find_contenders,
@@ -120,25 +118,6 @@ def test_a_score_is_floored_and_never_a_hundred(probability: float, score: int) 
     assert confidence_score(probability) == score
 
 
-def test_contenders_are_those_whose_optimistic_throughput_reaches_the_least() -> None:
-    """Two layers of two blocks, embedding and head take 1 s each, and the optimizer too: 7 s for 512 tokens."""
-    assert OPTIMISTIC_DEVIATIONS == 3.5
-    state = small_state(batch_size=1)
-    rows = np.array([state.table.row[candidate()]])
-    state.surrogate.log_center_K[:] = 0.0
-    state.surrogate.log_std_K[:] = math.log(2) / 3.5
-    state.surrogate.host_K[:] = 0.0
-    for reached, least in ((True, 1.99), (True, 2.0), (False, 2.01)):  # twice as fast, at best
-        found = find_contenders(state.table, state.surrogate, rows, np.array([least * 512 / 7 * (1 - 1e-9)]))
-        assert found.tolist() == (rows.tolist() if reached else [])
-    state.surrogate.host_K[:] = 2.0  # the host is the limit then, and at best four times as fast as expected
-    state.surrogate.host_std_K[:] = math.log(4) / 3.5
-    assert find_contenders(state.table, state.surrogate, rows, np.array([1.99 * 512 / 7])).tolist() == rows.tolist()
-    state.surrogate.host_std_K[:] = 0.0
-    assert find_contenders(state.table, state.surrogate, rows, np.array([0.51 * 512 / 7])).tolist() == []
-    assert find_contenders(state.table, state.surrogate, rows, np.array([0.49 * 512 / 7])).tolist() == rows.tolist()
-
-
 def test_each_candidate_is_held_against_a_least_of_its_own() -> None:
     state = small_state()
     rows = np.arange(3)
@@ -157,44 +136,11 @@ def test_measured_components_are_neither_missing_nor_wanted() -> None:
     assert 0 < missing.sum() < state.table.used_CP[other].sum()
 
 
-def test_a_component_that_moves_a_step_by_less_than_a_thousandth_is_not_wanted() -> None:
-    state = small_state()
-    row = np.array([state.table.row[candidate(2)]])
-    columns = state.table.columns_CP[row][0]
-    shares = state.table.step_shares(state.surrogate.device_mean_K, row)[0]
-    assert PREDICTED_STD == 0.001
-    for p in np.flatnonzero(state.table.used_CP[row][0] & (shares > 0)):
-        if state.surrogate.essential_K[columns[p]]:
-            continue
-        state.surrogate.log_std_K[columns[p]] = 0.00099 / shares[p]
-        assert not wanted_components(state.table, state.surrogate, row)[0, p]
-        state.surrogate.log_std_K[columns[p]] = 0.00101 / shares[p]
-        assert wanted_components(state.table, state.surrogate, row)[0, p]
-
-
 def test_the_optimizer_is_wanted_however_sure_its_prediction_is() -> None:
     state = small_state()
     state.surrogate.log_std_K[:] = 0.0
     wanted = state.table.columns_CP[0][wanted_components(state.table, state.surrogate, np.array([0]))[0]]
     assert [state.table.components[column].kind.value for column in wanted] == ["optimizer"]
-
-
-def test_a_candidate_that_might_not_fit_wants_everything_that_is_missing() -> None:
-    free = small_state()
-    know(free, candidate(1), candidate(1, attention_backend="flash"), candidate(4))
-    row = free.table.row[candidate(2)]
-    assert not free.is_known(row)
-    need = free.bytes(row).required
-    roomy, tight = small_state(memory_limit_gib=2 * need / 2**30), small_state(memory_limit_gib=1.001 * need / 2**30)
-    for state in (roomy, tight):
-        know(state, *(c for c in (candidate(1), candidate(1, attention_backend="flash")) if c in state.table.row))
-    position = tight.contenders.rows.tolist().index(tight.table.row[candidate(2)])
-    wanted = tight.contenders.wanted_AP[position]
-    missing = missing_components(tight.table, tight.surrogate, tight.contenders.rows[[position]])[0]
-    assert wanted.tolist() == missing.tolist()
-    assert not tight.contenders.clear_A[position]
-    assert 0 < (tight.contenders.tokens_NA[:, position] > 0).mean() < 1, "some samples hold it to be too large"
-    assert (roomy.contenders.tokens_NA > 0).all()
 
 
 def test_what_was_measured_in_full_is_clear_and_has_the_measured_throughput() -> None:

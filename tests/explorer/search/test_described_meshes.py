@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.records.event import EventCode, Progress
+from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import EmptySpaceError
 from bexp.explorer.search.mesh_knowledge import MeshKnowledge, mesh_candidates
-from bexp.explorer.search.trainer_terms import find_missing
 from bexp.explorer.spec.expert_modes import ExpertMode
-from bexp.explorer.spec.mesh import Schedule
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -45,48 +43,10 @@ def steps() -> list[Progress]:
     return run(request())
 
 
-@pytest.mark.parametrize(
-    ("trainer", "policies"), [("torchtitan", {"none", "full"}), ("megatron", {"none", "selective", "full"})]
-)
-def test_a_trainer_can_be_told_every_candidate(trainer: str, policies: set[str]) -> None:
-    asked = request(trainer=trainer, parallelism={"pipeline": [1, 2, 4], "sharding": "explore"})
-    device = report(memory_gib=24.0, experts=False)
-    found = mesh_candidates(asked, device)
-    assert not [one for one in found if find_missing(asked.runner, one.sharded, asked, device)]
-    assert {one.candidate.recompute.value for one in found} == policies
-    assert {one.mesh.schedule for one in found} == {None, Schedule.ONE_F_ONE_B}
-    assert {one.mesh.sharding for one in found} == asked.runner.sharding
-    free = mesh_candidates(asked.model_copy(update={"trainer": None}), device)
-    assert {one.mesh.schedule for one in free} == {None, Schedule.ONE_F_ONE_B, Schedule.ZB_H1}
-
-
 def test_a_plan_of_which_a_trainer_can_be_told_nothing_says_so() -> None:
     kernel = request(trainer="torchtitan", attention_backends=["flash"], parallelism={})
     with pytest.raises(EmptySpaceError, match="torchtitan cannot be told the attention kernel 'flash'"):
         mesh_candidates(kernel, report(memory_gib=24.0, experts=False))
-
-
-def test_a_plan_ends_with_the_best_mesh_and_what_it_rests_on(steps: list[Progress]) -> None:
-    answer = steps[-1].answer
-    assert answer is not None
-    assert answer.recommendation is not None
-    best, plan = answer.recommendation, answer.recommendation.plan
-    assert plan is not None
-    assert answer.variants[0].completed_target == 95, "the budget did not end the search"
-    assert plan.mesh.num_devices == 32
-    assert plan.tokens_per_second == pytest.approx(32 * best.tokens_per_second)
-    assert plan.compute_share + plan.exchange_share + plan.bubble_share == pytest.approx(1.0)
-    assert {part.source for part in plan.parts} == {"measured", "described"}
-    assert sum(part.share for part in plan.parts) == pytest.approx(1.0)
-    assert best.confidence <= 100 * plan.measured_share < 100
-    assert best.required_bytes <= best.memory_limit_bytes
-    assert best.performance > 1.0
-    assert best.grad_accum_steps == plan.num_micro_batches == 256 // (plan.mesh.data * best.candidate.micro_batch_size)
-    assert all(other.gain >= 0.999 for other in plan.alternatives if not other.predicted)
-    assert best.candidate.sharding is plan.mesh.sharding
-    codes = [event.code for step in steps for event in step.events]
-    assert codes[:2] == [EventCode.SPACE, EventCode.BASE]
-    assert codes[-1] is EventCode.SUCCEEDED
 
 
 def test_the_answer_is_nearly_the_best_that_full_knowledge_gives(steps: list[Progress]) -> None:

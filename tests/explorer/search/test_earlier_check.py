@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -15,8 +14,7 @@ from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.measurement import ComponentMeasurement, Conditions, Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialTask
-from bexp.explorer.search.earlier_check import MOST_CHECKED, MOST_DIFFERENCE, CheckedComponent
-from bexp.explorer.surrogate.observations import ObservationLog
+from bexp.explorer.search.earlier_check import MOST_CHECKED
 from tests.explorer.explorations import trials_of
 from tests.explorer.search.small import REPORT, small_request
 from tests.explorer.search.test_loop import codes, message, search
@@ -133,15 +131,3 @@ def test_components_of_other_versions_are_mentioned_once() -> None:
     resumed, again = search(small_request(), history=trials_of(steps)[:1], report=report)
     assert EventCode.REUSED not in codes(resumed)
     assert again == found
-
-
-@pytest.mark.parametrize(("factor", "agrees"), [(1.05, True), (1.2, False), (0.8, False)])
-def test_on_a_noisy_device_a_large_difference_is_no_agreement(factor: float, agrees: bool) -> None:
-    """Within three standard deviations, 20% could be noise; a check that cannot tell keeps nothing."""
-    steps, _ = search(small_request())
-    (found, *_rest) = measured_by(trials_of(steps))
-    log = ObservationLog()
-    log.add(0, [found])
-    checked = CheckedComponent(found.component, math.log(found.device_seconds * factor), variance=0.04)
-    assert checked.agrees(log.runs[found.component]) is agrees
-    assert checked.allowed == MOST_DIFFERENCE

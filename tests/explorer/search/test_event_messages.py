@@ -123,18 +123,6 @@ def test_a_peak_that_is_not_measured_yet_is_the_predicted_one() -> None:
     assert "peak 5.00 MiB" in trial_event(small, SUGGESTION, 1.0).message
 
 
-@pytest.mark.parametrize(("sharding", "named"), [(None, ""), ("zero2", " with sharding zero2")])
-def test_a_trial_of_the_exchange_tells_what_it_takes_and_costs(sharding: str | None, named: str) -> None:
-    traffic = measured(component("communication", micro_batch_size=0, sharding=sharding), slowdown=0.3)
-    event = trial_event(trial(0, components=(traffic,)), SUGGESTION, 2.0)
-    assert event.code is EventCode.TRIAL
-    assert event.message == (
-        f"Trial 0: what devices exchange of gradients and parameters{named} takes 12.5 ms for the whole model by "
-        "itself; computation beside it loses 30% of that time, and the host is busy with it for 2.0 ms of each "
-        "micro-step (2.0 s)"
-    )
-
-
 def test_an_infeasible_trial_tells_its_outcome_and_reason() -> None:
     event = trial_event(trial(3, outcome=Outcome.OUT_OF_MEMORY, reason="too much"), SUGGESTION, 1.0)
     assert event.code is EventCode.INFEASIBLE

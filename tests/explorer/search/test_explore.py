@@ -156,21 +156,6 @@ def test_every_component_of_a_plan_belongs_to_its_candidate() -> None:
             assert component.micro_batch_size in (0, plan.candidate.micro_batch_size)
 
 
-def test_a_whole_model_that_disagrees_lets_more_of_them_be_run() -> None:
-    req = request()
-    (agreeing, steps), disagreeing = explored(), SimulatedDevice(req)
-    disagreeing.whole_model_factor = 1.4
-    sure, unsure = (answer_of(each).recommendation for each in (steps, run(req, disagreeing)))
-    checks = [sum(plan.kind is TrialKind.WHOLE_MODEL for plan in device.plans) for device in (agreeing, disagreeing)]
-    assert sure is not None
-    assert unsure is not None
-    assert unsure.whole_model is not None
-    assert unsure.whole_model.step_error == pytest.approx(1 / 1.4 - 1, abs=0.02)
-    assert checks[1] > checks[0], "more whole models are run until the confidence is back"
-    assert unsure.confidence <= sure.confidence
-    assert sure.confidence >= 90
-
-
 @pytest.mark.parametrize("factor", [1.0, 1.4])
 def test_resumes_after_the_whole_model_without_another_trial(factor: float) -> None:
     req = request()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bexp.explorer.records.event import EventCode
-from bexp.explorer.records.measurement import Measurement, Outcome, PhaseSeconds
+from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.spec.candidate import Recompute
 from tests.explorer.explorations import answer_of, lines, request, run, trials_of
@@ -50,35 +50,6 @@ def test_whole_model_out_of_memory_moves_the_recommendation() -> None:
     assert found.candidate == whole[1].candidate != whole[0].candidate
     rejected = whole[0].candidate
     assert all(t.candidate.micro_batch_size <= rejected.micro_batch_size for t in whole[1:])
-
-
-class FailingDevice(SimulatedDevice):
-    """One back end crashes."""
-
-    def __call__(self, task: TrialTask) -> Measurement:
-        broken = [c for c in task.components if c.experts == "grouped_mm"]
-        if not broken:
-            return super().__call__(task)
-        self.plans.append(task)
-        return Measurement(
-            candidate=task.candidate,
-            outcome=Outcome.CRASHED,
-            reason="illegal memory access",
-            failed_component=broken[0],
-            phases=PhaseSeconds(timed=0.1),
-        )
-
-
-def test_a_crashing_back_end_is_tried_once_a_mode_and_avoided() -> None:
-    req = request()
-    device = FailingDevice(req)
-    steps = run(req, device)
-    found = answer_of(steps).recommendation
-    assert found is not None
-    assert found.candidate.expert_backend != "grouped_mm"
-    crashed = [t for t in trials_of(steps) if t.measurement.outcome is Outcome.CRASHED]
-    assert 1 <= len(crashed) <= 4
-    assert any("illegal memory access" in line for line in lines(steps, EventCode.INFEASIBLE))
 
 
 def test_a_whole_model_that_does_not_fit_rules_out_all_that_need_as_much() -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
-from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Conditions, Measurement, Outcome
+from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.search.feasibility import MOST_TOO_LARGE, Failures, at_least
 from bexp.explorer.surrogate.observations import ObservationLog
 from tests.explorer.search.small import candidate, measure, small_state
@@ -113,20 +113,6 @@ def test_a_component_that_was_measured_does_not_fail() -> None:
     log.add(0, measure(state, (component,), candidate(4)).components)
     failures.learn(failed(component))
     assert not failures._fails(component, log)
-
-
-def test_a_component_that_is_always_contaminated_counts_as_failed() -> None:
-    state, failures, log = small_state(), Failures(), ObservationLog()
-    component = state.missing(0)[1]
-    shared = (
-        measure(state, (component,), candidate())
-        .components[0]
-        .model_copy(update={"conditions": Conditions(foreign_processes=1)})
-    )
-    for number in range(CONTAMINATED_ATTEMPTS):
-        assert not failures.failing(state.table, log)[0]
-        log.add(number, [shared])
-    assert failures.failing(state.table, log)[0]
 
 
 def test_a_candidate_that_failed_as_a_whole_is_rejected_alone() -> None:

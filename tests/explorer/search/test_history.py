@@ -6,7 +6,7 @@ import pytest
 
 from bexp.explorer.records.measurement import Outcome, PhaseSeconds
 from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, HOPELESS_FAILURES, TrialHistory
+from bexp.explorer.search.history import GRACE, HOPELESS_CONTAMINATED, TrialHistory
 from bexp.explorer.spec.model import Variant
 from bexp.explorer.spec.options import Budget
 from tests.explorer.search.small import candidate, trial
@@ -76,19 +76,6 @@ def failures(number: int, outcome: Outcome = Outcome.CRASHED, reason: str = "no 
 
 def is_hopeless(*trials: Trial) -> bool:
     return TrialHistory(trials, Budget(), 1).is_hopeless(Variant(4))
-
-
-def test_a_device_is_given_up_after_five_equal_failures() -> None:
-    assert HOPELESS_FAILURES == 5
-    assert not is_hopeless(*failures(4))
-    assert is_hopeless(*failures(5))
-    assert is_hopeless(trial(9), *failures(5))
-    assert not is_hopeless(*failures(5), trial(9))
-    assert not is_hopeless(*failures(4), *failures(1, reason="another"))
-    assert not is_hopeless(*failures(4), *failures(1, outcome=Outcome.UNSUPPORTED))
-    assert not is_hopeless(*failures(9, outcome=Outcome.OUT_OF_MEMORY))
-    assert not is_hopeless(*(trial(i) for i in range(9)))
-    assert not is_hopeless()
 
 
 def test_a_contaminated_device_is_given_up_after_twelve_trials() -> None:

@@ -73,40 +73,6 @@ def bases(req: ExplorationRequest, found: DeviceReport = DENSE) -> tuple[Candida
     return base_candidates(req, found, tiny.model_of(req))
 
 
-def test_the_space_is_the_product_of_its_dimensions_in_order_of_size() -> None:
-    found = space(
-        tiny.request(micro_batch_size=[4, 2], recompute=["none", "full"], attention_backends=["flash", "math"])
-    ).candidates
-    sizes = [c.micro_batch_size for c in found]
-    assert sizes == sorted(sizes)
-    settings = {(c.micro_batch_size, c.bta_tile, c.recompute.value, c.attention_backend) for c in found}
-    tiles = [(2, None), (2, 1), (2, 2), (4, None), (4, 1), (4, 2), (4, 4)]
-    policies, backends = ("none", "full"), ("flash", "math")
-    assert settings == {(m, tile, p, b) for m, tile in tiles for p in policies for b in backends}
-    assert len(found) == len(settings)
-    assert {(c.expert_backend, c.sharding, c.loss, c.num_query_groups) for c in found} == {(None, None, None, 1)}
-
-
-def test_a_summary_lists_the_values_of_each_dimension() -> None:
-    found = space(tiny.request(micro_batch_size=[2, 1], recompute=["full", "none"], attention_backends=["flash"]))
-    assert found.summarize() == {
-        "num_query_groups": 1,
-        "num_candidates": 10,
-        "micro_batch_size": [1, 2],
-        "bta_tile": [None, 1, 2],
-        "recompute": ["none", "full"],
-        "attention_backend": ["flash"],
-        "expert_backend": [None],
-        "context_parallel_size": [1],
-        "context_parallel_layout": [None],
-        "sharding": [None],
-        "execution": [None],
-    }
-    smaller = found.restrict(c for c in found.candidates if c.bta_tile == 2)
-    assert smaller.model is found.model
-    assert (smaller.summarize()["num_candidates"], smaller.summarize()["bta_tile"]) == (2, [2])
-
-
 def test_levels_of_sharding_are_summarized_by_name() -> None:
     sharded = tiny.request(num_devices=2, sharding_levels=["zero3", "none"], micro_batch_size=[1])
     assert space(sharded).summarize()["sharding"] == ["none", "zero3"]

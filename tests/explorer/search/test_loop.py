@@ -6,14 +6,11 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-import pytest
-
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.records.run_report import ReportedRun
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.explore import open_candidates
 from bexp.explorer.search.loop import SearchLoop
 from bexp.explorer.search.progress_log import ProgressLog
@@ -22,7 +19,7 @@ from bexp.explorer.search.variant_context import VariantContext
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.explorations import pruned, trials_of
-from tests.explorer.search.small import REPORT, candidate, context, small_request, small_space
+from tests.explorer.search.small import candidate, context, small_request, small_space
 from tests.explorer.simulator import SimulatedDevice
 
 
@@ -58,30 +55,6 @@ def search(
             steps.append(next(running))
         except StopIteration as end:
             return steps, end.value
-
-
-def test_reported_runs_correct_the_throughput_and_the_memory_and_are_named() -> None:
-    req = small_request()
-    plain, before = search(req)
-    assert before is not None
-    runs = (
-        ReportedRun(exploration_id="e1", candidate=before.candidate, num_reports=3, speed_ratio=0.95, peak_ratio=1.1),
-        ReportedRun(exploration_id="e2", candidate=candidate(64), num_reports=1, speed_ratio=0.5),
-    )
-    report = REPORT.model_copy(update={"reported_runs": runs})
-    steps, after = search(req, report=report)
-    assert after is not None
-    assert EventCode.REAL_RUNS not in codes(plain)
-    assert "3 reports of real runs" in message(steps, EventCode.REAL_RUNS)
-    assert "exploration e1)" in message(steps, EventCode.REAL_RUNS)  # the space has no candidate of e2
-    first, uncorrected = (next(s.recommendation for s in each if s.recommendation) for each in (steps, plain))
-    assert first.candidate == uncorrected.candidate
-    assert 0.955 < first.tokens_per_second / uncorrected.tokens_per_second < 0.98
-    assert after.memory_limit_bytes == int(before.memory_limit_bytes / 1.1)
-    assert any("0.95x the composed tokens/s and up to 1.10x" in note for note in after.notes)
-    resumed, again = search(req, history=trials_of(steps)[:2], report=report)
-    assert EventCode.REAL_RUNS not in codes(resumed)
-    assert again == after
 
 
 def codes(steps: Sequence[Progress]) -> list[EventCode]:
@@ -146,34 +119,6 @@ def test_only_components_of_the_answer_and_its_rival_are_measured_again_and_the_
     assert answer <= set(measured)
     assert found.confidence >= req.budget.confidence_target
     assert [t.number for t in trials_of(steps)] == list(range(len(trials_of(steps))))
-
-
-def test_the_answer_is_run_whole_at_the_end_unless_it_is_not_to_be_verified() -> None:
-    steps, found = search(small_request())
-    kinds = [t.kind for t in trials_of(steps)]
-    first = kinds.index(TrialKind.WHOLE_MODEL)
-    assert set(kinds[:first]) == {TrialKind.COMPONENTS}
-    assert set(kinds[first:]) == {TrialKind.WHOLE_MODEL}
-    assert found is not None
-    assert found.whole_model is not None
-    assert trials_of(steps)[first].candidate == found.candidate
-    steps, found = search(small_request(verify=False))
-    assert {t.kind for t in trials_of(steps)} == {TrialKind.COMPONENTS}
-    assert found is not None
-    assert found.whole_model is None
-
-
-def test_a_whole_model_trial_keeps_what_was_expected_and_what_it_reached() -> None:
-    steps, found = search(small_request())
-    first = next(t for t in trials_of(steps) if t.kind is TrialKind.WHOLE_MODEL)
-    whole = first.measurement.whole_model
-    assert found is not None
-    assert whole is not None
-    assert found.whole_model is not None
-    assert first.measured_peak_bytes == whole.peak_bytes
-    assert first.predicted_peak_bytes == found.measured_peak_bytes
-    assert first.tokens_per_second == pytest.approx(found.whole_model.tokens_per_second)
-    assert first.predicted_tokens_per_second == pytest.approx(first.tokens_per_second, rel=0.02)
 
 
 def test_whole_models_that_refute_the_answer_change_it_and_say_so() -> None:

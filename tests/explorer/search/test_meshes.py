@@ -55,31 +55,6 @@ def test_exchanges_are_measured_first_and_whole_models_last(found: tuple[Simulat
     assert codes[:3] == [EventCode.TRIAL, EventCode.SPACE, EventCode.BASE]
 
 
-def test_the_answer_is_what_the_whole_model_reached(found: tuple[SimulatedDevice, list[Progress]]) -> None:
-    _, steps = found
-    answer = steps[-1].answer
-    assert answer is not None
-    best = answer.recommendation
-    assert best is not None
-    assert best.plan is not None
-    assert best.whole_model is not None
-    assert best.runner_up is not None
-    assert best.whole_model.step_error == pytest.approx(1 / 1.1 - 1, abs=0.01)
-    assert best.tokens_per_second == pytest.approx(best.whole_model.tokens_per_second)
-    assert best.composed_tokens_per_second == pytest.approx(1.1 * best.tokens_per_second, rel=0.01)
-    assert best.plan.tokens_per_second == pytest.approx(4 * best.tokens_per_second)
-    assert {part.source for part in best.plan.parts} == {"measured"}
-    assert best.plan.measured_share == pytest.approx(1.0)
-    (optimizer,) = (part.share for part in best.plan.parts if part.name.startswith("optimizer"))
-    assert best.optimizer_seconds / best.step_seconds == pytest.approx(optimizer), "both as the whole model took them"
-    assert best.confidence >= 95
-    whole, step = best.whole_model.measurement.num_micro_batches, best.plan.num_micro_batches
-    assert whole is not None
-    told = f"the whole model ran {whole} of a step's {step} micro-batches"
-    assert any(note.startswith(told) for note in best.notes) is (whole < step)
-    assert whole < step
-
-
 def test_a_resumed_exploration_measures_nothing_twice(found: tuple[SimulatedDevice, list[Progress]]) -> None:
     device, steps = found
     trials = tuple(step.trial for step in steps if step.trial is not None)
@@ -104,26 +79,6 @@ def test_a_mesh_whose_ranks_run_out_of_memory_is_not_recommended() -> None:
     refused = (trials[0].mesh_run.mesh, trials[0].candidate)
     assert (best.plan.mesh, best.candidate.model_copy(update={"sharding": None})) != refused
     assert best.whole_model is not None
-
-
-@pytest.mark.parametrize("outcome", [Outcome.UNSUPPORTED, Outcome.TIMED_OUT])
-def test_a_mesh_that_cannot_run_whole_does_not_keep_others_from_it(outcome: Outcome) -> None:
-    device = SimulatedDevice(request())
-    device.whole_model_outcomes = [outcome]
-    steps = run(device)
-    trials = [step.trial for step in steps if step.trial is not None and step.trial.mesh_run is not None]
-    refused, *others = [trial.mesh_run.mesh for trial in trials if trial.mesh_run is not None]
-    assert others, "another mesh is run whole"
-    assert refused not in others
-    answer = steps[-1].answer
-    assert answer is not None
-    best = answer.recommendation
-    assert best is not None
-    assert best.plan is not None
-    if best.plan.mesh == refused:
-        assert any(f"not run whole ({outcome}: simulated)" in note for note in best.notes)
-    else:
-        assert best.whole_model is not None
 
 
 def test_no_whole_model_is_run_after_two_that_pass_the_deadline() -> None:

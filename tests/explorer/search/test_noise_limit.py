@@ -85,23 +85,6 @@ def noise_events(steps: tuple[Progress, ...]) -> list[EventDraft]:
     return [e for s in steps for e in s.events if "because of noise" in e.message]
 
 
-def test_a_noisy_search_ends_early_and_says_why_once_before_the_first_whole_model() -> None:
-    trials, found = trials_of(list(noisy())), found_by(noisy())
-    components = [t for t in trials if t.kind is TrialKind.COMPONENTS]
-    assert sum(t.seconds for t in components) <= LIMITED_SHARE * BUDGET + 4
-    (event,) = noise_events(noisy())
-    step = next(s for s in noisy() if event in s.events)
-    assert step.trial == next(t for t in trials if t.kind is TrialKind.WHOLE_MODEL)
-    assert event.code is EventCode.WARNING and step.events[0] == event
-    assert event.data["run_noise"] > 0.05
-    assert list(event.data["confidences"]) == ["0.01", "0.05", "0.10"]
-    assert any("no more of them would raise the confidence to 95" in note for note in found.notes)
-    assert found.confidence < 95
-    assert found.confidences["0.01"] == found.confidence <= found.confidences["0.05"] <= found.confidences["0.10"]
-    assert found.run_noise is not None and found.run_noise > 0.05
-    assert answer_of(list(noisy())).variants[0].completed_target is None
-
-
 def test_the_same_is_said_without_whole_models() -> None:
     steps = tuple(run(NoisyDevice(0.3, verify=False)))
     assert {t.kind for t in trials_of(list(steps))} == {TrialKind.COMPONENTS}

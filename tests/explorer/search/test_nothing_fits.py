@@ -16,7 +16,7 @@ from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.feasibility import MOST_TOO_LARGE
 from bexp.explorer.search.history import HOPELESS_FAILURES
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.relaxations import explain_nothing_fits, find_relaxations
+from bexp.explorer.search.relaxations import find_relaxations
 from bexp.explorer.search.smallest_candidate import SmallestCandidate
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
@@ -161,19 +161,6 @@ def test_what_ran_out_of_memory_below_the_limit_is_said_so() -> None:
     (message,) = lines(run(req, Cramped(req, noise=0.0)), EventCode.NOTHING_FITS)
     assert "has an expected peak of" in message
     assert "a component of it ran out of memory" in message
-
-
-def test_a_change_that_needs_as_much_as_what_ran_out_of_memory_does_not_help() -> None:
-    """Its composed peak is below the limit, as predicted ones are. Another attention keeps as many bytes."""
-    state, candidates = measured()
-    peak = state.bytes(state.table.row[candidates[0]]).peak
-    needed = required_bytes(peak, DEVICE.hardware, state.request.allocator)
-    req = asked(memory_limit_gib=1.1 * needed / GIB)
-    smallest = SmallestCandidate(candidates[0], peak, needed, ran_out_of_memory="its whole model")
-    found = find_relaxations(req, DEVICE, state.table.model, smallest)
-    assert "every attention back end" not in [each.change for each in found]
-    message = explain_nothing_fits(req, DEVICE, state.table.model, found, smallest)
-    assert "It would fit with micro_batch_size 4 (" in message
 
 
 def test_a_peak_below_the_limit_that_real_runs_exceed_is_said_so() -> None:

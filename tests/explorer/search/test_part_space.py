@@ -26,28 +26,6 @@ from bexp.explorer.spec.target import OWN_ATTENTION
 from tests.explorer.cost_model.described import device, parts, request
 from tests.explorer.simulator import report
 
-
-def test_policies_by_operation_and_tiles_are_tried_when_named() -> None:
-    (model,) = explored_models(request(), device())
-    assert model == parts()
-    space = enumerate_candidates(request(micro_batch_size=[2]), device(), model).candidates
-    assert {c.recompute for c in space} == {
-        Recompute.NONE,
-        Recompute.PARTIAL_25,
-        Recompute.PARTIAL_50,
-        Recompute.PARTIAL_75,
-        Recompute.FULL,
-    }
-    assert {(c.bta_tile, c.loss, c.num_query_groups) for c in space} == {(None, "library", 1)}
-    named = request(
-        micro_batch_size=[2], recompute=["activations"], bta={"enable": True}, losses=["library", "chunked"]
-    )
-    space = enumerate_candidates(named, device(), model).candidates
-    assert {c.recompute for c in space} == {Recompute.ACTIVATIONS}
-    assert {c.bta_tile for c in space} == {1, 2}
-    assert {c.loss for c in space} == {"library", "chunked"}
-
-
 ON_GPU = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
 
 
@@ -150,19 +128,6 @@ def test_an_unknown_name_is_refused_with_the_version_of_the_library() -> None:
         enumerate_candidates(
             request(expert_backends=["eager"]), found, dense.model_copy(update={"kinds": dense.kinds[:1]})
         )
-
-
-def test_a_choice_of_executions_multiplies_the_space_but_for_policies_by_operation() -> None:
-    own = {"target": "transformers", "model": None, "hf_config": {"model_type": "llama"}, "hf_seq_length": 32}
-    named = {"micro_batch_size": 2, "recompute": ["none", "activations", "full"]}
-    asked = request(**own, **named, execution="explore")
-    found = enumerate_candidates(asked, report(), parts()).candidates
-    tried = {(candidate.recompute, candidate.execution) for candidate in found}
-    assert tried == {
-        *((policy, execution) for policy in (Recompute.NONE, Recompute.FULL) for execution in Execution),
-        *((Recompute.ACTIVATIONS, execution) for execution in (Execution.EAGER, Execution.GRAPH)),
-    }
-    assert base_candidates(asked, report(), parts())[0].execution is Execution.EAGER
 
 
 def test_executions_that_the_device_or_the_experts_cannot_have_are_left_out() -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
-
 from bexp.explorer.records.event import EventCode, EventDraft, Progress
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial
@@ -23,19 +21,6 @@ def log_of(req: ExplorationRequest, trials: tuple[Trial, ...] = (), index: int =
 
 def codes(step: Progress) -> list[EventCode]:
     return [event.code for event in step.events]
-
-
-def test_the_first_step_says_what_the_space_is_and_no_other_does() -> None:
-    log = log_of(small_request())
-    assert log.is_pending
-    log.add(NOTE)
-    first = log.step(trial(0), [NOTE])
-    assert codes(first) == [EventCode.SPACE, EventCode.WARNING, EventCode.WARNING]
-    assert first.space == small_space(small_request()).legal.summarize()
-    assert first.trial == trial(0)
-    assert not log.is_pending
-    second = log.step()
-    assert (second.events, second.space, second.trial) == ((), None, None)
 
 
 def test_after_a_resume_the_space_is_not_said_again() -> None:
@@ -59,20 +44,6 @@ def test_the_space_is_told_with_the_limit_of_the_request() -> None:
 
 def told(log: ProgressLog, *events: EventDraft, found: Recommendation | None = None) -> list[EventCode]:
     return codes(log.step(None, list(events), found))
-
-
-@pytest.mark.parametrize(
-    "changes", [{"confidence": 51}, {"performance": 1.26}], ids=["another confidence", "another performance"]
-)
-def test_a_recommendation_is_told_when_its_message_changes(changes: dict[str, float]) -> None:
-    log = ProgressLog()
-    found = recommendation(confidence=50, performance=1.25)
-    assert told(log, found=found) == [EventCode.RECOMMENDATION]
-    assert told(log, NOTE, found=found) == [EventCode.WARNING]
-    assert told(log, found=found.model_copy(update={"tokens_per_second": 7.0})) == [], "the message is the same"
-    changed = found.model_copy(update=changes)
-    assert told(log, NOTE, found=changed) == [EventCode.WARNING, EventCode.RECOMMENDATION]
-    assert told(log, found=changed) == []
 
 
 def test_what_an_earlier_lease_has_told_is_not_told_again() -> None:

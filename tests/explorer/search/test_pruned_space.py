@@ -7,8 +7,8 @@ import pytest
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.required_memory import predict_memory
 from bexp.explorer.search.legal_space import EmptySpaceError
-from bexp.explorer.search.pruned_space import OPTIMISTIC_ACTIVATIONS, PrunedSpace, prune_space
-from bexp.explorer.spec.candidate import ON_DEVICE, Recompute
+from bexp.explorer.search.pruned_space import PrunedSpace, prune_space
+from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.request import ExplorationRequest
 from tests.explorer.search.small import REPORT, candidate, small_request
 from tests.explorer.simulator import report
@@ -53,21 +53,6 @@ def test_a_named_tile_that_only_the_batch_has_leaves_nothing_to_compare_with() -
     assert {(c.micro_batch_size, c.bta_tile) for c in prune(tiled).legal.candidates} == {(7, 7)}
 
 
-def test_a_candidate_is_left_out_if_seven_tenths_of_its_activations_do_not_fit() -> None:
-    req = small_request(attention_backends=["cudnn"], recompute=["none"])
-    limit = need(req, 4)
-    assert OPTIMISTIC_ACTIVATIONS == 0.7
-    assert limit < need(req, 4, 1.0), "with all of its predicted activations it does not fit"
-    sizes = {
-        slack: [c.micro_batch_size for c in prune(req, round(limit) + slack).legal.candidates] for slack in (-2, 2)
-    }
-    assert sizes == {-2: [1, 2], 2: [1, 2, 4]}
-    tight = prune(req, round(limit) - 2)
-    assert tight.num_predicted_out == 1
-    assert tight.table is not None
-    assert candidate(4) not in tight.table.row
-
-
 def test_a_limit_that_equals_the_need_is_enough() -> None:
     req = small_request(attention_backends=["cudnn"], recompute=["none"], micro_batch_size=[4])
     exact = need(req, 4)
@@ -106,20 +91,6 @@ def dominating(limit_gib: float | None = None, **fields: object) -> PrunedSpace:
     """The space of a request that leaves tiles and recomputation to the search, of micro-batches 1, 2 and 4."""
     req = small_request(**{"bta": {}, "recompute": None, "attention_backends": ["cudnn"], **fields})
     return prune(req, None if limit_gib is None else round(limit_gib * 2**30))
-
-
-def test_tiles_and_recomputation_are_left_out_where_memory_is_not_short() -> None:
-    space = dominating()
-    assert [(c.micro_batch_size, c.bta_tile, c.recompute.value) for c in space.legal.candidates] == [
-        (m, None, "none") for m in (1, 2, 4)
-    ]
-    everything = dominating(
-        bta={"tiles": [1, 2, 4]}, recompute=[p.value for p in ON_DEVICE if p is not Recompute.EXPERTS]
-    )
-    assert (everything.num_dominated, everything.num_predicted_out) == (0, 0), "what a request names is tried"
-    assert space.num_dominated + len(space.legal.candidates) == len(everything.legal.candidates)
-    assert space.table is not None
-    assert {c.recompute for c in space.bases} <= {c.recompute for c in space.table.candidates}, "bases have rows"
 
 
 def test_only_what_surely_fits_dominates() -> None:

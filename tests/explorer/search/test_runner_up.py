@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.runner_up import MATTERS, MOST_GAIN, MOST_WHOLE_RUNS, find_above_limit, find_runner_up
+from bexp.explorer.search.runner_up import MATTERS, MOST_WHOLE_RUNS, find_above_limit, find_runner_up
 from tests.explorer.search.small import candidate, know, small_state
 
 
@@ -50,30 +50,6 @@ def test_the_runner_up_is_the_candidate_that_is_expected_to_gain_most() -> None:
     assert found_by(state) == (rows[1], 1.0, 1.0), "nothing else can be recommended"
     state.knowledge.whole_models._by_trial = {int(row): {1: (1.0, 0.0)} for row in rows}
     assert find_runner_up(state) is None
-
-
-def test_what_hardly_fits_and_is_much_faster_is_not_run_before_what_is_likely_to_be_better() -> None:
-    assert MOST_GAIN == 0.1
-    state = small_state()
-    know(state, candidate(1), candidate(2), candidate(4))
-    rows = np.array([state.table.row[candidate(size)] for size in (1, 2, 4)])
-    tokens = np.tile([100.0, 99.0, 0.0], (10, 1))
-    tokens[:3, 1] = 105.0
-    tokens[:1, 2] = 300.0
-    state._contenders = replace(
-        state.contenders,
-        rows=rows,
-        mean_A=np.array([101.0, 100.0, 300.0]),
-        tokens_NA=tokens,
-        composed_NA=tokens,
-        wanted_AP=np.zeros((3, state.table.used_CP.shape[1]), dtype=np.bool_),
-        clear_A=np.array([True, True, False]),
-        undecided_A=np.array([False, False, True]),
-        runs_A=np.array([1.0, 1.0, 0.1]),
-    )
-    assert found_by(state) == (rows[1], 0.3, pytest.approx(0.015))
-    state.knowledge.whole_models._by_trial = {int(rows[1]): dict.fromkeys(range(MOST_WHOLE_RUNS), (1.0, 0.0))}
-    assert found_by(state) == (rows[2], 0.1, pytest.approx(0.2)), "it is run if nothing else is worth a run"
 
 
 def test_above_the_limit_the_chance_to_fit_and_the_gain_if_it_does_decide() -> None:

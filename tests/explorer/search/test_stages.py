@@ -9,9 +9,9 @@ import pytest
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.measurement import Measurement
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.preparing import AGAIN_SHARE, ASSUMED_SECONDS, PreparingSeconds
+from bexp.explorer.search.preparing import ASSUMED_SECONDS
 from bexp.explorer.spec.execution import Execution
-from tests.explorer.explorations import answer_of, lines, run, trials_of
+from tests.explorer.explorations import lines, run, trials_of
 from tests.explorer.search.small import REPORT, small_request, small_state
 from tests.explorer.simulator import SimulatedDevice
 
@@ -44,21 +44,6 @@ def is_eager(trial: Trial) -> bool:
 
 def searched(trials: list[Trial]) -> list[Trial]:
     return [trial for trial in trials if trial.kind is TrialKind.COMPONENTS]
-
-
-def test_eager_code_comes_first_and_its_best_is_told_before_anything_is_compiled() -> None:
-    steps = run(request(), Compiles(request()), rep=REPORT)
-    trials = searched(trials_of(steps))
-    first = next(place for place, trial in enumerate(trials) if not is_eager(trial))
-    assert first >= 2
-    assert all(map(is_eager, trials[:first]))
-    (told,) = lines(steps, EventCode.EAGER)
-    assert "execution=eager" in told
-    before = [step.trial for step in steps[: next(i for i, s in enumerate(steps) if lines([s], EventCode.EAGER))]]
-    assert all(trial is None or is_eager(trial) for trial in before)
-    recommendation = answer_of(steps).recommendation
-    assert recommendation is not None
-    assert recommendation.candidate.execution is Execution.COMPILE
 
 
 def test_only_contenders_are_compiled() -> None:
@@ -95,23 +80,3 @@ def test_what_compiling_takes_is_learnt_from_trials() -> None:
     (assumed,) = set(state.measuring_seconds_K[compiled].round(0))
     assert assumed == pytest.approx(ASSUMED_SECONDS["cuda"], abs=1.0)
     assert state.measuring_seconds_K[~compiled].max() < 1.0
-
-
-def test_a_trial_that_is_read_twice_counts_once() -> None:
-    device, state = Compiles(request()), small_state(execution=["eager", "compile"])
-    row = next(r for r, c in enumerate(state.table.candidates) if c.execution is Execution.COMPILE)
-    task = TrialTask(
-        number=1,
-        kind=TrialKind.COMPONENTS,
-        model=state.table.model,
-        candidate=state.table.candidates[row],
-        components=state.missing(row),
-        timeout_seconds=60,
-    )
-    found, seconds = device(task), PreparingSeconds("cuda")
-    for _ in range(2):
-        seconds.learn(1, found)
-    number = sum(component.is_compiled for component in task.components)
-    expected = (ASSUMED_SECONDS["cuda"] + found.phases.warm_up) / (1 + number)
-    assert seconds.each == pytest.approx(expected)
-    assert 0 < AGAIN_SHARE < 1

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import optuna
 import pytest
-from optuna.distributions import CategoricalDistribution, IntDistribution
 from optuna.study import Study
 from optuna.trial import FrozenTrial, TrialState
 
 from bexp.explorer.records.measurement import Outcome
-from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.study import (
     FEASIBLE,
-    OFF,
     OUTCOME,
     REASON,
     TRIAL_NUMBER,
@@ -22,12 +18,10 @@ from bexp.explorer.search.study import (
     Points,
     PointSampler,
     TrialStudy,
-    frozen_trial,
     params_of,
 )
 from bexp.explorer.search.suggestion import Suggestion
-from bexp.explorer.spec.candidate import Recompute
-from tests.explorer.explorations import answer_of, run, trials_of
+from tests.explorer.explorations import run, trials_of
 from tests.explorer.search.small import REPORT, candidate, small_request, small_state, trial
 from tests.explorer.simulator import SimulatedDevice
 
@@ -82,19 +76,6 @@ def test_an_infeasible_trial_is_never_the_best() -> None:
     assert study_of(past=past).study.best_trial.user_attrs[TRIAL_NUMBER] == 0
 
 
-def test_sizes_are_integers_and_what_a_candidate_does_without_is_off() -> None:
-    points = Points([params_of(each) for each in CANDIDATES])
-    assert points.distributions == {
-        "micro_batch_size": IntDistribution(1, 4, log=True),
-        "recompute": CategoricalDistribution(["full", "none", "selective"]),
-        "attention": CategoricalDistribution(["cudnn", "flash"]),
-        "context_parallel_size": IntDistribution(1, 1, log=True),
-    }, "parameters that are always off are left out"
-    tiled = [candidate(4), candidate(4, bta_tile=2), candidate(4, bta_tile=1)]
-    assert Points([params_of(each) for each in tiled]).distributions["bta_tile"] == CategoricalDistribution([OFF, 1, 2])
-    assert params_of(candidate(recompute=Recompute.FULL))["recompute"] == "full"
-
-
 def test_every_candidate_survives_the_way_through_parameters() -> None:
     points = Points([params_of(each) for each in CANDIDATES])
     for row in range(len(CANDIDATES)):
@@ -105,27 +86,6 @@ def test_every_candidate_survives_the_way_through_parameters() -> None:
     assert points.row({**points.params(0), "micro_batch_size": 3}) is None
 
 
-@pytest.mark.parametrize(
-    ("outcome", "tokens", "state", "value", "violation"),
-    [
-        (Outcome.OK, 12.5, TrialState.COMPLETE, 12.5, -1.0),
-        (Outcome.OK, None, TrialState.FAIL, None, -1.0),
-        (Outcome.CONTAMINATED, None, TrialState.FAIL, None, 1.0),
-        (Outcome.OUT_OF_MEMORY, None, TrialState.COMPLETE, 0.0, 1.0),
-        (Outcome.CRASHED, None, TrialState.COMPLETE, 0.0, 1.0),
-    ],
-)
-def test_a_stored_trial_has_a_value_only_if_it_tells_something_of_its_candidate(
-    outcome: Outcome, tokens: float | None, state: TrialState, value: float | None, violation: float
-) -> None:
-    points = Points([params_of(candidate(1)), params_of(candidate(2))])
-    found = frozen_trial(trial(5, candidate(2), outcome, tokens=tokens), params_of(candidate(2)), points.distributions)
-    assert (found.state, found.value if value is not None else None) == (state, value)
-    assert found.constraints == {FEASIBLE: violation}
-    assert found.user_attrs == {TRIAL_NUMBER: 5, OUTCOME: outcome.value}
-    assert points.row(found.params) == 1
-
-
 def test_a_suggestion_keeps_its_components_and_its_reason() -> None:
     wanted = Suggestion(ROW[candidate(4)], small_state().missing(ROW[candidate(4)]), reason="a choice")
     study = study_of(wanted)
@@ -133,18 +93,6 @@ def test_a_suggestion_keeps_its_components_and_its_reason() -> None:
     (running,) = study.study.trials
     assert (running.state, running.user_attrs) == (TrialState.RUNNING, {REASON: "a choice"})
     assert running.params == Points([params_of(each) for each in CANDIDATES]).params(wanted.row)
-
-
-def test_what_the_study_is_asked_for_is_what_is_suggested(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whatever the sampler meant, the parameters of the asked trial decide."""
-    study = study_of(Suggestion(0, (), reason="a choice"))
-    sample = Scripted.sample_relative
-
-    def other(self: Scripted, *arguments: object) -> object:
-        return sample(self, *arguments) and self.points.params(7)  # type: ignore[arg-type]  # passed on
-
-    monkeypatch.setattr(Scripted, "sample_relative", other)
-    assert ask(study).suggestion.row == 7
 
 
 def test_suggestions_belong_to_their_trials() -> None:
@@ -181,37 +129,3 @@ def test_a_trial_is_told_as_it_was_stored() -> None:
     assert (one.state, one.value, one.constraints) == (TrialState.COMPLETE, 1000.0, {FEASIBLE: -1.0})
     assert (other.state, other.value, other.constraints) == (TrialState.COMPLETE, 0.0, {FEASIBLE: 1.0})
     assert [t.user_attrs[TRIAL_NUMBER] for t in (one, other)] == [3, 4]
-
-
-def test_a_told_study_and_a_rebuilt_one_say_the_same() -> None:
-    stored = [trial(3, CANDIDATES[0], tokens=1000.0), trial(5, CANDIDATES[4], Outcome.CRASHED)]
-    live = study_of(*(Suggestion(ROW[each.candidate], (), reason="") for each in stored))
-    for each in stored:
-        live.tell(ask(live), each)
-
-    def seen(study: TrialStudy) -> list[object]:
-        return [(t.state, t.value, t.params, t.constraints, t.user_attrs | {REASON: ""}) for t in study.study.trials]
-
-    assert seen(live) == seen(study_of(past=tuple(stored)))
-
-
-def test_every_trial_of_components_is_asked_from_the_study_and_told_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    studies: list[Study] = []
-    create = optuna.create_study
-
-    def keep(**options: Any) -> Study:
-        studies.append(create(**options))
-        return studies[-1]
-
-    monkeypatch.setattr(optuna, "create_study", keep)
-    req = small_request()
-    steps = run(req, SimulatedDevice(req, noise=0.0), rep=REPORT)
-    trials = [t for t in trials_of(steps) if t.kind is TrialKind.COMPONENTS]
-    (study,) = studies
-    told = [t for t in study.trials if TRIAL_NUMBER in t.user_attrs]
-    assert [t.user_attrs[TRIAL_NUMBER] for t in told] == [t.number for t in trials]
-    asked = [(t.params["micro_batch_size"], t.params["recompute"]) for t in told]
-    assert asked == [(t.candidate.micro_batch_size, t.candidate.recompute.value) for t in trials]
-    best = answer_of(steps).recommendation
-    assert best is not None
-    assert study.best_value == pytest.approx(best.tokens_per_second, rel=0.02)

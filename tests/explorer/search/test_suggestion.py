@@ -13,21 +13,6 @@ def test_a_measurement_costs_its_set_up_and_eight_passes() -> None:
     assert measuring_seconds(np.array([0.0, 0.1, 1.0])) == pytest.approx([0.15, 0.95, 8.15])
 
 
-@pytest.mark.parametrize(("most", "parts"), [(0, 1), (1, 1), (2, 2), (3, 3), (9, 4)])
-def test_a_suggestion_has_no_more_parts_than_asked_for_nor_than_components(most: int, parts: int) -> None:
-    state = small_state()
-    components = state.missing(0)[:4]
-    suggestion = Suggestion(0, components, again=True, reason="why")
-    found = split_suggestion(suggestion, most, state.table, state.surrogate)
-    assert len(found) == parts
-    assert all((part.row, part.again, part.reason) == (0, True, "why") for part in found)
-    assert sorted(c.key for part in found for c in part.components) == sorted(c.key for c in components)
-    order = {component: i for i, component in enumerate(components)}
-    for part in found:
-        places = [order[c] for c in part.components]
-        assert places == sorted(places)
-
-
 def test_one_component_is_never_split() -> None:
     state = small_state()
     suggestion = Suggestion(0, state.missing(0)[:1])

@@ -37,18 +37,6 @@ def test_a_trial_is_run_when_it_is_waited_for() -> None:
     assert (done.number, measurement.reason, counts.ran) == (3, "plan 3", [3])
 
 
-def test_a_second_trial_in_flight_is_a_mistake() -> None:
-    executor = OneAtATime(Counts())
-    executor.submit(plan(0))
-    with pytest.raises(AssertionError, match="a trial is in flight"):
-        executor.submit(plan(1))
-    executor.wait()
-    with pytest.raises(AssertionError, match="no trial is in flight"):
-        executor.wait()
-    executor.submit(plan(2))
-    assert executor.wait()[0].number == 2
-
-
 def test_an_executor_is_a_measure_too() -> None:
     executor = OneAtATime(Counts())
     assert executor(plan(5)).reason == "plan 5"

@@ -6,19 +6,17 @@ import random
 import re
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.measurement import Conditions, Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
 from bexp.explorer.search.acquisition import suggest_measurement
-from bexp.explorer.search.explore import explore
 from bexp.explorer.search.legal_space import enumerate_candidates
 from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.suggestion import Suggestion, measuring_seconds, split_suggestion
+from bexp.explorer.search.suggestion import Suggestion
 from bexp.explorer.search.trial_executor import TrialExecutor
-from tests.explorer.explorations import answer_of, explored, pruned, request, run, trials_of
+from tests.explorer.explorations import answer_of, explored, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 NEEDS = r"a step needs \d+\.\d\d GiB, \d+\.\d\d of it allocated; the limit is 10\.00 GiB"
@@ -72,19 +70,6 @@ def test_nothing_is_ordered_twice_and_the_answer_is_within_tolerance(order: int 
     alone = answer_of(explored()[1]).recommendation
     assert alone is not None
     assert truth[table.row[found.candidate]] >= 0.99 * truth[table.row[alone.candidate]]
-
-
-def test_base_and_whole_models_have_the_devices_to_themselves() -> None:
-    several = Several(SimulatedDevice(request()), 4)
-    steps = run(request(), several)
-    base = trials_of(steps)[0].candidate
-    first_other = next(t for t in several.together if any(plan.candidate != base for plan in t))
-    known = [c for plan in several.device.plans for c in plan.components if plan.candidate == base]
-    assert all(plan.candidate != base for plan in first_other)
-    assert len(known) >= 4
-    whole = [t for t in several.together if any(plan.kind is TrialKind.WHOLE_MODEL for plan in t)]
-    assert whole
-    assert all(len(together) == 1 for together in whole)
 
 
 def test_one_in_flight_is_the_search_as_it_was() -> None:
@@ -178,24 +163,6 @@ def plan_of(state: Posterior, number: int, suggestion: Suggestion) -> TrialTask:
     )
 
 
-def test_trials_in_flight_move_the_next_suggestion_and_nothing_else() -> None:
-    state, device = state_after_base()
-    verdict, means = state.recommend(), state.mean_tokens_per_second().copy()
-    first = suggest_measurement(state)
-    assert first is not None
-    state.knowledge.expect(1, first)
-    second = suggest_measurement(state)
-    assert second is not None
-    assert not set(second.components) & set(first.components)
-    assert state.recommend() == verdict
-    assert np.array_equal(state.mean_tokens_per_second(), means)
-    untouched, _ = state_after_base()
-    found = device(plan_of(state, 1, first))
-    for each in (state, untouched):
-        each.knowledge.learn(1, found)
-    assert suggest_measurement(state) == suggest_measurement(untouched)
-
-
 def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_same() -> None:
     state, _ = state_after_base()
     suggestion = suggest_measurement(state)
@@ -205,50 +172,3 @@ def test_the_believed_surrogate_is_surer_of_what_is_in_flight_and_expects_the_sa
     assert believed.log_std_K[columns].sum() < 0.5 * state.surrogate.log_std_K[columns].sum()
     assert believed.device_mean_K[columns] == pytest.approx(state.surrogate.device_mean_K[columns], rel=0.05)
     assert not state.surrogate.known_K[columns].any()
-
-
-def test_parts_of_a_suggestion_take_about_as_long() -> None:
-    state, _ = state_after_base()
-    row = len(state.table.candidates) - 1
-    suggestion = Suggestion(row, state.table.missing(row, state.surrogate.known_K))
-    assert len(suggestion.components) >= 3
-    assert split_suggestion(suggestion, 1, state.table, state.surrogate) == (suggestion,)
-    parts = split_suggestion(suggestion, 2, state.table, state.surrogate)
-    assert sorted(c.key for p in parts for c in p.components) == sorted(c.key for c in suggestion.components)
-    costs = measuring_seconds(state.surrogate.device_mean_K)
-    loads = [sum(costs[state.table.column[c]] for c in part.components) for part in parts]
-    longest = max(costs[state.table.column[c]] for c in suggestion.components)
-    assert len(parts) == 2
-    assert max(loads) <= max(longest, 4 / 3 * sum(loads) / 2)
-
-
-class OneSecondEach(Several):
-    """Every trial takes a second of a clock that nothing else moves."""
-
-    now = 5.0
-
-    def wait(self) -> tuple[TrialTask, Measurement]:
-        self.now += 1.0
-        return super().wait()
-
-
-def test_a_trial_holds_its_seconds_and_what_was_predicted_of_it() -> None:
-    req = request()
-    device = OneSecondEach(SimulatedDevice(req), 1)
-    steps = list(explore(req, report(memory_gib=40), device, clock=lambda: device.now, prune=pruned))
-    trials = trials_of(steps)
-    assert {t.kind for t in trials} == {TrialKind.COMPONENTS, TrialKind.WHOLE_MODEL}
-    assert all(t.seconds == 1.0 for t in trials)
-    assert all(t.suggest_seconds == 0.0 for t in trials)
-    composed = [t for t in trials if t.kind is TrialKind.COMPONENTS and t.tokens_per_second is not None]
-    assert composed
-    for t in composed:
-        assert t.predicted_tokens_per_second is not None
-        assert t.tokens_per_second is not None
-        assert 0.2 < t.predicted_tokens_per_second / t.tokens_per_second < 5.0
-    weighed = [t for t in trials if t.measured_peak_bytes is not None and t.kind is TrialKind.COMPONENTS]
-    assert weighed
-    for t in weighed:
-        assert t.predicted_peak_bytes is not None
-        assert t.measured_peak_bytes is not None
-        assert 0.3 < t.predicted_peak_bytes / t.measured_peak_bytes < 3.0

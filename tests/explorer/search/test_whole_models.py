@@ -11,18 +11,16 @@ from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.candidate_report import References, build_recommendation
-from bexp.explorer.search.choices import find_dividing
 from bexp.explorer.search.explore import explore
 from bexp.explorer.search.history import TrialHistory
 from bexp.explorer.search.noise_limit import NoiseLimit
-from bexp.explorer.search.posterior import BestCandidate, Posterior
+from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.runner_up import RunnerUp
 from bexp.explorer.search.search_space import NextCheck
 from bexp.explorer.search.whole_models import RUNNER_UP_ATTEMPTS, WholeModels
 from bexp.explorer.spec.candidate import Candidate
 from tests.explorer.explorations import answer_of, lines, pruned, request, trials_of
-from tests.explorer.search.small import MODEL, REPORT, candidate, know, small_state, trial
+from tests.explorer.search.small import MODEL, candidate, know, small_state, trial
 from tests.explorer.search.small import whole as measured_whole
 from tests.explorer.simulator import SimulatedDevice, report
 
@@ -64,23 +62,6 @@ def pair() -> tuple[Candidate, Candidate]:
     return first, second
 
 
-def test_the_runner_up_is_run_whole_and_told() -> None:
-    steps = list(plain())
-    found = found_by(steps)
-    winner, rival = pair()
-    assert found.candidate == winner != rival
-    assert found.runner_up is not None
-    assert found.runner_up.candidate == rival
-    assert found.runner_up.whole_model is not None
-    assert found.runner_up.gain is not None and found.runner_up.gain > 1
-    assert found.runner_up.whole_model.tokens_per_second == pytest.approx(whole(steps)[1].tokens_per_second)
-    told = [e for s in steps for e in s.events if e.code is EventCode.WHOLE_MODEL]
-    assert [e.data["role"] for e in told] == ["recommended", "runner_up"]
-    assert 0.01 <= told[1].data["probability_better"] <= 1
-    assert not lines(steps, EventCode.ANSWER_CHANGED)
-    assert any(s.recommendation is not None and s.recommendation.runner_up is not None for s in steps[:-1])
-
-
 def test_a_runner_up_that_is_better_as_a_whole_model_becomes_the_answer() -> None:
     winner, rival = pair()
     steps = run(device_with({rival: 0.93}))
@@ -119,36 +100,6 @@ def test_an_answer_is_never_slower_than_its_runner_up_beyond_the_tolerance_whate
     assert found.runner_up is not None
     assert found.runner_up.candidate == winner
     assert found.runner_up.gain is not None and found.runner_up.gain > 1
-
-
-def test_a_winner_that_disappoints_makes_way_for_one_that_is_run_in_its_turn() -> None:
-    winner, _ = pair()
-    steps = run(device_with({winner: 1.06}))
-    found = found_by(steps)
-    assert found.candidate != winner
-    assert found.whole_model is not None
-    first, *others = whole(steps)
-    assert first.candidate == winner
-    assert found.candidate in [t.candidate for t in others]
-    assert first.tokens_per_second is not None
-    assert found.whole_model.tokens_per_second > 1.02 * first.tokens_per_second
-
-
-@pytest.mark.parametrize("common", [0.95, 0.98, 1.02, 1.05])
-def test_what_all_compositions_are_off_by_changes_nothing(common: float) -> None:
-    """An unrun candidate neither wins nor loses by it, though the winner alone was seen to have it."""
-    steps = run(device_with(common=common))
-    expected, found = found_by(list(plain())), found_by(steps)
-    composed, as_composed = (
-        [t.candidate for t in trials_of(each) if t.kind is TrialKind.COMPONENTS] for each in (steps, list(plain()))
-    )
-    assert composed == as_composed
-    assert found.candidate == expected.candidate
-    assert found.confidence == pytest.approx(expected.confidence, abs=8)
-    assert found.performance == pytest.approx(expected.performance, rel=0.005)
-    assert found.tokens_per_second == pytest.approx(expected.tokens_per_second / common, rel=0.005)
-    assert found.whole_model is not None
-    assert found.whole_model.step_error == pytest.approx(1 / common - 1, abs=0.002)
 
 
 def test_a_runner_up_that_does_not_fit_is_told_and_ruled_out() -> None:
@@ -195,10 +146,8 @@ class Interrupted(SimulatedDevice):
 @pytest.mark.parametrize(
     ("own", "outcomes"),
     [
-        ((1.0, 1.0), ()),
         ((1.0, 0.97), ()),
         ((1.06, 1.0), ()),
-        ((1.0, 1.0), (Outcome.OUT_OF_MEMORY,)),
         ((1.0, 1.0), (Outcome.OK, Outcome.OUT_OF_MEMORY)),
         ((1.0, 0.97), (Outcome.CRASHED, Outcome.OK)),
     ],
@@ -251,29 +200,6 @@ def test_the_fastest_other_whole_model_is_the_runner_up_with_the_gain_over_it() 
     assert found.outcome is Outcome.OK
     row = state.table.row[candidate(2)]
     assert found.composed_tokens_per_second == pytest.approx(state.seconds(row).tokens_per_second)
-
-
-def test_all_figures_of_an_answer_are_those_of_all_runs_of_a_whole_model() -> None:
-    """The recommended candidate has run at 50, 100 and 80 tokens/s, and the runner-up at 90 and 40."""
-    runs = ((7, 4, 50.0), (8, 2, 90.0), (9, 4, 100.0), (10, 4, 80.0), (11, 2, 40.0))
-    state, models = small_whole_models(*(whole_trial(number, size, tokens=speed) for number, size, speed in runs))
-    row, own, other = state.table.row[candidate(4)], 400000 ** (1 / 3), 3600**0.5
-    nearest, rival = models.of(candidate(4)), models.runner_up_of(candidate(4))
-    assert nearest is not None and nearest.number == 10
-    assert rival is not None and rival.whole_model is not None
-    assert rival.gain == pytest.approx(own / other)
-    assert rival.whole_model.tokens_per_second == pytest.approx(other)
-    references = References(base=row, largest=row)
-    found = build_recommendation(state, BestCandidate(row, 0.9), references, REPORT, nearest, rival, final=True)
-    assert found.expected_tokens_per_second == pytest.approx(own)
-    assert found.whole_model is not None
-    assert found.whole_model.step_error == pytest.approx(state.seconds(row).step / found.whole_model.step_seconds - 1)
-    assert found.whole_model.measurement.micro_step_seconds == pytest.approx(4 * MODEL["seq_length"] / own)
-    shown = {choice.candidate: choice.tokens_per_second for choice in found.memory_choices}
-    assert shown[candidate(4)] == found.expected_tokens_per_second
-    dividing = find_dividing(state, row, models.of)
-    assert dividing is not None and dividing.whole_model is not None
-    assert dividing.tokens_per_second == dividing.whole_model.tokens_per_second
 
 
 def test_of_runners_up_that_failed_the_last_is_told() -> None:

@@ -47,21 +47,6 @@ def test_what_is_named_is_explored_on_any_device() -> None:
     assert both.execution_choices == (Execution.EAGER, Execution.COMPILE)
 
 
-@pytest.mark.parametrize(
-    ("others", "executions"),
-    [
-        ({"mode": "eval"}, (Execution.EAGER, Execution.COMPILE)),
-        ({"num_devices": 2}, (Execution.EAGER, Execution.COMPILE)),
-        ({"lengths": {512: 3}}, EAGER),
-        ({"trainer": "transformers"}, EAGER),
-        ({"trainer": "accelerate"}, (Execution.EAGER, Execution.COMPILE)),
-        ({"trainer": "bexp"}, tuple(Execution)),
-    ],
-)
-def test_only_what_the_training_can_have_is_explored(others: dict[str, Any], executions: tuple[Execution, ...]) -> None:
-    assert build(CONFIG, **others).space_on("cuda").executions == executions
-
-
 def test_a_trainer_is_asked_for_no_loss_and_no_kernels_that_it_cannot_be_told() -> None:
     space = build(CONFIG, trainer="accelerate").space_on("cuda")
     assert space.losses == ("library",)

@@ -11,7 +11,7 @@ from pydantic import ValidationError
 from bexp.explorer.formats.document import FormatError
 from bexp.explorer.formats.lengths import parse_lengths
 from bexp.explorer.formats.request import parse_request
-from bexp.explorer.spec.lengths import EPOCH_TEXTS, MAX_DISTINCT_LENGTHS, Lengths, compact_histogram
+from bexp.explorer.spec.lengths import EPOCH_TEXTS, MAX_DISTINCT_LENGTHS, Lengths
 from bexp.explorer.spec.request import ExplorationRequest
 
 MODEL: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 1024}
@@ -19,23 +19,6 @@ MODEL: dict[str, Any] = {"hf_config": {"model_type": "llama"}, "hf_seq_length": 
 
 def build(**fields: Any) -> ExplorationRequest:
     return ExplorationRequest.model_validate(MODEL | fields)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        {"128": 40, "64": 2},
-        {128: 40, 64: 2},
-        [[128, 39], [64, 2], [128, 1]],
-        {"histogram": {128: 40, 64: 2}},
-        {"histogram": [[64, 2], [128, 40]]},
-    ],
-)
-def test_a_histogram_has_one_form(given: Any) -> None:
-    request = build(lengths=given)
-    assert request.lengths == Lengths(histogram=((64, 2), (128, 40)))
-    assert request.batching_of_texts == "padded"
-    assert ExplorationRequest.model_validate_json(request.model_dump_json()) == request
 
 
 def test_a_request_without_lengths_is_stored_as_before() -> None:
@@ -145,16 +128,3 @@ def test_a_file_has_a_length_a_line_or_json() -> None:
 def test_a_file_that_has_something_else_is_refused(text: str, sentence: str) -> None:
     with pytest.raises(ValueError, match=sentence):
         parse_lengths(text)
-
-
-def test_a_large_file_becomes_a_small_histogram_with_the_same_longest_text() -> None:
-    drawn = np.random.default_rng(1).lognormal(7, 1.2, 60_000).astype(int) + 1
-    lengths, counts = np.unique(drawn, return_counts=True)
-    found = dict(compact_histogram(dict(zip(lengths.tolist(), counts.tolist(), strict=True))))
-    assert len(lengths) > MAX_DISTINCT_LENGTHS >= len(found)
-    assert sum(found.values()) == 60_000
-    assert max(found) == drawn.max()
-    kept = np.repeat(list(found), list(found.values()))
-    assert kept.mean() == pytest.approx(drawn.mean(), rel=1e-3)
-    assert np.square(kept).mean() == pytest.approx(np.square(drawn).mean(), rel=1e-3)
-    Lengths(histogram=tuple(found.items()))

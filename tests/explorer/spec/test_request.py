@@ -5,7 +5,6 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.spec.options import LADDER, ExploreRange
 from bexp.explorer.spec.request import ExplorationRequest
 
@@ -162,24 +161,6 @@ def test_an_exploration_a_list_and_a_range_are_independent_of_the_batch(
     assert not request.keeps_batch
 
 
-@pytest.mark.parametrize(
-    ("changes", "sizes"),
-    [
-        ({"batch_size": 7}, (2, 3, 4, 6)),
-        ({"batch_size": 4}, (3,)),
-        ({"batch_size": 14, "num_devices": 2}, (2, 3, 4, 6)),
-        ({"batch_size": 8}, ()),
-        ({"batch_size": 7, "micro_batch_size": 7}, ()),
-        ({"batch_size": 7, "micro_batch_size": "explore"}, ()),
-        ({}, ()),
-    ],
-)
-def test_a_batch_with_few_divisors_is_compared_with_other_sizes(
-    changes: dict[str, Any], sizes: tuple[int, ...]
-) -> None:
-    assert build(**changes).space.undivided_micro_batch_sizes == sizes
-
-
 def test_the_optimizer_is_weighed_without_a_stated_batch() -> None:
     assert (build().batch_size, build().effective_batch_size) == (None, 512)
     assert build(num_devices=4).devices.batch_share == 128
@@ -209,18 +190,6 @@ def test_a_list_of_capacity_factors_names_variants_of_each_attention() -> None:
     assert request.space.drops_tokens
     assert not build(model=MOE).space.drops_tokens
     assert not build(model=moe_with(1.25), capacity_factors=[None]).space.drops_tokens
-
-
-def test_variants_and_their_blocks_have_names_of_their_own() -> None:
-    close = build(model=moe_with([1.2345678, 1.2345679, 1.0])).space.variants()
-    names = [model.variant.describe() for model in close]
-    assert len(set(names)) == 3
-    assert names[2].endswith("capacity_factor=1")
-    keys = {
-        Component(kind=ComponentKind.MOE_FFN, micro_batch_size=1, capacity_factor=model.variant.capacity_factor).key
-        for model in close
-    }
-    assert len(keys) == 3
 
 
 @pytest.mark.parametrize(("factor", "capacity"), [(None, 10), (1.0, 5), (1.1, 6), (0.01, 1)])

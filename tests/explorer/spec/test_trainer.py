@@ -38,27 +38,6 @@ def test_without_a_trainer_everything_is_explored_for_bexp_apply() -> None:
     assert (asked.training.precision, asked.allocator) == ("pure", "default")
 
 
-@pytest.mark.parametrize(
-    ("trainer", "precision", "allocator"),
-    [
-        ("bexp", "pure", "default"),
-        ("transformers", "pure", "default"),
-        ("accelerate", "pure", "default"),
-        ("deepspeed", "master", "default"),
-        ("megatron", "master", "default"),
-        ("torchtitan", "pure", "expandable_segments"),
-        ("axolotl", "upcast", "expandable_segments"),
-        ("llamafactory", "pure", "default"),
-    ],
-)
-def test_a_trainer_decides_precision_and_allocator_where_nothing_is_stated(
-    trainer: str, precision: str, allocator: str
-) -> None:
-    asked = build(LIBRARY, trainer)
-    assert (asked.training.precision, asked.allocator) == (precision, allocator)
-    assert asked.runner is TRAINERS[TrainerName(trainer)]
-
-
 def test_a_stated_field_goes_before_a_trainers_default() -> None:
     asked = build(LIBRARY, "deepspeed", training={"precision": "autocast"})
     assert asked.training.precision == "autocast"

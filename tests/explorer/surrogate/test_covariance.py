@@ -60,40 +60,11 @@ def test_curves_are_smooth_over_two_octaves(size: int, expected: float) -> None:
     assert Covariance.of([attention(4), attention(size)]).curve[0, 1] == pytest.approx(expected)
 
 
-def test_a_way_of_sharing_sequences_has_a_part_of_its_own() -> None:
-    alone, ring, striped = (
-        attention(4),
-        attention(4, context_parallel_size=2, context_parallel_layout="ring"),
-        attention(4, context_parallel_size=2, context_parallel_layout="striped"),
-    )
-    found = Covariance.of([alone, ring, striped])
-    plain = level(attention(2))[0, 0]
-    assert found.level[1, 1] == pytest.approx(plain + 0.3**2), "two devices see half of the sequences each"
-    assert found.level[0, 0] == pytest.approx(level(alone)[0, 0])
-    assert found.level[1, 2] == pytest.approx(plain)
-    assert found.curve[1].tolist() == [0.0, 1.0, 0.0]
-
-
 def test_some_rows_keep_their_covariances() -> None:
     found = Covariance.of([attention(1), attention(2), attention(8)])
     part = found.restrict([2, 0])
     assert part.level == pytest.approx(found.level[[2, 0]][:, [2, 0]])
     assert part.curve == pytest.approx(found.curve[[2, 0]][:, [2, 0]])
-
-
-def test_what_compiling_gains_is_shared_over_sizes_and_back_ends() -> None:
-    eager, compiled, other = (
-        attention(),
-        attention(1, backend="flash+compiled"),
-        attention(1, backend="cudnn+compiled"),
-    )
-    found = Covariance.of([eager, compiled, other])
-    shared = 0.35**2 + 0.06**2 + 0.2**2 * fixed(1)  # what fusing gains, the compiler's part, and fixed costs
-    assert found.level[1, 1] == pytest.approx(level(attention(1))[0, 0] + shared + 0.04**2)
-    assert found.level[0, 1] == pytest.approx(level(eager, attention(1))[0, 1])
-    assert found.level[1, 2] == pytest.approx(level(attention(1), attention(1, backend="cudnn"))[0, 1] + shared)
-    assert found.curve[0, 1] == pytest.approx(0.9 * np.exp(-0.5))
-    assert found.curve[1, 2] == 0
 
 
 def test_a_block_without_kernels_of_a_choice_is_the_same_back_end_compiled_or_not() -> None:

@@ -18,7 +18,7 @@ from bexp.explorer.surrogate.hyperparameters import (
     Hyperparameters,
     _invert,
 )
-from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog
+from bexp.explorer.surrogate.observations import ComponentObservations
 
 SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32)
 KIND = ComponentKind.DENSE_FFN
@@ -115,21 +115,6 @@ def test_likelihood_is_that_of_the_runs_as_one_gaussian() -> None:
         direct.append(-0.5 * (determinant + values @ np.linalg.solve(covariance, values)))
     differences = [runs[cell] - value for cell, value in zip(cells, direct, strict=True)]
     assert np.ptp(differences) < 1e-4
-
-
-def test_a_trial_that_is_read_twice_counts_once() -> None:
-    log = ObservationLog()
-    log.add(3, [measurement(1, 2e-3), measurement(2, 4e-3)])
-    before = log.version
-    log.add(3, [measurement(1, 2e-3)])
-    assert log.version == before
-    log.add(1, [measurement(1, 1e-3)])
-    assert log.version > before
-    runs = log.runs[component(1)]
-    assert [r.device_seconds for r in runs.runs] == [1e-3, 2e-3]  # by trial, in whatever order they were read
-    assert np.exp(runs.log_seconds) == pytest.approx(np.sqrt(2e-6))
-    assert log.count(component(1)) == 2
-    assert log.count(component(4)) == 0
 
 
 def test_a_point_beyond_the_last_outcome_is_the_last_outcome() -> None:

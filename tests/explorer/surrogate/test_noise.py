@@ -8,19 +8,15 @@ from functools import cache
 import numpy as np
 import pytest
 
-from bexp.explorer.cost_model.components import Component, ComponentKind
+from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.required_memory import required_table
 from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.measurement import Measurement
-from bexp.explorer.records.trial import Trial, TrialKind, TrialTask
-from bexp.explorer.search.acquisition import suggest_measurement
+from bexp.explorer.records.trial import Trial, TrialTask
 from bexp.explorer.search.legal_space import enumerate_candidates
-from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.surrogate.extrapolation import BYTES_STD_NEAR
-from tests.explorer.explorations import answer_of, lines, pruned, request, run, trials_of
+from tests.explorer.explorations import answer_of, lines, request, run, trials_of
 from tests.explorer.simulator import SimulatedDevice, report
 
 
@@ -126,25 +122,6 @@ def wide_run() -> tuple[SimulatedDevice, tuple[Progress, ...]]:
     return device, tuple(run(device.request, device, rep=report(memory_gib=132)))
 
 
-def test_large_sizes_are_predicted_where_smaller_ones_tell_enough() -> None:
-    device, steps = wide_run()[0], list(wide_run()[1])
-    found = answer_of(steps).recommendation
-    assert found is not None
-    assert found.largest_micro_batch is not None
-    assert found.largest_micro_batch.candidate.micro_batch_size > found.candidate.micro_batch_size
-    spent = sum(t.measurement.phases.total for t in trials_of(steps))
-    largest = found.largest_micro_batch.candidate.micro_batch_size
-    large = [
-        t.measurement.phases.total
-        for t in trials_of(steps)
-        if t.kind is TrialKind.COMPONENTS and t.candidate.micro_batch_size == largest
-    ]
-    assert sum(large) < 0.3 * spent
-    heads = {c.micro_batch_size for p in device.plans for c in p.components if c.kind is ComponentKind.HEAD}
-    if largest not in heads:
-        assert any("predicted in part" in note for note in found.notes)
-
-
 def test_the_recommended_candidate_is_measured_in_full() -> None:
     narrow = SimulatedDevice(request())
     explored = [(narrow, run(narrow.request, narrow, rep=report(memory_gib=132))), (wide_run()[0], list(wide_run()[1]))]
@@ -154,55 +131,3 @@ def test_the_recommended_candidate_is_measured_in_full() -> None:
         table = Composition([found.candidate], device.request.shapes, device.request)
         measured = {c for plan in device.plans for c in plan.components}
         assert set(table.components) <= measured
-
-
-@pytest.mark.parametrize("slack", [1.0, 2.3, 3.0])
-@pytest.mark.parametrize("size", [8, 12, 16])
-def test_no_incumbent_is_left_in_doubt_whether_it_fits(size: int, slack: float) -> None:
-    """The limit is a little above what the plain candidate of a size needs, by its predicted bytes' deviations."""
-    req = request()
-    candidate = Candidate(
-        micro_batch_size=size, attention_backend="cudnn", expert_backend="grouped_mm", num_query_groups=4
-    )
-    table = Composition([candidate], req.shapes, req)
-    sizes = np.array([SimulatedDevice(req).weigh(c, table.model) for c in table.components], dtype=float).T
-    activations = np.add(*table.activation_bytes(*sizes)) * np.exp(slack * BYTES_STD_NEAR)
-    limit = float(required_table(table, activations, report().hardware)[0]) / 2**30
-    state = SearchedState(request(memory_limit_gib=limit))
-    for _ in range(40):
-        contenders = state.state.contenders
-        assert (contenders.composed_NA[:, contenders.clear_A] > 0).all()
-        if not state.measure_next():
-            return
-    raise AssertionError("the search does not end")
-
-
-class SearchedState:
-    """A state that measures what it suggests."""
-
-    def __init__(self, req: ExplorationRequest) -> None:
-        rep = report(memory_gib=40)
-        assert req.model is not None
-        prune = pruned(req.model, req, rep)
-        assert prune.table is not None
-        self.device = SimulatedDevice(req, noise=0.001)
-        self.state = Posterior.of(prune.table, prune.legal.candidates, req, rep.hardware)
-        self.number = 0
-
-    def measure_next(self) -> bool:
-        found = suggest_measurement(self.state)
-        verdict = self.state.recommend()
-        if found is None or (verdict is not None and verdict.confidence >= 0.95):
-            return False
-        table = self.state.table
-        task = TrialTask(
-            number=self.number,
-            kind=TrialKind.COMPONENTS,
-            model=table.model,
-            candidate=table.candidates[found.row],
-            components=found.components,
-            timeout_seconds=60,
-        )
-        self.state.knowledge.learn(self.number, self.device(task))
-        self.number += 1
-        return True

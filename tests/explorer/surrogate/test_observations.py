@@ -10,8 +10,8 @@ import pytest
 
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.earlier_runs import EarlierRun
-from bexp.explorer.records.measurement import ComponentMeasurement, Conditions
-from bexp.explorer.surrogate.observations import ComponentObservations, ObservationLog, age_run
+from bexp.explorer.records.measurement import ComponentMeasurement
+from bexp.explorer.surrogate.observations import ComponentObservations, age_run
 
 HEAD = Component(kind=ComponentKind.HEAD, micro_batch_size=2)
 
@@ -70,19 +70,6 @@ def test_a_block_waits_if_every_run_has_one_time() -> None:
 def test_bytes_are_the_most_that_any_run_took() -> None:
     found = observe(run(saved_bytes=11, forward_peak_bytes=1), run(forward_peak_bytes=21, backward_peak_bytes=5))
     assert found.sizes == (11, 21, 30)
-
-
-def test_contaminated_runs_are_counted_and_not_kept() -> None:
-    log = ObservationLog()
-    shared = run(conditions=Conditions(foreign_processes=1))
-    for trial in (0, 0, 1):
-        log.add(trial, [shared])
-    assert log.version == 0
-    log.add(2, [run()])
-    assert log.version == 1
-    assert (log.count(HEAD), log.count_contaminated(HEAD), log.count_attempts(HEAD)) == (1, 2, 3)
-    assert log.num_contaminated == 2
-    assert log.runs[HEAD].runs == (run(),)
 
 
 def test_a_single_run_tells_its_component_and_its_times() -> None:

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-import tracemalloc
-
 import numpy as np
 import pytest
 
 from bexp.explorer.cost_model.composition import Floats
 from bexp.explorer.surrogate.peak_error import (
     SCALE_GRID,
-    SCALE_LOG_STD,
-    SCALE_MEDIAN,
     TAIL_RUNS,
     TAIL_SHARE,
-    TAIL_STD,
     PeakErrors,
     probability_below,
 )
@@ -44,21 +39,6 @@ def test_the_posterior_is_that_of_the_joint_normal_distribution() -> None:
     assert probability_below(np.array([expected]), logs)[0] == pytest.approx(0.5)
 
 
-def test_what_ran_out_of_memory_tells_of_others_what_they_share_with_it() -> None:
-    """Compared with draws of the model itself, of which those remain in which both errors exceed a bound."""
-    rng = np.random.default_rng(1)
-    weights = np.exp(-0.5 * (np.log(SCALE_GRID / SCALE_MEDIAN) / SCALE_LOG_STD) ** 2)
-    scale_N = rng.choice(SCALE_GRID, 400_000, p=weights / weights.sum())
-    own_3N = np.where(rng.random((3, scale_N.size)) < TAIL_SHARE, np.maximum(scale_N, TAIL_STD), scale_N)
-    error_3N = scale_N * rng.standard_normal(scale_N.size) + own_3N * rng.standard_normal((3, scale_N.size))
-    chosen = rng.random((2, scale_N.size)) < 0.5
-    bounds_2N = np.where(chosen, BOUNDS[0][0], BOUNDS[0][1])
-    left_N = (error_3N[:2] > bounds_2N).all(axis=0)
-    for error in (-0.01, 0.0, 0.005, 0.02):
-        stated = probability_below(np.array([error]), (), (BOUNDS[0], BOUNDS[0]))[0]
-        assert (error_3N[2, left_N] <= error).mean() == pytest.approx(stated, abs=0.01)
-
-
 def test_a_candidate_that_could_hardly_fit_says_little_by_running_out_of_memory() -> None:
     room = np.array([0.0])
     nothing, little, much = (probability_below(room, (), [np.array([bound])])[0] for bound in (-1.0, -0.02, 0.004))
@@ -84,19 +64,6 @@ def test_however_exact_others_were_a_near_miss_may_fit_and_a_far_one_does_not() 
 def test_samples_do_not_depend_on_which_candidates_are_asked_for() -> None:
     assert np.array_equal(ERRORS.sample(ROWS[3:5], 100, (0.01,)), ERRORS.sample(ROWS, 2000, (0.01,))[:100, 3:5])
     assert np.all(np.diff(SCALE_GRID) > 0)
-
-
-def test_the_probability_of_many_candidates_is_computed_in_blocks() -> None:
-    errors = np.linspace(-0.1, 0.1, 5000)
-    tracemalloc.start()
-    try:
-        found = probability_below(errors, (0.001,), BOUNDS)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert peak < 8 * 2**20, "a block has 512 candidates, so its arrays over both grids have 1 MiB"
-    assert found.shape == errors.shape and np.all(np.diff(found) >= 0)
-    assert found[[0, 4000]].tolist() == [probability_below(errors[[row]], (0.001,), BOUNDS)[0] for row in (0, 4000)]
 
 
 def test_many_that_ran_out_of_memory_are_as_telling_as_a_few() -> None:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Execution
-from bexp.explorer.spec.training import Sharding
 from bexp.explorer.surrogate.whole_model_error import (
     COMMON_STD,
     COMPILED_STD,
@@ -149,23 +146,6 @@ def test_a_cpu_is_expected_to_compose_worse() -> None:
     found = CompositionErrors(CANDIDATES, "cpu", 0, 10, np.random.default_rng(0)).covariance(ROWS, ROWS)
     assert found[0, 0] == pytest.approx(0.10**2 + 0.005**2 + SIZE_STD**2 + 0.008**2)
     assert found[0, 2] == pytest.approx(0.10**2 + SIZE_STD**2)
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"bta_tile": 1},
-        {"recompute": Recompute.FULL},
-        {"context_parallel_size": 2},
-        {"context_parallel_layout": "ring"},
-        {"sharding": Sharding.ZERO2},
-        {"execution": Execution.COMPILE},
-    ],
-)
-def test_what_changes_the_code_or_the_memory_of_a_step_is_a_policy_of_its_own(changes: dict[str, Any]) -> None:
-    candidates = [CANDIDATES[1], CANDIDATES[1].model_copy(update=changes)]
-    found = CompositionErrors(candidates, "cuda", 0, 10, np.random.default_rng(0))
-    assert found.covariance(np.array([0]), np.array([1]))[0, 0] == pytest.approx(0.03**2 + SIZE_STD**2)
 
 
 @pytest.mark.parametrize("execution", [Execution.EAGER, Execution.COMPILE])
