@@ -71,6 +71,7 @@ class Fuzz:
         self._rng = Random(seed)
         self._seed = seed
         self._started = time.monotonic()
+        self._commit = read_commit()
         self._database = database
         self._tenants = [_make_tenant(database, name) for name in OWNERS]
         admin = Tenant(
@@ -155,7 +156,7 @@ class Fuzz:
         grown = [f"memory grew by {growth / 2**20:.0f} MiB"] if growth > MOST_GROWTH_BYTES else []
         violations = [f"{len(of)} times: {fault}: {of[0]}" for fault, of in self.violations.items()] + grown
         return {
-            "commit": read_commit(),
+            "commit": self._commit,
             "database": self._database.engine.dialect.name,
             "seed": self._seed,
             "requests": self.num,
