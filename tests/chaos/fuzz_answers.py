@@ -120,7 +120,7 @@ class Judge:
     def faults_of(self, request: Request, answer: Answer) -> Iterator[str]:
         """Return what is wrong with an answer, a line each."""
         status = answer.status
-        if request.raw is not None or (status == 400 and request.change == "change_header"):
+        if request.raw is not None:
             if status >= 500 or 200 <= status < 300:
                 yield f"{status} for what is no HTTP"
             return

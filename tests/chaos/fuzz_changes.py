@@ -32,7 +32,6 @@ MALFORMED = (
     b"GET / HTTP/1.1\r\nHost: a\r\nno colon\r\n\r\n",
     b"GET / HTTP/1.1\r\nHost: a\r\nA: \x00\r\n\r\n",
     b"GET / HTTP/1.1\r\n\r\n",
-    b"GET / HTTP/1.1\r\nHost: a\r\nX: " + b"x" * 70_000 + b"\r\n\r\n",
     b"POST /v1/explorations HTTP/1.1\r\nHost: a\r\nContent-Length: -1\r\n\r\n",
     b"POST /v1/explorations HTTP/1.1\r\nHost: a\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\n{}",
     b"POST /v1/explorations HTTP/1.1\r\nHost: a\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\n{}\r\n0\r\n\r\n",
@@ -198,7 +197,7 @@ class Changes:
 
     def _change_header(self, request: Request) -> bool:
         """One header has an odd value."""
-        value = self._rng.choice(ODD_TEXTS).replace("\x00", "\x01")
+        value = self._rng.choice(ODD_TEXTS).replace("\x00", "")  # such a byte ends a connection, with what follows
         request.headers[self._rng.choice(HEADERS)] = value
         return True
 
