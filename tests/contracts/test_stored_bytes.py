@@ -75,6 +75,9 @@ def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: 
     queue.enqueue(make_request(fresh=True), by=b)
     prune(database, one[:1])
     queue.enqueue(make_request(fresh=True), by=a)
+    set_quota(database, "b", Quota(max_stored_bytes=count(database, "b")))  # no byte is left
+    with pytest.raises(StoredQuotaError):
+        queue.enqueue(make_request(fresh=True), by=b)
 
 
 def test_reports_of_real_runs_and_reused_answers_count_as_well(
