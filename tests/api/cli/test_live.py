@@ -44,6 +44,8 @@ def test_everything_that_is_known_is_seen() -> None:
     assert "12,346 ◀ best so far" in rows[2][1]
     assert "memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)" in text
     assert "optimizer states 2.0 GiB" in text
+    (bar,) = re.findall(r"^█+░+", text, re.MULTILINE)
+    assert (bar.count("█"), len(bar)) == (pytest.approx(0.594 * 76, abs=2), 76)
     assert "something" in text  # the last event
 
 
