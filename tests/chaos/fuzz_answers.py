@@ -18,6 +18,8 @@ from tests.chaos.promises import ANSWER_SECONDS
 
 PROBLEM = "application/problem+json"
 PATIENCE_SECONDS = 4 * ANSWER_SECONDS
+STREAM_SECONDS = 1.0
+"""How long a stream is read that may have nothing to tell."""
 VALIDATED = 20
 """One of so many answers is compared with its whole schema, which takes longer than the answer itself."""
 NO_ROUTE = frozenset({401, 403, 404, 405, 429})
@@ -57,7 +59,7 @@ class Connection:
             self._reader, self._writer = await asyncio.open_connection("127.0.0.1", self._port, limit=1 << 26)
         answers: list[Answer] = []
         since = time.perf_counter()
-        with suppress(ConnectionError):
+        with suppress(OSError):
             self._writer.write(b"".join(request.render() for request in requests))
             if requests[-1].raw is not None:
                 self._writer.write_eof()
@@ -97,12 +99,14 @@ async def _read(reader: asyncio.StreamReader, request: Request) -> Answer:
         length = answer.headers.get("content-length")
         answer.body = await (reader.read() if length is None else reader.readexactly(int(length)))
         return answer
-    while size := int(await reader.readline(), 16):
-        answer.body += (await reader.readexactly(size + 2))[:-2]
-        if request.is_stream and answer.status == 200:
-            answer.is_cut = True
-            return answer
-    await reader.readline()
+    answer.is_cut = request.is_stream and answer.status == 200
+    with suppress(TimeoutError):
+        async with asyncio.timeout(STREAM_SECONDS if answer.is_cut else None):
+            while size := int(await reader.readline(), 16):
+                answer.body += (await reader.readexactly(size + 2))[:-2]
+                if answer.is_cut:
+                    return answer
+            await reader.readline()
     return answer
 
 
