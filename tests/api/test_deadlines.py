@@ -67,3 +67,24 @@ def test_the_time_begins_when_the_whole_body_is_there(more: list[float | None], 
 
     asyncio.run(run())
     assert [message["status"] for message in sent if message["type"] == "http.response.start"] == statuses
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_given_up_is_logged_if_it_fails(caplog: pytest.LogCaptureFixture, fails: bool) -> None:
+    async def answer(_scope: Any, _receive: Any, _send: Any) -> None:
+        await asyncio.sleep(SECONDS * 3)
+        if fails:
+            raise ValueError("too late")
+
+    async def send(_message: Any) -> None: ...
+
+    async def run() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+        await DeadlineMiddleware(answer, SECONDS)(scope, send, send)  # type: ignore[arg-type]
+        await asyncio.sleep(SECONDS * 6)
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records] == [
+        "no answer in time: 503 is sent",
+        *(["a request failed after its client was told to come back"] if fails else []),
+    ]

@@ -82,6 +82,11 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
         "the noise between runs",
     ]
     assert "a training run with this answer; none has been reported" in unknown
+    communication = "communication between devices"
+    assert communication not in unknown
+    two = job_document(request={**TINY, "num_devices": 2})
+    assert communication in certainty(two)["not_measured"]
+    assert communication not in certainty(two, communication_seconds=0.01)["not_measured"]
     assert certainty(confidence=20)["next_measurement"]["advice"].startswith("explore again with --fresh")
     running = certainty(job_document("running"))["next_measurement"]["advice"]
     assert running == "wait: the exploration has not ended"
