@@ -98,6 +98,12 @@ def test_what_overrides_a_yaml_is_told_in_its_place(tmp_path: Path) -> None:
     assert command.with_flags(VALUES)[-1] == f"{SIZE}=8"
 
 
+def test_a_word_that_is_named_like_a_field_is_no_flag() -> None:
+    command = TunedCommand(["python", "train.py", SIZE, "4"])
+    assert not command.has_flag(SIZE)
+    assert TunedCommand(["python", "train.py", f"--{SIZE}", "4"]).has_flag(SIZE)
+
+
 def test_other_commands_have_no_yaml_to_change() -> None:
     for command in ("python train.py config.yaml", "python train.py --name axolotl config.yaml", "axolotl train"):
         with pytest.raises(UnchangeableError, match="reads no YAML"):
