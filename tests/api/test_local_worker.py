@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from bexp.api import local_worker
-from bexp.api.local_worker import LocalWorker
+from bexp.api.local_worker import LocalWorker, WorkerEndedError
 
 SLOW = """
 import signal, sys, time
@@ -31,3 +31,21 @@ def test_a_worker_may_end_by_itself_for_so_long(
     worker.stop(keeps_log=False)
     assert worker._process.returncode == status
     assert not worker.log.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("print('oh'); raise SystemExit(7)", "ended with status 7; .* ends with\noh"),
+        ("import os; os.kill(os.getpid(), 9)", r"was ended by SIGKILL; .* ends with\n\(nothing\)"),
+    ],
+)
+def test_a_worker_that_has_failed_is_told_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", program])
+    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    worker._process.wait()
+    with pytest.raises(WorkerEndedError, match=said):
+        worker.check()
+    worker.stop(keeps_log=False)
