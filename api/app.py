@@ -48,6 +48,7 @@ COMMON_PROBLEMS = examples.problems(
     "/v1/explorations",
     HTTPStatus.UNAUTHORIZED,
     HTTPStatus.FORBIDDEN,
+    HTTPStatus.NOT_ACCEPTABLE,
     HTTPStatus.UNPROCESSABLE_ENTITY,
     HTTPStatus.TOO_MANY_REQUESTS,
     HTTPStatus.SERVICE_UNAVAILABLE,

@@ -67,9 +67,7 @@ class StreamLimits:
         try:
             yield
         finally:
-            self._open[token] -= 1
-            if not self._open[token]:
-                del self._open[token]
+            self._open -= Counter([token])  # which leaves out what is 0
 
 
 TRIM_SECONDS = 30.0

@@ -20,7 +20,7 @@ def submit(
     request: ExplorationRequest,
     *,
     idempotency_key: str | None = None,
-    priority: int = 0,
+    priority: int,
     by: Caller = LOCAL,
     job_id: str | None = None,
     has_own_worker: bool = False,

@@ -229,16 +229,17 @@ def chaos(result: Row) -> Iterable[Row]:
         yield {"commit": commit, "database": database, "broken": broken, **sums}
 
 
-def mutants(result: Row) -> Iterable[Row]:
-    """Return each fault that was put into the code, and who noticed it; then how many were noticed."""
-    who = {"by_tests": "tests", "by_sqlite": "campaign on SQLite", "by_postgresql": "campaign on PostgreSQL"}
-    for row in result["mutations"].values():
-        there = {f"campaign on {each['database']}" for each in row["campaigns"]} | {"tests"}
-        told = {name: "yes" if text in row["found_by"] else "no" for name, text in who.items() if text in there}
-        yield {"text": row["text"], **told}
-    by, num = result["num_found_by"], result["num"]
-    told = {"by_tests": f"{by['tests']} of {num}", "by_sqlite": f"on either: {by['campaign']} of {num}"}
-    yield {"text": f"noticed: {result['num_found']} of {num}", **told}
+def mutants(_: Row) -> Iterable[Row]:
+    """Return how many sampled changes of each folder the tests noticed, and the sum."""
+    counts: dict[str, Counter[str]] = {}
+    for path in sorted(RESULTS.glob("mutants*.json")):
+        for mutant in load(path.stem)["mutants"]:
+            first, second, *_ = mutant["path"].split("/")
+            for name in (first if first in {"api", "storage"} else f"{first}/{second}", "all"):
+                counts.setdefault(name, Counter())[mutant["outcome"]] += 1
+    for name in sorted(counts, key=lambda name: (name == "all", name)):
+        killed, judged = counts[name]["killed"], counts[name].total()
+        yield {"name": name, "judged": judged, "killed": killed, "share": killed / judged}
 
 
 def several(_: Row, pattern: str) -> Iterable[Row]:

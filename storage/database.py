@@ -256,11 +256,13 @@ def _pool_options(limits: DatabaseLimits | None) -> dict[str, Any]:
 def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     arguments: dict[str, Any] = dict(UNPREPARED)
     if limits is not None:
+        statement, lock, idle = (
+            int(limit.total_seconds() * 1000) for limit in (limits.statement, limits.lock, limits.idle_transaction)
+        )
         # A host that is gone sends nothing: without these, a statement waits for it for hours.
-        milliseconds = int(limits.statement.total_seconds() * 1000)
         given = {
             "connect_timeout": max(2, int(limits.connect.total_seconds())),
-            "tcp_user_timeout": milliseconds,
+            "tcp_user_timeout": statement,
             "keepalives_idle": 2,
             "keepalives_interval": 1,
             "keepalives_count": 2,
@@ -275,9 +277,6 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
         **_pool_options(limits),
     )
     if limits is not None:
-        statement, lock, idle = (
-            int(limit.total_seconds() * 1000) for limit in (limits.statement, limits.lock, limits.idle_transaction)
-        )
         set_limits = (
             f"SELECT set_config('statement_timeout', '{statement}', true), set_config('lock_timeout', '{lock}', true), "
             f"set_config('idle_in_transaction_session_timeout', '{idle}', true)"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass
+from typing import Any
 
 import sqlalchemy as sa
 
@@ -80,7 +81,10 @@ def list_quotas(database: Database) -> dict[str, Quota]:
 
 def select_quotas(connection: sa.Connection) -> dict[str, Quota]:
     """`list_quotas` within a transaction."""
-    rows = connection.execute(sa.select(quotas).order_by(quotas.c.owner))
+    return _by_owner(connection.execute(sa.select(quotas).order_by(quotas.c.owner)))
+
+
+def _by_owner(rows: Iterable[sa.Row[Any]]) -> dict[str, Quota]:
     return {row.owner: Quota(row.max_queued, row.max_running, row.max_stored_bytes) for row in rows}
 
 
@@ -89,16 +93,21 @@ def quota_of(by_owner: Mapping[str, Quota], owner: str) -> Quota:
     return by_owner.get(owner) or by_owner.get(EVERYBODY) or Quota()
 
 
-def check_queued(connection: sa.Connection, owner: str) -> None:
-    """Check that an owner may have one more job in the queue. Others of this owner wait until the transaction ends.
+def find_quota(connection: sa.Connection, owner: str, *, lock: bool = False) -> Quota:
+    """`quota_of` within a transaction; with `lock`, others that lock it wait until that ends."""
+    query = sa.select(quotas).where(quotas.c.owner.in_((owner, EVERYBODY))).order_by(quotas.c.owner)
+    return quota_of(_by_owner(connection.execute(query.with_for_update() if lock else query)), owner)
+
+
+def check_queued(connection: sa.Connection, owner: str, quota: Quota) -> None:
+    """Check that an owner may have one more job in the queue; its `quota` is locked.
+
+    Without the lock, two submissions at once could both take the last place.
 
     Raises:
         QueuedQuotaError: it may not.
     """
-    # The row stays locked, so that two submissions at once do not both take the last place.
-    query = sa.select(quotas.c.owner, quotas.c.max_queued).where(quotas.c.owner.in_((owner, EVERYBODY)))
-    limits = {row.owner: row.max_queued for row in connection.execute(query.order_by(quotas.c.owner).with_for_update())}
-    limit = limits.get(owner, limits.get(EVERYBODY)) if limits else None
+    limit = quota.max_queued
     if limit is None:
         return
     queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owner == owner)
@@ -106,7 +115,7 @@ def check_queued(connection: sa.Connection, owner: str) -> None:
         raise QueuedQuotaError(owner, limit)
 
 
-def check_stored(database: Database, connection: sa.Connection, owner: str) -> None:
+def check_stored(database: Database, connection: sa.Connection, owner: str, quota: Quota) -> None:
     """Check that an owner may store more, within a transaction that may write.
 
     Submissions at the same moment may all be accepted. They exceed the quota by what they take themselves.
@@ -114,7 +123,7 @@ def check_stored(database: Database, connection: sa.Connection, owner: str) -> N
     Raises:
         StoredQuotaError: it may not.
     """
-    limit = quota_of(select_quotas(connection), owner).stored_limit
+    limit = quota.stored_limit
     stored = sum_stored_bytes(database, connection, owner, limit)
     if stored >= limit:
         raise StoredQuotaError(owner, limit, stored)

@@ -10,7 +10,7 @@ from bexp.storage.events import keep_answer
 from bexp.storage.jobs import Job, JobState, job_from_row, select_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import LOCAL, Caller
-from bexp.storage.quotas import check_queued, check_stored
+from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.tables import jobs
 
 
@@ -39,8 +39,9 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
         if state is JobState.SUCCEEDED:
             raise JobFinishedError(job_id)
         if state.is_final:
-            check_stored(database, connection, row.owner)
-            check_queued(connection, row.owner)
+            quota = find_quota(connection, row.owner, lock=True)
+            check_stored(database, connection, row.owner, quota)
+            check_queued(connection, row.owner, quota)
             if row.answer is not None:
                 keep_answer(connection, job_id, row.last_seq, row.answer)
             draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} is queued again")

@@ -12,7 +12,7 @@ from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.search.reported_runs import is_same_training, summarize_reports
 from bexp.storage.database import Database
 from bexp.storage.jobs import Job, get_job, job_from_row, select_row
-from bexp.storage.quotas import check_stored
+from bexp.storage.quotas import check_stored, find_quota
 from bexp.storage.tables import jobs, run_reports
 
 MAX_REPORTS = 1000
@@ -52,7 +52,7 @@ def insert_run_report(database: Database, job_id: str, report: RunReport) -> Sto
         raise NoAnswerError(f"exploration {job_id} has recommended nothing yet")
     document = report.model_dump(mode="json")
     with database.begin() as connection:
-        check_stored(database, connection, job.owner)
+        check_stored(database, connection, job.owner, find_quota(connection, job.owner))
         select_row(connection, job_id, lock=True)  # keeps the numbers of two writers apart
         last = sa.select(sa.func.max(run_reports.c.seq)).where(run_reports.c.job_id == job_id)
         seq = (connection.scalar(last) or 0) + 1

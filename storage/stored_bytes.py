@@ -6,7 +6,10 @@ on; the owner's next submission counts anew. Meanwhile a running job counts as i
 
 from __future__ import annotations
 
+from functools import cache
+
 import sqlalchemy as sa
+from sqlalchemy.sql.dml import ReturningUpdate
 
 from bexp.storage.database import Database
 from bexp.storage.tables import events, jobs, labels, recommendations, run_reports, trials
@@ -39,29 +42,31 @@ def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, 
     stored = int(connection.scalar(counted) or 0)
     if stored >= enough:
         return stored
+    given = {"of_owner": owner, "most": MOST_COUNTED}
+    counted_now = connection.scalars(_count_void(database.is_postgresql), given)
+    return stored + sum(map(int, counted_now))
+
+
+@cache  # it takes longer to make than to execute, and a submission has the write lock meanwhile
+def _count_void(is_postgresql: bool) -> ReturningUpdate[int]:
+    """Return the statement that counts `most` jobs of `of_owner` whose count is void, and returns their counts."""
     void = (
         sa.select(jobs.c.id)
-        .where(jobs.c.owner == owner, jobs.c.stored_bytes.is_(None))
-        .limit(MOST_COUNTED)
+        .where(jobs.c.owner == sa.bindparam("of_owner"), jobs.c.stored_bytes.is_(None))
+        .limit(sa.bindparam("most"))
         .with_for_update(skip_locked=True)  # the worker that writes one now voids the count again
     )
-    count = sa.update(jobs).where(jobs.c.id.in_(void)).values(stored_bytes=_bytes_of_job(database))
-    return stored + sum(int(num_bytes) for num_bytes in connection.scalars(count.returning(jobs.c.stored_bytes)))
-
-
-def _bytes_of_job(database: Database) -> sa.ColumnElement[int]:
-    """Return what the job in a row of `jobs` takes, as an expression."""
-    total = JOB_BYTES + _num_bytes(database, jobs)
+    total = JOB_BYTES + _num_bytes(jobs, is_postgresql)
     for table in _TEXTS.keys() - {jobs}:
-        rows = sa.select(sa.func.sum(ROW_BYTES + _num_bytes(database, table))).where(table.c.job_id == jobs.c.id)
+        rows = sa.select(sa.func.sum(ROW_BYTES + _num_bytes(table, is_postgresql))).where(table.c.job_id == jobs.c.id)
         total += sa.func.coalesce(rows.scalar_subquery(), 0)
-    return total
+    return sa.update(jobs).where(jobs.c.id.in_(void)).values(stored_bytes=total).returning(jobs.c.stored_bytes)
 
 
-def _num_bytes(database: Database, table: sa.Table) -> sa.ColumnElement[int]:
+def _num_bytes(table: sa.Table, is_postgresql: bool) -> sa.ColumnElement[int]:
     total: sa.ColumnElement[int] = sa.literal(0)
     for name in _TEXTS[table]:
         text = sa.cast(table.c[name], sa.Text)
-        length = sa.func.octet_length(text) if database.is_postgresql else sa.func.length(sa.cast(text, sa.LargeBinary))
+        length = sa.func.octet_length(text) if is_postgresql else sa.func.length(sa.cast(text, sa.LargeBinary))
         total += sa.func.coalesce(length, 0)
     return total

@@ -21,7 +21,7 @@ from bexp.storage.ids import new_job_id
 from bexp.storage.jobs import Job, JobState, job_from_row
 from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import Caller
-from bexp.storage.quotas import check_queued, check_stored
+from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.reuse import find_answer_of_live
 from bexp.storage.tables import jobs, labels
 
@@ -108,9 +108,10 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         with database.begin() as connection:
             first = None if hashed is None else _find_first(database, connection, hashed)
             if first is None:
-                check_stored(database, connection, owner)
+                quota = find_quota(connection, owner, lock=stored is None)
+                check_stored(database, connection, owner, quota)
                 if stored is None:
-                    check_queued(connection, owner)
+                    check_queued(connection, owner, quota)
                 now = database.now(connection)
                 times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
                 columns = {**values, **times, "last_seq": len(drafts)}

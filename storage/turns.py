@@ -15,7 +15,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import is_held
-from bexp.storage.quotas import quota_of, select_quotas
+from bexp.storage.quotas import find_quota, quota_of, select_quotas
 from bexp.storage.tables import jobs, turns
 
 HELD_BACK = "the quota of owner "
@@ -85,7 +85,7 @@ def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool
     now = {"claimed_at": database.clock()}
     take = insert.values(owner=owner, **now).on_conflict_do_update(index_elements=[turns.c.owner], set_=now)
     connection.execute(take)
-    limit = quota_of(select_quotas(connection), owner).max_running
+    limit = find_quota(connection, owner).max_running
     if limit is None:
         return True
     mine = sa.select(sa.func.count()).where(is_held(database), jobs.c.owner == owner)

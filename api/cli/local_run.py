@@ -172,4 +172,4 @@ def _check_devices(owned: str | None) -> None:
 def _count_devices(part: str) -> int:
     """Return how many devices `cpu`, `cuda:0` or `cuda:0-3` names; the worker judges whether they exist."""
     match = re.fullmatch(r"cuda:(\d{1,4})-(\d{1,4})", part.strip())
-    return max(1, int(match[2]) - int(match[1]) + 1) if match else 1
+    return int(match[2]) - int(match[1]) + 1 if match else 1

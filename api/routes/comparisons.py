@@ -16,6 +16,7 @@ from bexp.api.resources import exploration_path
 from bexp.api.routes.explorations import SummaryDep
 from bexp.api.service import ServiceDep
 from bexp.api.stored import StoredExplorations
+from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import NO_RECOMMENDATION
 from bexp.storage.jobs import get_summary
 
@@ -51,3 +52,6 @@ def compare_explorations(
         return compare_answers(StoredExplorations(service.database), a.id, b.id).document
     except CommandError as error:
         raise ProblemException(HTTPStatus.CONFLICT, f"{error}.", name=NO_RECOMMENDATION) from None
+    except (ProblemError, ServiceError) as error:  # one was deleted meanwhile, or the database is away
+        assert error.__cause__ is not None, "StoredExplorations says why"
+        raise error.__cause__ from None

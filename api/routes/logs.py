@@ -49,9 +49,7 @@ After = Annotated[int, Query(ge=0, le=_MAX_SEQ, description="Return only events 
             },
         },
         204: {"description": "The exploration has ended, and its last event was seen: do not connect again"},
-        **examples.problems(
-            f"{_ONE}/events", HTTPStatus.NOT_FOUND, HTTPStatus.NOT_ACCEPTABLE, HTTPStatus.UNPROCESSABLE_ENTITY
-        ),
+        **examples.problems(f"{_ONE}/events", HTTPStatus.NOT_FOUND, HTTPStatus.UNPROCESSABLE_ENTITY),
     },
 )
 async def follow_events(
@@ -92,7 +90,7 @@ async def follow_events(
     summary="The log as BEXP lines",
     responses={
         200: examples.example(examples.LOG, PLAIN_TEXT, "One line an event"),
-        **examples.problems(f"{_ONE}/log", HTTPStatus.NOT_FOUND, HTTPStatus.NOT_ACCEPTABLE),
+        **examples.problems(f"{_ONE}/log", HTTPStatus.NOT_FOUND),
     },
 )
 async def read_log(

@@ -75,7 +75,13 @@ router.add_api_route("/readyz", readyz, methods=["HEAD"], include_in_schema=Fals
     summary="Counts for Prometheus",
     responses={
         200: examples.example(examples.METRICS, "text/plain"),
-        **examples.problems("/metrics", HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN, HTTPStatus.SERVICE_UNAVAILABLE),
+        **examples.problems(
+            "/metrics",
+            HTTPStatus.UNAUTHORIZED,
+            HTTPStatus.FORBIDDEN,
+            HTTPStatus.TOO_MANY_REQUESTS,
+            HTTPStatus.SERVICE_UNAVAILABLE,
+        ),
     },
 )
 def read_metrics(service: ServiceDep, _caller: Reader) -> Response:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from http import HTTPStatus
-from typing import Annotated
+from typing import Annotated, Any
 
 from fastapi import APIRouter, Depends, Query, Response
 
@@ -27,14 +27,17 @@ SUFFIXES = {
     "text/x-python": "py",
     "text/x-shellscript": "sh",
 }
+_FILES = {kind: {"schema": {"type": "string"}, "example": "# bexp"} for kind in SUFFIXES if kind != "application/json"}
+_RECOMMENDATION = examples.example(examples.RECOMMENDATION)
+_RECOMMENDATION["content"] |= _FILES
 
 
 @router.get(
     "/recommendation",
     summary="The best candidate",
-    response_model=RecommendationResource,
+    response_model=RecommendationResource | dict[str, Any],  # the latter: a file in JSON
     responses={
-        200: examples.example(examples.RECOMMENDATION),
+        200: _RECOMMENDATION,
         **examples.problems(
             f"{_ONE}/recommendation", HTTPStatus.NOT_FOUND, HTTPStatus.CONFLICT, HTTPStatus.UNPROCESSABLE_ENTITY
         ),

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
 from dataclasses import dataclass
+from functools import cache
+from typing import Any
 
 import uvicorn
 from fastapi.testclient import TestClient
@@ -46,7 +49,25 @@ def in_process(settings: ServiceSettings, *, raise_server_exceptions: bool = Tru
     app = create_app(settings)
     client = TestClient(app, base_url="http://127.0.0.1", raise_server_exceptions=raise_server_exceptions)
     client.app_state["peer"] = Peer("127.0.0.1", os.geteuid())
+    client.event_hooks = {"response": [check_declared]}
     return client
+
+
+def check_declared(response: Any) -> None:
+    """Fail if the OpenAPI document has the route of a response, and not its status. Faults are made by tests alone."""
+    for pattern, statuses in _declared():
+        if re.fullmatch(pattern, f"{response.request.method} {response.request.url.path}"):
+            assert response.status_code in {*statuses, 500}, f"{response.status_code} of {pattern} is not declared"
+
+
+@cache
+def _declared() -> list[tuple[str, set[int]]]:
+    paths = create_app(ServiceSettings("sqlite://")).openapi()["paths"]
+    return [
+        (re.sub(r"\{\w+\}", "[^/]+", f"{method.upper()} {path}"), set(map(int, operation["responses"])))
+        for path, item in paths.items()
+        for method, operation in item.items()
+    ]
 
 
 def start(settings: ServiceSettings) -> Served:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import resource
 import socket
 import threading
 import time
@@ -16,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 
-from bexp.api.connections import ConnectionLimits, guarded_protocol
+from bexp.api.connections import ConnectionLimits, allow_connections, guarded_protocol
 from bexp.api.serve import OneLineFormatter, RateFilter
 from bexp.api.settings import ServiceSettings
 from tests.api.serving import Served
@@ -109,14 +110,39 @@ def test_an_exception_is_one_line() -> None:
     assert "test_connections.py" in line
 
 
+@pytest.mark.parametrize(
+    ("soft", "hard", "raised", "allowed"),
+    [
+        (resource.RLIM_INFINITY, resource.RLIM_INFINITY, None, 1000),
+        (1256, 4096, None, 1000),
+        (1024, 4096, (1256, 4096), 1000),
+        (1024, resource.RLIM_INFINITY, (1256, resource.RLIM_INFINITY), 1000),
+        (512, 1024, (1024, 1024), 768),
+        (100, 100, (100, 100), 16),
+    ],
+)
+def test_as_many_connections_are_allowed_as_there_may_be_open_files(
+    monkeypatch: pytest.MonkeyPatch, soft: int, hard: int, raised: tuple[int, int] | None, allowed: int
+) -> None:
+    changes: list[tuple[int, int]] = []
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (soft, hard))
+    monkeypatch.setattr(resource, "setrlimit", lambda _, limits: changes.append(limits))
+    assert allow_connections(1000) == allowed
+    assert changes == ([] if raised is None else [raised])
+
+
 def test_lines_beyond_a_rate_are_counted_and_left_out() -> None:
     now = 0.0
     limited = RateFilter(per_second=1.0, burst=3, clock=lambda: now)
-    records = [logging.LogRecord("api", logging.WARNING, "", 0, "line %d", (i,), None) for i in range(8)]
+    records = [logging.LogRecord("api", logging.WARNING, "", 0, "line %d", (i,), None) for i in range(9)]
     assert [limited.filter(record) for record in records[:6]] == [True] * 3 + [False] * 3
     now = 1.5
-    assert [limited.filter(record) for record in records[6:]] == [True, False]
+    assert [limited.filter(record) for record in records[6:8]] == [True, False]
+    assert records[0].getMessage() == "line 0"
     assert records[6].getMessage() == "line 6 (3 lines before this one were left out)"
+    now = 2.5
+    assert limited.filter(records[8])
+    assert records[8].getMessage() == "line 8 (1 lines before this one were left out)"
 
 
 def test_a_slow_reader_gets_the_whole_of_a_large_response() -> None:

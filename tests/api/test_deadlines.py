@@ -34,3 +34,57 @@ def test_a_response_that_comes_just_too_late_is_replaced_and_not_dropped(turns: 
     asyncio.run(DeadlineMiddleware(answer, SECONDS)(scope, receive, send))
     statuses = [message["status"] for message in sent if message["type"] == "http.response.start"]
     assert statuses in ([200], [503])
+
+
+@pytest.mark.parametrize(("more", "statuses"), [([], [503]), ([SECONDS * 5], [503]), ([SECONDS * 5, None], [])])
+def test_the_time_begins_when_the_whole_body_is_there(more: list[float | None], statuses: list[int]) -> None:
+    """`more` are the pauses before further parts of the body; None: the last part does not come."""
+    sent: list[Any] = []
+    parts = iter([0.0, *more])
+
+    async def answer(_scope: Any, receive: Any, _send: Any) -> None:
+        while (await receive())["more_body"]:
+            assert not sent
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    left = len(more)
+
+    async def receive() -> Any:
+        nonlocal left
+        await asyncio.sleep(60 if (pause := next(parts)) is None else pause)
+        left -= 1
+        return {"type": "http.request", "body": b"x", "more_body": left >= 0}
+
+    async def run() -> None:
+        headers = [(b"content-length", b"3")]
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+        task = asyncio.create_task(DeadlineMiddleware(answer, SECONDS)(scope, receive, send))
+        await asyncio.wait([task], timeout=SECONDS * 20)
+        task.cancel()
+
+    asyncio.run(run())
+    assert [message["status"] for message in sent if message["type"] == "http.response.start"] == statuses
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_given_up_is_logged_if_it_fails(caplog: pytest.LogCaptureFixture, fails: bool) -> None:
+    async def answer(_scope: Any, _receive: Any, _send: Any) -> None:
+        await asyncio.sleep(SECONDS * 3)
+        if fails:
+            raise ValueError("too late")
+
+    async def send(_message: Any) -> None: ...
+
+    async def run() -> None:
+        scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
+        await DeadlineMiddleware(answer, SECONDS)(scope, send, send)  # type: ignore[arg-type]
+        await asyncio.sleep(SECONDS * 6)
+
+    asyncio.run(run())
+    assert [record.getMessage() for record in caplog.records] == [
+        "no answer in time: 503 is sent",
+        *(["a request failed after its client was told to come back"] if fails else []),
+    ]

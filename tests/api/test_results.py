@@ -2,13 +2,15 @@ from __future__ import annotations
 
 import pytest
 from fastapi.testclient import TestClient
+from sqlalchemy.exc import OperationalError
 
 from bexp.api import results as api_results
+from bexp.api import stored
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
 from bexp.explorer.records.trial import Trial
-from bexp.storage.jobs import Job, JobState
+from bexp.storage.jobs import Job, JobNotFoundError, JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from tests.api.problems import assert_problem
@@ -59,6 +61,20 @@ def test_two_answers_are_compared_once_both_are_there(client: TestClient, queue:
     found = client.get(path, params={"other": other}).json()
     assert (found["probability_b_faster"], found["differences"]) == (0.5, ["batch_size: None in A, 64 in B"])
     assert [found[side]["explorations"] for side in "ab"] == [[lease.job_id], [other]]
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(JobNotFoundError("id"), 404), (OperationalError("SELECT", {}, Exception("away")), 503)]
+)
+def test_what_fails_within_a_comparison_is_told_as_elsewhere(
+    client: TestClient, lease: Lease, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise error
+
+    monkeypatch.setattr(stored, "get_job", fail)  # as if it was deleted after the route had looked for it
+    path = f"/v1/explorations/{lease.job_id}/comparison"
+    assert_problem(client.get(path, params={"other": lease.job_id}), status)
 
 
 def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queue: Queue, lease: Lease) -> None:

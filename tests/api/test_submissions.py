@@ -335,7 +335,9 @@ def test_other_media_types_are_refused(client: TestClient, headers: dict[str, st
 
 
 def test_a_large_body_is_refused_by_its_length(client: TestClient) -> None:
-    assert_problem(client.post(EXPLORATIONS, content=b" " * 262_145, headers=JSON_HEADERS), 413)
+    refused = client.post(EXPLORATIONS, content=b" " * 262_145, headers=JSON_HEADERS)
+    assert_problem(refused, 413)
+    assert refused.json()["detail"] == "A request may have 256 KiB at most."
     assert client.post(EXPLORATIONS, content=json.dumps(REQUEST).ljust(262_144), headers=JSON_HEADERS).is_success
 
 

@@ -27,7 +27,8 @@ class Work:
         self.reads_body = True
         self.may_answer, self.may_end = asyncio.Event(), asyncio.Event()
         chosen = ServiceSettings("sqlite://", **settings)
-        self.turns = DeadlineMiddleware(TurnMiddleware(self._work, chosen), chosen.answer_seconds)
+        self.middleware = TurnMiddleware(self._work, chosen)
+        self.turns = DeadlineMiddleware(self.middleware, chosen.answer_seconds)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
         while self.reads_body and (await receive())["more_body"]:
@@ -77,6 +78,8 @@ def test_an_address_waits_for_itself_and_not_for_another() -> None:
         assert len(work.begun) == 3 * AT_ONCE + 1, "a response that has started, as a stream's, takes no turn"
         work.may_end.set()
         await asyncio.gather(other, *crowd)
+        assert not work.middleware._num, "what is answered leaves nothing behind"
+        assert not work.middleware._turns
 
     asyncio.run(run())
 

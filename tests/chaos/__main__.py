@@ -12,7 +12,6 @@ import time
 from pathlib import Path
 
 from tests.chaos.campaign import Plan, run_campaign
-from tests.chaos.mutations import MUTATIONS
 from tests.chaos.result import result_as, sum_results, write_document
 from tests.chaos.rounds import run_rounds
 from tests.chaos.side_by_side import run_campaigns
@@ -24,7 +23,6 @@ def main() -> int:
     parser.add_argument("--campaigns", type=int, default=1, help="so many at once; each keeps about two cores busy")
     parser.add_argument("--rounds", type=int, help="so many one after the other; SIGTERM ends them early and cleanly")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL (pgserver) instead of SQLite")
-    parser.add_argument("--mutation", choices=MUTATIONS, help="changes the product, to see whether that is noticed")
     parser.add_argument("--workers", type=int, default=2, help="of each campaign")
     parser.add_argument("--fault-seconds", type=float, default=1.6, help="the mean pause between two faults")
     parser.add_argument(
@@ -46,7 +44,6 @@ def main() -> int:
         trial_seconds=options.trial_seconds,
         cold_share=options.cold_share,
         num_cancels=options.cancels,
-        mutation=options.mutation,
         postgres=options.postgres,
         port=options.port,
     )
@@ -61,7 +58,6 @@ def main() -> int:
         passed = [*("--workers", str(options.workers), "--fault-seconds", str(options.fault_seconds))]
         passed += ["--trial-seconds", str(options.trial_seconds)]
         passed += ["--cold-share", str(options.cold_share), "--cancels", str(options.cancels)]
-        passed += ["--mutation", options.mutation] if options.mutation else []
         passed += ["--postgres"] if options.postgres else []
         results, lost = run_campaigns(options.campaigns, seed, options.minutes, passed)
     document = result_as(results[0]) if options.raw else sum_results(results, lost)

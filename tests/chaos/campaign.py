@@ -28,7 +28,6 @@ from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
 from tests.chaos.failpoints import Failpoints, list_edges
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import violations_of
-from tests.chaos.mutations import MUTATIONS
 from tests.chaos.processes import Service
 from tests.chaos.promises import broken_promises, read_stored
 from tests.chaos.result import Result, read_commit
@@ -58,7 +57,6 @@ class Plan:
         num_trials: of a job.
         trial_seconds: how long a trial takes.
         num_cancels: running jobs that are cancelled afterwards, when nothing is hurt, to take their time.
-        mutation: of the product's code, by its name in `tests.chaos.mutations`.
         postgres: on PostgreSQL (pgserver) instead of SQLite.
         port: of the API; null: any.
     """
@@ -71,7 +69,6 @@ class Plan:
     num_trials: int = 24
     trial_seconds: float = 0.0
     num_cancels: int = 5
-    mutation: str | None = None
     postgres: bool = False
     port: int | None = None
 
@@ -82,7 +79,6 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
     with tempfile.TemporaryDirectory(prefix="bexp-chaos-") as name:
         folder = Path(name)
         folder.chmod(0o711)  # PostgreSQL runs as a user of its own
-        mutation = MUTATIONS.get(plan.mutation or "")
         database: ChaosDatabase = PostgresServer(folder) if plan.postgres else SqliteFile(folder)
         result = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
         try:
@@ -97,11 +93,9 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
                 plan.trial_seconds,
                 require_token=True,
                 failpoints_folder=folder / "failpoints",
-                changes=mutation.changes if mutation else (),
             )
             try:
-                transactions = mutation.transactions if mutation else ()
-                failpoints = Failpoints(folder / "failpoints", Random(plan.seed), transactions)
+                failpoints = Failpoints(folder / "failpoints", Random(plan.seed))
                 _run(plan, database, opened, service, failpoints, result, ending)
             finally:
                 statuses = service.end()

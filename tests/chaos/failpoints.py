@@ -13,7 +13,6 @@ import os
 import signal
 import time
 from collections import Counter, deque
-from collections.abc import Collection
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -89,9 +88,9 @@ def pass_edge(name: str, place: str) -> None:
 
 
 class Failpoints:
-    """Arms edges, those of `functions` (none: of all) in turn, and lets go on what was frozen long enough."""
+    """Arms edges in turn, and lets go on what was frozen long enough."""
 
-    def __init__(self, folder: Path, rng: Random, functions: Collection[str] = ()) -> None:
+    def __init__(self, folder: Path, rng: Random) -> None:
         folder.mkdir()
         self.struck: Counter[str] = Counter()
         """By edge and action."""
@@ -99,8 +98,7 @@ class Failpoints:
         """The processes that were frozen, from when until when."""
         self._folder = folder
         self._rng = rng
-        edges = [edge for edge in list_edges() if not functions or edge.split(":")[0] in functions]
-        turns = [*product(edges, ACTIONS)]
+        turns = [*product(list_edges(), ACTIONS)]
         rng.shuffle(turns)
         self._turns = deque(turns)
         self._armed: dict[str, tuple[str, float]] = {}  # by edge: the action, and until when

@@ -1,10 +1,10 @@
-"""Fuzzes the REST API in process: `python -m tests.chaos.fuzz --examples 20000 --processes 2`.
+"""Fuzzes the REST API over sockets: `python -m tests.chaos.fuzz --requests 1000000 --minutes 50 --output FILE`.
 
-Each process calls an application of its own through ASGI. A request that reaches lines which no earlier one has reached
-joins the corpus that later ones are changed from (Python 3.12 and later report lines at no cost: `sys.monitoring`).
-The result is JSON, written again every 20 s, so that little is lost with a process that is killed. SIGTERM ends the
-requests. The status is 1 if an answer was a server error, if it took more than a second of processor time or 30 s, or
-if memory grew.
+A service of its own process answers connections that are kept, each with several requests at a time, of owners with
+tokens and quotas. A worker in this process claims and ends explorations meanwhile. Each request is a valid one, or one
+with one change. The result is JSON, written again every 20 s. The status is 1 if an answer was a server error other
+than 503, was late, was not as the OpenAPI document says, named another owner, or was accepted where it had to be
+refused; if the service logged an error; or if its memory grew.
 """
 
 from __future__ import annotations
@@ -12,345 +12,314 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
-import multiprocessing
 import os
+import re
 import signal
+import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 from pathlib import Path
 from random import Random
-from types import CodeType
 from typing import Any
-from urllib.parse import unquote
+from urllib.request import urlopen
 
 import psutil
-import sqlalchemy as sa
 
-from bexp.api.app import create_app
-from bexp.api.settings import ServiceSettings
-from bexp.storage.database import Database, open_database
+from bexp.explorer.records.event import Progress
+from bexp.explorer.records.recommendation import Answer as SearchAnswer
+from bexp.explorer.records.recommendation import VariantAnswer
+from bexp.storage.database import DATABASE_TROUBLE, Database, open_database
+from bexp.storage.jobs import JobState
+from bexp.storage.leases import LeaseLostError
+from bexp.storage.owners import USUAL_SCOPES, Scope
+from bexp.storage.pruning import find_prunable, prune
 from bexp.storage.queue import Queue
+from bexp.storage.quotas import Quota, set_quota
 from bexp.storage.schema import upgrade
-from bexp.storage.tables import jobs
-from tests.chaos.fuzz_inputs import UNKNOWN_ID, Request, draw, seeds
+from bexp.storage.tokens import create_token
+from bexp.storage.workers import register_worker
+from tests.chaos.databases import PostgresServer, SqliteFile
+from tests.chaos.fuzz_answers import Answer, Connection, Judge
+from tests.chaos.fuzz_changes import Request, Tenant
+from tests.chaos.fuzz_requests import CANCEL, DELETE, RESUME, SUBMIT, Requests
 from tests.chaos.processes import ROOT
 from tests.chaos.result import read_commit, write_document
-from tests.contracts.samples import make_progress, make_report, make_request, make_worker
+from tests.contracts.samples import make_progress, make_recommendation, make_report, make_worker
 
-MOST_CPU_SECONDS = 1.0
-MOST_SECONDS = 30.0
-"""More than processor time, because the host may be busy with something else; for that reason the service may take
-longer than usual, too."""
-
+NUM_CONNECTIONS = 8
+PIPELINED = (1, 1, 2, 4, 8)
 MOST_GROWTH_BYTES = 50 << 20
-WARM_UP = 500
+WARM_UP = 5000
 """Requests after which memory is measured for the first time, when caches are filled."""
-
-CLEAN_UP = 1000
-"""Requests after which the explorations that were accepted are deleted, and the result is written."""
-
-MEMORY_EVERY = 5000
 WRITE_SECONDS = 20.0
-
-MAX_CORPUS = 1000
-MAX_KEPT_BYTES = 4000
-OWN_FOLDERS = tuple(str(ROOT / name) for name in ("api", "explorer", "storage"))
-
-
-@dataclass
-class Found:
-    """What a process found.
-
-    `seconds` counts answers by their time, rounded to two digits. `memory_bytes` is the resident memory after the
-    warm-up, and again after each MEMORY_EVERY requests.
-    """
-
-    requests: int = 0
-    statuses: dict[str, int] = field(default_factory=dict)
-    corpus: int = 0
-    guided: bool = False
-    slowest_seconds: float = 0.0
-    most_cpu_seconds: float = 0.0
-    slowest: str = ""
-    seconds: dict[str, int] = field(default_factory=dict)
-    memory_bytes: list[int] = field(default_factory=list)
-    growth_bytes: int = 0
-    violations: list[str] = field(default_factory=list)
+START_SECONDS = 60.0
+KEPT_JOBS = 200
+QUOTAS = {"owner-tight": Quota(max_queued=3), "owner-full": Quota(max_stored_bytes=1)}
+OWNERS = ("owner-red", "owner-blue", *QUOTAS)
 
 
-class Lines:
-    """Counts the lines of the service's own code that are reached for the first time."""
+class Fuzz:
+    """Sends requests and counts what came of them."""
 
-    def __init__(self) -> None:
-        self.num_new = 0
-        self._monitoring: Any = getattr(sys, "monitoring", None)
-        if self._monitoring is not None:
-            tool, lines = self._monitoring.COVERAGE_ID, self._monitoring.events.LINE
-            self._monitoring.use_tool_id(tool, "bexp-fuzz")
-            self._monitoring.register_callback(tool, lines, self._note)
-            self._monitoring.set_events(tool, lines)
+    def __init__(self, port: int, document: dict[str, Any], database: Database, seed: int) -> None:
+        self._port = port
+        self._rng = Random(seed)
+        self._seed = seed
+        self._started = time.monotonic()
+        self._commit = read_commit()
+        self._database = database
+        self._tenants = [_make_tenant(database, name) for name in OWNERS]
+        admin = Tenant(
+            "owner-admin", {"usual": create_token(database, "admin", owner="owner-admin", scopes=list(Scope))}
+        )
+        admin.tokens |= {"lesser": self._tenants[0].tokens["usual"], "expired": self._tenants[0].tokens["expired"]}
+        self._requests = Requests(document, self._tenants, admin, self._rng)
+        self._judge = Judge(document, self._tenants)
+        self._worker = Worker(database, {tenant.name: tenant for tenant in self._tenants}, self._rng)
+        self._routes: dict[str, Counter[int]] = {}
+        self._changes: dict[str, Counter[int]] = {}
+        self._seconds: Counter[float] = Counter()
+        self._slowest = (0.0, "")
+        self._ended = asyncio.Event()
+        self.violations: dict[str, list[str]] = {}
+        self.memory_bytes: list[int] = []
+
+    async def run(self, num: int, seconds: float, note: Callable[[], None]) -> None:
+        """Send so many requests, or as many as the time allows, or as come before SIGTERM; `note` is called often."""
+        with suppress(NotImplementedError, ValueError):
+            asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, self._ended.set)
+        until = self._started + seconds
+        works = [self._converse(num, until) for _ in range(NUM_CONNECTIONS)]
+        beside = [asyncio.create_task(each) for each in (self._work(), self._watch(note))]
+        await asyncio.gather(*works)
+        self._ended.set()
+        await asyncio.gather(*beside)
 
     @property
-    def is_guiding(self) -> bool:
-        """Whether this Python reports lines."""
-        return self._monitoring is not None
+    def num(self) -> int:
+        """How many requests were answered."""
+        return self._seconds.total()
 
-    def close(self) -> None:
-        """Watch no more."""
-        if self._monitoring is not None:
-            self._monitoring.set_events(self._monitoring.COVERAGE_ID, 0)
-            self._monitoring.free_tool_id(self._monitoring.COVERAGE_ID)
+    async def _converse(self, num: int, until: float) -> None:
+        connection = Connection(self._port)
+        while self.num < num and time.monotonic() < until and not self._ended.is_set():
+            requests: list[Request] = []
+            for _ in range(self._rng.choice(PIPELINED)):
+                requests.append(self._requests.draw())
+                if requests[-1].is_stream or requests[-1].raw is not None:
+                    requests[:-1] = [] if requests[-1].raw is not None else requests[:-1]
+                    break
+            for request, answer in zip(requests, await connection.exchange(requests), strict=False):
+                self._note(request, answer)
+        await connection.close()
 
-    def take(self) -> int:
-        """Return the number of new lines since the last call."""
-        number, self.num_new = self.num_new, 0
-        return number
+    def _note(self, request: Request, answer: Answer) -> None:
+        self._routes.setdefault(request.route or "none", Counter())[answer.status] += 1
+        self._changes.setdefault(request.change or "none", Counter())[answer.status] += 1
+        self._seconds[float(f"{answer.seconds:.1e}")] += 1
+        if answer.seconds > self._slowest[0]:
+            self._slowest = (answer.seconds, request.describe())
+        for fault in self._judge.faults_of(request, answer):
+            self.violations.setdefault(fault, []).append(request.describe())
+        if request.tenant is None or not (200 <= answer.status < 300 or answer.status == 404):
+            return
+        if request.route == SUBMIT:
+            request.tenant.move(json.loads(answer.body)["id"], request.tenant.open)
+        elif request.job_id is not None and (request.route == DELETE or answer.status == 404):
+            request.tenant.move(request.job_id, None)
+        elif request.job_id is not None and request.route in {CANCEL, RESUME}:
+            tenant = request.tenant
+            tenant.move(request.job_id, tenant.open if request.route == RESUME else tenant.ended)
 
-    def _note(self, code: CodeType, _: int) -> Any:
-        self.num_new += code.co_filename.startswith(OWN_FOLDERS)
-        return self._monitoring.DISABLE
+    async def _work(self) -> None:
+        while not self._ended.is_set():
+            with suppress(*DATABASE_TROUBLE, LeaseLostError):
+                await asyncio.to_thread(self._worker.act)
+            await asyncio.sleep(0.02)
+
+    async def _watch(self, note: Callable[[], None]) -> None:
+        while not self._ended.is_set():
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._ended.wait(), WRITE_SECONDS)
+            note()
+
+    def found(self) -> dict[str, Any]:
+        """Return the result so far."""
+        statuses: Counter[int] = sum(self._routes.values(), Counter())
+        seconds = time.monotonic() - self._started
+        growth = self.memory_bytes[-1] - self.memory_bytes[0] if self.memory_bytes else 0
+        grown = [f"memory grew by {growth / 2**20:.0f} MiB"] if growth > MOST_GROWTH_BYTES else []
+        violations = [f"{len(of)} times: {fault}: {of[0]}" for fault, of in self.violations.items()] + grown
+        return {
+            "commit": self._commit,
+            "database": self._database.engine.dialect.name,
+            "seed": self._seed,
+            "requests": self.num,
+            "seconds": round(seconds, 1),
+            "requests_a_second": round(self.num / seconds, 1),
+            "accepted_share": round(
+                sum(n for status, n in statuses.items() if 200 <= status < 300) / max(1, self.num), 3
+            ),
+            "statuses": _sorted(statuses),
+            "routes": {name: _sorted(counts) for name, counts in sorted(self._routes.items())},
+            "changes": {name: _sorted(counts) for name, counts in sorted(self._changes.items())},
+            "compared_with_whole_schema": self._judge.num_validated,
+            "median_seconds": self._percentile(0.5),
+            "p99_9_seconds": self._percentile(0.999),
+            "slowest_seconds": round(self._slowest[0], 4),
+            "slowest": self._slowest[1],
+            "memory_growth_bytes": growth,
+            "load_average": round(os.getloadavg()[2], 1),
+            "num_violations": sum(map(len, self.violations.values())) + len(grown),
+            "violations": violations[:50],
+        }
+
+    def _percentile(self, share: float) -> float | None:
+        rank, seen = share * self.num, 0
+        for seconds in sorted(self._seconds):
+            seen += self._seconds[seconds]
+            if seen > rank:
+                return seconds
+        return None
 
 
-async def call(app: Any, request: Request) -> int:
-    """Return the status of the answer; a stream is left after its first part."""
-    sent = False
-    status = 0
-    answered = asyncio.Event()
+class Worker:
+    """Claims explorations and does with them what workers do, an exploration a call."""
 
-    async def receive() -> dict[str, Any]:
-        nonlocal sent
-        if not sent:
-            sent = True
-            return {"type": "http.request", "body": request.body, "more_body": False}
-        await answered.wait()
-        return {"type": "http.disconnect"}
+    def __init__(self, database: Database, tenants: dict[str, Tenant], rng: Random) -> None:
+        self._database = database
+        self._queue = Queue(database)
+        self._tenants = tenants
+        self._rng = rng
+        self._acts = 0
 
-    async def send(message: dict[str, Any]) -> None:
-        nonlocal status
-        if message["type"] == "http.response.start":
-            status = message["status"]
-        else:
-            answered.set()
-
-    headers = [(b"host", b"127.0.0.1"), (b"content-length", str(len(request.body)).encode())]
-    headers += [(name.lower().encode(), value.encode("latin-1", "replace")) for name, value in request.headers]
-    scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": request.method,
-        "scheme": "http",
-        "path": unquote(request.path, errors="replace"),
-        "raw_path": request.path.encode(),
-        "query_string": request.query.encode(),
-        "root_path": "",
-        "headers": headers,
-        "client": ("127.0.0.1", 1),
-        "server": ("127.0.0.1", 80),
-    }
-    try:
-        await app(scope, receive, send)
-    except Exception:  # noqa: BLE001 - Starlette raises what it has answered with a 500 once more
-        status = status or 500
-    return status
-
-
-async def fuzz(examples: int, seed: int, folder: Path, seconds: float) -> Found:
-    """Send so many requests, or as many as `seconds` allow, or as many as come before SIGTERM.
-
-    What was found so far is written to `part_file` after each CLEAN_UP requests.
-    """
-    url = f"sqlite:///{folder / f'fuzz-{seed}.db'}"
-    database = open_database(url)
-    upgrade(database)
-    known = _make_job(database)
-    found, rng, lines, process = Found(), Random(seed), Lines(), psutil.Process()
-    found.guided = lines.is_guiding
-    app = create_app(ServiceSettings(url, is_open=True, answer_seconds=2 * MOST_SECONDS))
-    ends_at = time.monotonic() + seconds
-    stopped = asyncio.Event()
-    asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopped.set)
-    async with _running(app):
-        corpus = seeds(
-            [(method, path) for path, item in app.openapi()["paths"].items() for method in map(str.upper, item)]
+    def act(self) -> None:
+        """Take the next exploration, and answer it, or leave it running, or put it back, or let it fail."""
+        rng, report = self._rng, make_report()
+        device, targets = rng.choice(("cpu", "cuda")), {"bexp": "1", "transformers": "5"}
+        if device == "cuda":
+            report = make_report("A GPU", "cuda")
+        limit = report.hardware.memory_limit_bytes
+        info = make_worker(
+            f"w-{device}",
+            device,
+            num_devices=8,
+            fingerprint=report.hardware.fingerprint,
+            targets=targets,
+            memory_limit_bytes=limit,
         )
-        ids = (known, UNKNOWN_ID)
-        while found.requests < examples and time.monotonic() < ends_at and not stopped.is_set():
-            number = found.requests
-            request = corpus[number] if number < len(corpus) and number < 100 else draw(rng, corpus)
-            sent = Request(request.method, request.path.replace("{id}", rng.choice(ids)), *_rest(request))
-            answered = await _timed(app, sent)
-            found.requests += 1
-            _judge(found, sent, answered)
-            if lines.take() and number >= 100 and len(corpus) < MAX_CORPUS and len(request.body) <= MAX_KEPT_BYTES:
-                corpus.append(request)
-            if found.requests == WARM_UP or found.requests % MEMORY_EVERY == 0:
-                found.memory_bytes.append(process.memory_info().rss)
-            if found.requests % CLEAN_UP == 0:
-                with database.begin() as connection:
-                    connection.execute(sa.delete(jobs).where(jobs.c.id != known))
-                _close(found, corpus, process)
-                _write_part(found, part_file(folder, seed))
-    lines.close()
-    _close(found, corpus, process)
-    database.dispose()
-    return found
+        self._acts += 1
+        if self._acts % 50 == 1:
+            register_worker(self._database, info)
+            prune(self._database, find_prunable(self._database, keep=KEPT_JOBS))
+        claim = self._queue.claim(info)
+        if claim is None:
+            return
+        self._queue.pin(claim.lease, report)
+        self._queue.record(claim.lease, make_progress(len(claim.history)))
+        tenant = self._tenants[claim.job.owner]
+        match rng.choice(("answer",) * 6 + ("fault", "fail", "release", "leave")):
+            case "answer":
+                best = make_recommendation().model_copy(update={"confidence": 99})
+                variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=best)
+                last = Progress(recommendation=best, answer=SearchAnswer(variants=(variant,)))
+                self._queue.finish(claim.lease, JobState.SUCCEEDED, last=last)
+                tenant.move(claim.job.id, tenant.answered)
+            case "fail":
+                self._queue.finish(claim.lease, JobState.FAILED, error="a fault")
+                tenant.move(claim.job.id, tenant.ended)
+            case "fault":
+                self._queue.report_fault(claim.lease, "a fault")
+            case "release":
+                self._queue.release(claim.lease)
+            case _:
+                pass
 
 
-def part_file(folder: Path, seed: int) -> Path:
-    """The file with what the process of this seed has found so far."""
-    return folder / f"part-{seed}.json"
-
-
-def _close(found: Found, corpus: list[Request], process: psutil.Process) -> None:
-    """Note what is known at the end, or now."""
-    found.corpus = len(corpus)
-    if found.memory_bytes:
-        found.growth_bytes = process.memory_info().rss - found.memory_bytes[0]
-
-
-def _write_part(found: Found, path: Path) -> None:
-    whole = path.with_suffix(".new")
-    whole.write_text(json.dumps(asdict(found)))
-    whole.replace(path)
-
-
-@dataclass(frozen=True)
-class Answered:
-    """The status of an answer, and what it took. Nothing else runs in the process meanwhile."""
-
-    status: int
-    seconds: float
-    cpu_seconds: float
-
-
-async def _timed(app: Any, sent: Request) -> Answered:
-    start, cpu_start = time.perf_counter(), time.process_time()
-    status = await call(app, sent)
-    return Answered(status, time.perf_counter() - start, time.process_time() - cpu_start)
-
-
-def _judge(found: Found, sent: Request, answered: Answered) -> None:
-    status, rounded = str(answered.status), f"{answered.seconds:.1e}"
-    found.statuses[status] = found.statuses.get(status, 0) + 1
-    found.seconds[rounded] = found.seconds.get(rounded, 0) + 1
-    found.most_cpu_seconds = max(found.most_cpu_seconds, answered.cpu_seconds)
-    if answered.seconds > found.slowest_seconds:
-        found.slowest_seconds, found.slowest = answered.seconds, sent.describe()
-    if answered.status >= 500 or answered.status == 0:
-        found.violations.append(f"status {answered.status}: {sent.describe()}")
-    elif answered.cpu_seconds > MOST_CPU_SECONDS or answered.seconds > MOST_SECONDS:
-        taken = f"{answered.seconds:.2f} s, {answered.cpu_seconds:.2f} s of processor time"
-        found.violations.append(f"{taken}: {sent.describe()}")
-
-
-def _make_job(database: Database) -> str:
-    """Return the id of a running job with a recommendation."""
-    work = Queue(database)
-    job, _ = work.enqueue(make_request())
-    claim = work.claim(make_worker(fingerprint=make_report().hardware.fingerprint))
-    assert claim is not None
-    work.pin(claim.lease, make_report())
-    work.record(claim.lease, make_progress(0))
-    return job.id
-
-
-@asynccontextmanager
-async def _running(app: Any) -> AsyncIterator[None]:
-    async with app.router.lifespan_context(app):
-        yield
-
-
-def _rest(request: Request) -> tuple[str, tuple[tuple[str, str], ...], bytes]:
-    return request.query, request.headers, request.body
-
-
-def _stop_processes(*_: object) -> None:
-    """Pass SIGTERM on to the processes that fuzz. They end early, and what they found is added up as usual."""
-    for process in multiprocessing.active_children():
+@contextmanager
+def served(database_url: str, folder: Path) -> Iterator[tuple[int, psutil.Process, Path]]:
+    """Run a service; yield its port, its process and its log."""
+    log = folder / "serve.log"
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
+    environment |= {"BEXP_DATABASE_URL": database_url, "TMPDIR": str(folder)}
+    command = [sys.executable, "-m", "bexp.api.cli", "serve", "--port", "0", "--require-token"]
+    with log.open("wb") as file:
+        process = subprocess.Popen(
+            [*command, "--token-rate", "0", "--address-rate", "0"], cwd=ROOT, env=environment, stderr=file
+        )
+    try:
+        deadline = time.monotonic() + START_SECONDS
+        while (found := re.search(r"serving http://[\d.]+:(\d+)", log.read_text())) is None:
+            if time.monotonic() > deadline or process.poll() is not None:
+                raise RuntimeError(f"the service does not start: {log.read_text()[-500:]}")
+            time.sleep(0.05)
+        yield int(found[1]), psutil.Process(process.pid), log
+    finally:
         process.terminate()
+        process.wait(START_SECONDS)
 
 
-def _run(arguments: tuple[int, int, str, float]) -> Found:
-    examples, seed, folder, seconds = arguments
-    return asyncio.run(fuzz(examples, seed, Path(folder), seconds))
+def fuzz(num: int, seed: int, seconds: float, *, postgres: bool = False, output: Path | None = None) -> dict[str, Any]:
+    """Fuzz a fresh service; return the result."""
+    with tempfile.TemporaryDirectory(prefix="bexp-fuzz-") as folder:
+        there = PostgresServer(Path(folder)) if postgres else SqliteFile(Path(folder))
+        database = open_database(there.url)
+        upgrade(database)
+        for owner, quota in QUOTAS.items():
+            set_quota(database, owner, quota)
+        with served(there.url, Path(folder)) as (port, process, log):
+            with urlopen(f"http://127.0.0.1:{port}/openapi.json") as answer:
+                document = json.load(answer)
+            one = Fuzz(port, document, database, seed)
+
+            def note() -> None:
+                if one.num > WARM_UP:
+                    one.memory_bytes.append(process.memory_info().rss)
+                if output is not None:
+                    write_document(one.found(), output)
+
+            asyncio.run(one.run(num, seconds, note))
+        for line in log.read_text().splitlines():
+            if line.startswith(("error:", "critical:", "Traceback")):
+                one.violations.setdefault("the service logged an error", []).append(line)
+        database.dispose()
+        there.close()
+        return one.found()
 
 
-def add_up(parts: list[Found]) -> dict[str, object]:
-    """Return what all processes found as a JSON document."""
-    statuses: Counter[str] = Counter()
-    taken: Counter[str] = Counter()
-    for part in parts:
-        statuses.update(part.statuses)
-        taken.update(part.seconds)
-    slowest = max(parts, key=lambda part: part.slowest_seconds)
-    grown = max(parts, key=lambda part: part.growth_bytes)
-    growth = grown.growth_bytes
-    violations = [text for part in parts for text in part.violations]
-    if growth > MOST_GROWTH_BYTES:
-        violations.append(f"the memory of a process grew by {growth / 2**20:.0f} MiB")
-    return {
-        "commit": read_commit(),
-        "processes": len(parts),
-        "requests": sum(part.requests for part in parts),
-        "guided_by_new_lines": all(part.guided for part in parts),
-        "corpus": sum(part.corpus for part in parts),
-        "statuses": dict(sorted(statuses.items())),
-        "median_seconds": _percentile(taken, 0.5),
-        "p99_9_seconds": _percentile(taken, 0.999),
-        "slowest_seconds": round(slowest.slowest_seconds, 4),
-        "slowest": slowest.slowest,
-        "most_cpu_seconds": round(max(part.most_cpu_seconds for part in parts), 4),
-        "largest_memory_growth_bytes": growth,
-        "memory_bytes_of_that_process": grown.memory_bytes,
-        "num_violations": len(violations),
-        "violations": violations[:50],
-    }
+def _make_tenant(database: Database, owner: str) -> Tenant:
+    lifetime = timedelta(seconds=-1)
+    return Tenant(
+        owner,
+        {
+            "usual": create_token(database, owner, owner=owner, scopes=USUAL_SCOPES),
+            "lesser": create_token(database, f"{owner}-reads", owner=owner, scopes=[Scope.READ]),
+            "expired": create_token(database, f"{owner}-expired", owner=owner, lifetime=lifetime),
+        },
+    )
 
 
-def _percentile(taken: Counter[str], share: float) -> float | None:
-    """Return the time that `share` of the answers did not exceed, in two digits; null if there are none."""
-    rank, seen = share * taken.total(), 0
-    for seconds in sorted(taken, key=float):
-        seen += taken[seconds]
-        if seen > rank:
-            return float(seconds)
-    return None
-
-
-def _read_parts(folder: Path) -> list[Found]:
-    return [Found(**json.loads(path.read_text())) for path in sorted(folder.glob("part-*.json"))]
+def _sorted(counts: Counter[int]) -> dict[str, int]:
+    return {str(status): counts[status] for status in sorted(counts)}
 
 
 def main() -> int:
     """Fuzz, write the result, and return the exit status."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.fuzz", description=__doc__)
-    parser.add_argument("--examples", type=int, default=20_000, help="of all processes together")
-    parser.add_argument(
-        "--processes", type=int, default=len(os.sched_getaffinity(0)), help="default: one on each core that is allowed"
-    )
-    parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all examples")
+    parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all requests")
+    parser.add_argument("--postgres", action="store_true", help="on PostgreSQL (pgserver) instead of SQLite")
     parser.add_argument("--seed", type=int, default=None, help="default: the time")
     parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
-    share = -(-options.examples // options.processes)
-    with tempfile.TemporaryDirectory(prefix="bexp-fuzz-") as folder:
-        work = [(share, seed + index, folder, 60 * options.minutes) for index in range(options.processes)]
-        with multiprocessing.get_context("spawn").Pool(options.processes) as pool:
-            signal.signal(signal.SIGTERM, _stop_processes)
-            running = pool.map_async(_run, work, chunksize=1)
-            while not running.ready():
-                running.wait(WRITE_SECONDS)
-                if options.output is not None and (parts := _read_parts(Path(folder))):
-                    write_document(add_up(parts), options.output)
-            document = add_up(running.get())
-    return write_document(document, options.output)
+    found = fuzz(options.requests, seed, 60 * options.minutes, postgres=options.postgres, output=options.output)
+    return write_document(found, options.output)
 
 
 if __name__ == "__main__":

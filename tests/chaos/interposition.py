@@ -1,4 +1,4 @@
-"""Processes whose modules have another text than the product's: for failpoints, and for mutants."""
+"""Processes whose modules have another text than the product's: for failpoints."""
 
 from __future__ import annotations
 

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from random import Random
@@ -17,7 +16,7 @@ import psutil
 
 from tests.chaos import failpoints
 from tests.chaos.fork_server import ForkServer, StartedProcess
-from tests.chaos.interposition import Change, environment_with
+from tests.chaos.interposition import environment_with
 from tests.chaos.slow_worker import VARIABLE
 
 ROOT = Path(__file__).parents[2]
@@ -35,7 +34,7 @@ class Service:
     """Starts processes on one database, and starts another for each that has ended.
 
     `cold_share` of them are started by the interpreter, the others by a fork server. A trial of its workers takes
-    `trial_seconds`. Edges can be armed in `failpoints_folder`. `changes` are made to the product's modules.
+    `trial_seconds`. Edges can be armed in `failpoints_folder`.
     """
 
     def __init__(
@@ -49,7 +48,6 @@ class Service:
         *,
         require_token: bool = False,
         failpoints_folder: Path | None = None,
-        changes: Sequence[Change] = (),
     ) -> None:
         self.database_url = database_url
         self.disturbances: list[list[float]] = []
@@ -80,8 +78,7 @@ class Service:
         }
         if failpoints_folder is not None:
             self._environment[failpoints.VARIABLE] = str(failpoints_folder)
-            changes = [*changes, failpoints.CHANGE]
-        self._environment = environment_with(changes, self._environment)
+            self._environment = environment_with([failpoints.CHANGE], self._environment)
         self._cold_share = cold_share
         self._rng = Random(num_workers)
         self._fork_server = ForkServer(self._environment, self._log)

@@ -95,6 +95,23 @@ def test_words_are_searched_in_models_devices_owners_and_labels(stored: Database
     assert "".join(job.id for job in list_jobs(stored, JobFilter(search=search))[0]) == found
 
 
+@pytest.mark.parametrize(
+    ("labels", "found"),
+    [
+        ((("run", "search"),), "20"),
+        ((("run", "search"), ("run", "50%")), ""),
+        ((("ru", "search"),), ""),
+        ((("runs", "search"),), ""),
+        ((("run", "5"),), ""),
+        ((("run", "z"),), ""),
+    ],
+)
+def test_a_label_is_both_its_key_and_its_value(
+    stored: Database, labels: tuple[tuple[str, str], ...], found: str
+) -> None:
+    assert "".join(job.id for job in list_jobs(stored, JobFilter(labels=labels))[0]) == found
+
+
 def test_a_list_of_10000_is_searched_in_300_ms(database: Database) -> None:
     """At the 95th percentile, over REST, with documents of some kilobytes in each row."""
     Queue(database).enqueue(make_request())

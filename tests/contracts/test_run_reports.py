@@ -16,6 +16,7 @@ from bexp.storage.leases import Lease
 from bexp.storage.owners import LOCAL, USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.run_reports import NoAnswerError, TooManyReportsError, insert_run_report, read_run_reports
+from tests.contracts.jobs import store
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 REPORT: dict[str, Any] = {
@@ -116,6 +117,9 @@ def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reach
     assert begin("other", mode="eval")[1].reported_runs == ()
     # Anybody can write anything into a report, so it counts for its owner alone.
     assert begin("stranger", Caller("stranger", USUAL_SCOPES))[1].reported_runs == ()
+    for unreadable in ({"request": {"of": "another version"}}, {"report": None}):
+        store(database, job_id, **unreadable)
+        assert begin("reader")[1].reported_runs == ()
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,9 @@ def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: 
     queue.enqueue(make_request(fresh=True), by=b)
     prune(database, one[:1])
     queue.enqueue(make_request(fresh=True), by=a)
+    set_quota(database, "b", Quota(max_stored_bytes=count(database, "b")))  # no byte is left
+    with pytest.raises(StoredQuotaError):
+        queue.enqueue(make_request(fresh=True), by=b)
 
 
 def test_reports_of_real_runs_and_reused_answers_count_as_well(
@@ -85,6 +88,13 @@ def test_reports_of_real_runs_and_reused_answers_count_as_well(
     claim = claim_one(queue)
     queue.record(claim.lease, make_progress(0))
     queue.finish(claim.lease, JobState.SUCCEEDED, answer=ANSWER)
+    queue.enqueue(make_request(seed=1))
+    total = count(database)
+    insert_run_report(database, claim.job.id, make_report())
+    with database.read() as connection:
+        void = connection.scalars(sa.select(jobs.c.id).where(jobs.c.stored_bytes.is_(None))).all()
+    assert list(void) == [claim.job.id], "the others are not counted anew"
+    assert count(database) > total
     monkeypatch.setattr(quotas, "MAX_STORED_BYTES", 1000)  # without a quota
     with pytest.raises(StoredQuotaError):
         insert_run_report(database, claim.job.id, make_report())

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +15,8 @@ from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs
-from bexp.storage.waiting import describe_duration
+from bexp.storage.turns import ClaimQuota
+from bexp.storage.waiting import describe_duration, find_waiting
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
 from tests.contracts.samples import make_report, make_request, make_worker
 
@@ -184,3 +187,17 @@ def test_several_callers_note_a_reason_once(database: Database, num_jobs: int) -
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: queue.note_waiting(grace=NO_GRACE), range(8)))
     assert [reasons(database, job_id) for job_id in ids] == [["none is running"]] * num_jobs
+
+
+def test_a_reason_of_a_quota_stays_until_the_quota_changes_and_no_other_reason_does() -> None:
+    quota = ClaimQuota("the quota", holds=False)
+
+    def reason_of(stored: str, **changes: object) -> list[tuple[str, str | None]]:
+        waits = {"id": "j", "owner": "a", "device_kind": None, "target": "bexp", "devices_needed": 1}
+        row: Any = SimpleNamespace(**waits, fingerprint=None, report=None, waiting_reason=stored)
+        return find_waiting([make_worker()], [row], {"a": replace(quota, **changes)})  # type: ignore[arg-type]
+
+    assert reason_of("the quota") == []
+    for other in ("another", "zero"):
+        assert reason_of(other) == [("j", None)]
+        assert reason_of(other, holds=True) == [("j", "the quota")]

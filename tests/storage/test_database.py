@@ -2,12 +2,14 @@ from __future__ import annotations
 
 import sqlite3
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
-from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, open_database
+from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, DatabaseLimits, open_database
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])
@@ -76,3 +78,20 @@ def test_a_reader_does_not_wait_for_a_writer(sqlite_database: Database) -> None:
         writer.exec_driver_sql("DELETE FROM bexp_schema_version")
         with sqlite_database.read() as reader:
             assert reader.exec_driver_sql("SELECT count(*) FROM bexp_schema_version").scalar_one() == 1
+
+
+def test_a_postgresql_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[dict[str, Any]] = []
+    create = sa.create_engine
+
+    def create_engine(*arguments: Any, **options: Any) -> sa.Engine:
+        given.append(options["connect_args"])
+        return create(*arguments, **options)
+
+    monkeypatch.setattr(sa, "create_engine", create_engine)
+    limits = DatabaseLimits(statement=timedelta(seconds=4), connect=timedelta(seconds=3))
+    for query in ("", "?connect_timeout=9"):
+        open_database(f"postgresql://host/name{query}", limits).dispose()
+    kept = {"prepare_threshold": None, "keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 2}
+    kept["tcp_user_timeout"] = 4000
+    assert given == [{**kept, "connect_timeout": 3}, kept]

@@ -91,6 +91,11 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     for served, field in ((0, "budget.max_seconds or budget.max_trials"), (95, "fresh: true")):
         advice = certainty(served=served, confidence=20)["next_measurement"]["advice"]
         assert advice.startswith(f"explore again with {'' if served else 'a higher '}{field} (option")
+    communication = "communication between devices"
+    assert communication not in unknown
+    two = job_document(request={**TINY, "num_devices": 2})
+    assert communication in certainty(two)["not_measured"]
+    assert communication not in certainty(two, communication_seconds=0.01)["not_measured"]
     running = certainty(job_document("running"))["next_measurement"]["advice"]
     assert running == "wait: the exploration has not ended"
     assert describe_certainty(Exploration.model_validate(job_document()), None, 0) is None

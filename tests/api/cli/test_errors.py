@@ -12,6 +12,8 @@ import pytest
 import yaml
 
 from bexp.api.cli import main
+from bexp.api.cli.failures import describe_failure
+from bexp.api.local_worker import WorkerEndedError
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import list_tokens
 from tests.api.cli.conftest import Finished, Run
@@ -189,6 +191,13 @@ def test_an_unexpected_error_is_a_line_and_a_file(
     (file,) = tmp_path.glob("*.traceback")
     assert str(file) in said
     assert "ZeroDivisionError" in file.read_text()
+
+
+@pytest.mark.parametrize(("status", "code"), [(2, 2), (1, 3), (3, 3), (-9, 3)])
+def test_a_worker_that_ended_by_itself_is_exit_2_only_if_its_device_cannot_be_used(status: int, code: int) -> None:
+    failure = describe_failure(WorkerEndedError("the worker ended", status))
+    assert failure is not None
+    assert failure.code == code
 
 
 def test_version(bexp: Run) -> None:

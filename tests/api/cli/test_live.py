@@ -44,6 +44,8 @@ def test_everything_that_is_known_is_seen() -> None:
     assert "12,346 ◀ best so far" in rows[2][1]
     assert "memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)" in text
     assert "optimizer states 2.0 GiB" in text
+    (bar,) = re.findall(r"^█+░+", text, re.MULTILINE)
+    assert (bar.count("█"), len(bar)) == (pytest.approx(0.594 * 76, abs=2), 76)
     assert "something" in text  # the last event
 
 
@@ -106,6 +108,21 @@ def test_remaining_time_follows_the_confidence_and_the_budget() -> None:
     assert "0:02" in ended
     assert "best so far" not in ended  # the answer follows, and says it once
     assert "◀ recommended" in ended
+
+
+def test_trials_that_are_slow_take_longer_than_there_is_time_for() -> None:
+    trials = [event(number, EventCode.TRIAL) for number in range(2, 8)]  # 6 of 8
+    assert re.search(r"0:06 passed, at most about 0:0[12] left", render(view_of(started_ago(6), *trials)))
+
+
+def test_the_clock_of_a_resumed_exploration_goes_on_where_it_stopped() -> None:
+    def at(seconds: float, code: EventCode) -> Event:
+        return Event(seq=1, at=NOW - timedelta(seconds=seconds), code=code, message="")
+
+    view = view_of(at(100, EventCode.STARTED), at(97, EventCode.CANCELLED), at(2, EventCode.RESUMED))
+    assert re.search(r"0:0[56] passed", render(view))
+    started_again = view_of(at(5, EventCode.STARTED), at(2, EventCode.RESUMED))  # its worker was killed
+    assert re.search(r"0:0[56] passed", render(started_again))
 
 
 def test_another_variant_starts_an_empty_chart() -> None:

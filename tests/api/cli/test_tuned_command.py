@@ -8,11 +8,13 @@ from typing import Any
 
 import pytest
 
-from bexp.api.cli.tune_answer import Speed, TuneAnswer
+from bexp.api.cli.tune_answer import Speed, TuneAnswer, _best
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
+from bexp.explorer.records.recommendation import DividingCandidate
 from bexp.explorer.spec.candidate import Candidate
 from bexp.tune.placeholders import APPLY
+from tests.contracts.samples import make_recommendation
 
 VALUES = {SIZE: 8, STEPS: 4}
 
@@ -96,6 +98,12 @@ def test_what_overrides_a_yaml_is_told_in_its_place(tmp_path: Path) -> None:
     assert command.with_flags(VALUES)[-1] == f"{SIZE}=8"
 
 
+def test_a_word_that_is_named_like_a_field_is_no_flag() -> None:
+    command = TunedCommand(["python", "train.py", SIZE, "4"])
+    assert not command.has_flag(SIZE)
+    assert TunedCommand(["python", "train.py", f"--{SIZE}", "4"]).has_flag(SIZE)
+
+
 def test_other_commands_have_no_yaml_to_change() -> None:
     for command in ("python train.py config.yaml", "python train.py --name axolotl config.yaml", "axolotl train"):
         with pytest.raises(UnchangeableError, match="reads no YAML"):
@@ -113,3 +121,17 @@ def test_what_apply_did_is_told_as_lines_of_python_and_not_as_a_flag() -> None:
         "bexp.apply(trainer.model, bexp.RecommendedSetup(bexp.Settings(loss='chunked'), micro_batch_size=8))",
     ]
     assert answer.values == {SIZE: 8, STEPS: 2, "optim": "sgd"}, "a YAML has no key for it"
+
+
+def test_the_answer_is_the_candidate_that_keeps_the_batch() -> None:
+    """The fastest one may not divide it: then it has no accumulation steps, and the other has."""
+    fastest = make_recommendation(3)
+    dividing = DividingCandidate(
+        candidate=make_recommendation(2).candidate,
+        **{"grad_accum_steps": 4, "tokens_per_second": 900.0, "loss": 0.1, "confidence": 50, "step_seconds": 1.0},
+        **{"peak_bytes": 1, "required_bytes": 1},
+    )
+    of_both = fastest.model_copy(update={"grad_accum_steps": None, "dividing": dividing})
+    assert _best(of_both) == (dividing.candidate, 900.0, 4)
+    assert _best(of_both.model_copy(update={"dividing": None})) == (fastest.candidate, 1000.0, None)
+    assert _best(of_both.model_copy(update={"grad_accum_steps": 8})) == (fastest.candidate, 1000.0, 8)

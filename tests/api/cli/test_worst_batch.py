@@ -74,6 +74,7 @@ def test_a_size_that_fails_is_told_with_how_often() -> None:
         ({1: 1000, 4: 1600}, set(), 6.0),
         ({4: 1600}, {8}, 4.0),
         ({1: 1000, 4: 990}, {8}, 4.0),
+        ({}, {1}, 1.0),
     ],
 )
 def test_the_size_that_just_fits_follows_from_the_peaks(peaks: dict[int, int], failed: set[int], fits: float) -> None:

@@ -1,0 +1,51 @@
+"""How a command ends its worker: it is asked, and killed if it takes too long."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+
+from bexp.api import local_worker
+from bexp.api.local_worker import LocalWorker, WorkerEndedError
+
+SLOW = """
+import signal, sys, time
+signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), sys.exit(7)))
+print('ready', flush=True)
+while True: time.sleep(9)
+"""
+DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(99)"
+
+
+@pytest.mark.parametrize(("program", "grace", "status"), [(SLOW, 60.0, 7), (DEAF, 0.2, -9)])
+def test_a_worker_may_end_by_itself_for_so_long(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, grace: float, status: int
+) -> None:
+    monkeypatch.setattr(local_worker, "GRACE_SECONDS", grace)
+    monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", program])
+    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    while "ready" not in worker.log.read_text():
+        pass
+    worker.stop(keeps_log=False)
+    assert worker._process.returncode == status
+    assert not worker.log.exists()
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("print('oh'); raise SystemExit(7)", "ended with status 7; .* ends with\noh"),
+        ("import os; os.kill(os.getpid(), 9)", r"was ended by SIGKILL; .* ends with\n\(nothing\)"),
+    ],
+)
+def test_a_worker_that_has_failed_is_told_with_the_end_of_its_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str, said: str
+) -> None:
+    monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", program])
+    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    worker._process.wait()
+    with pytest.raises(WorkerEndedError, match=said):
+        worker.check()
+    worker.stop(keeps_log=False)
