@@ -182,7 +182,9 @@ def _measure(
     arguments.max_steps = 1 << 30
     trainer.accelerator.gradient_accumulation_steps = arguments.gradient_accumulation_steps
     trainer.optimizer, trainer.lr_scheduler = optimizer, None  # else each size has one of its own
+    trainer.callback_handler.optimizer = trainer.callback_handler.lr_scheduler = None
     trainer._created_lr_scheduler = False
+    trainer.accelerator.free_memory()  # now, and not when the clock of the peak runs
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
     numbers = itertools.count()
 

@@ -174,22 +174,31 @@ class MicroBatches:
         """What the first micro-batches of a width add to one in the mean over an epoch, at least.
 
         Samples that were not read may have other widths. Kernels may be planned anew for each width, as cuDNN's
-        attention is. In a trial the first of every drawn micro-batch shows it, and those that repeat it do not.
+        attention is. In a trial the first of every drawn micro-batch shows it, and those that repeat it do not. Early
+        ones also load kernels and grow the allocator's cache, so that a low quartile counts.
         """
         runs: dict[int, list[MicroStep]] = {}
+        ran, met = set[int](), set[int]()  # drawn micro-batches whose width is new, and widths
         for step in steps:
-            if step.number is not None and not self.is_longest(step.number):
-                runs.setdefault(self._drawn_number(step.number) % CYCLE, []).append(step)
+            if step.number is None or step.positions is None:
+                continue
+            if not self.is_longest(step.number):
+                place = self._drawn_number(step.number) % CYCLE
+                if place not in runs and step.positions not in met and not step.is_timed:
+                    ran.add(place)
+                runs.setdefault(place, []).append(step)
+            met.add(step.positions)
         longer = [
             first.seconds - statistics.median(step.seconds for step in later)
-            for first, *later in runs.values()
-            if later and not first.is_timed
+            for place in ran
+            for first, *later in [runs[place]]
+            if later
         ]
         if len(longer) < FEWEST_PAIRS:
             return 0.0
         one_epoch = positions[: max(1, len(self._tokens) // self._size)]
         number = max(len(one_epoch), (self.lengths.number or 0) // self._size)
-        return len(np.unique(one_epoch)) / number * max(0.0, statistics.median(longer))
+        return len(np.unique(one_epoch)) / number * max(0.0, statistics.quantiles(longer)[0])
 
     def _places(self, number: int) -> Places:
         """The places of the samples of a micro-batch of this process."""

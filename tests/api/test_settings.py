@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.api.settings import read_environment
+from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
 
 
@@ -76,3 +76,7 @@ def test_an_odd_port_is_refused(port: str) -> None:
 )
 def test_loopback_is_told_from_the_rest(host: str, loopback: bool) -> None:
     assert is_loopback(host) is loopback
+
+
+def test_streams_leave_a_quarter_of_the_connections() -> None:
+    assert ServiceSettings("sqlite://", max_connections=100).max_streams == 75

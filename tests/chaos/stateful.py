@@ -2,8 +2,7 @@
 
 Hypothesis draws what clients of two owners and workers do, one call after the other, and makes a sequence that fails
 short. The model says what each call must do: a key stands for one exploration, what is cancelled stays cancelled, what
-is deleted is gone, a lost lease writes nothing, an end comes once, and a quota holds. `tests.chaos` asks for the same
-while calls overlap and processes are killed.
+is deleted is gone, a lost lease writes nothing, an end comes once, and a quota holds.
 """
 
 from __future__ import annotations
@@ -39,8 +38,7 @@ from tests.contracts.jobs import ANSWER, codes, expire
 from tests.contracts.samples import MODEL, make_progress, make_report, make_worker
 
 JOBS = "/v1/explorations"
-MAX_QUEUED = 2
-MAX_ATTEMPTS = 2
+MAX_QUEUED = MAX_ATTEMPTS = 2
 FREE, TIGHT = "free", "tight"
 ENDS = [int(code) for code in EventCode if code.ends_job]
 
@@ -75,6 +73,11 @@ class Expected:
         """Whether it has ended."""
         return JobState(self.state).is_final
 
+    @property
+    def is_void(self) -> bool:
+        """Whether its key is free again."""
+        return self.state in {"failed", "cancelled"} or self.is_cancelled
+
     def end(self, state: JobState) -> None:
         """It ends."""
         self.state, self.num_ends, self.is_held = state.value, self.num_ends + 1, False
@@ -108,8 +111,7 @@ class Explorations(RuleBasedStateMachine):
         number = next(self.numbers)
         self.expected: dict[str, Expected] = {}
         self.work = Queue(self.database, QueueSettings(max_attempts=MAX_ATTEMPTS))
-        names = {owner: f"{owner}-{number}" for owner in (FREE, TIGHT)}
-        self.names = names
+        self.names = names = {owner: f"{owner}-{number}" for owner in (FREE, TIGHT)}
         self.headers = {
             owner: {"Authorization": f"Bearer {create_token(self.database, name, owner=name)}"}
             for owner, name in names.items()
@@ -118,7 +120,7 @@ class Explorations(RuleBasedStateMachine):
 
     @rule(target=jobs, owner=owners, key=st.sampled_from("abc"), seed=st.sampled_from((1, 1, 1, 2)))
     def submit(self, owner: str, key: str, seed: int) -> Any:
-        first = next((job for job in self._of(owner) if job.key == key and not self._is_void(job)), None)
+        first = next((job for job in self._of(owner) if job.key == key and not job.is_void), None)
         document = {"model": MODEL.model_dump(mode="json"), "seed": seed, "labels": {"key": key}}
         headers = self.headers[owner] | {"Idempotency-Key": key}
         answer = self.client.post(JOBS, json=document, headers=headers)
@@ -297,10 +299,6 @@ class Explorations(RuleBasedStateMachine):
 
     def _is_full(self, owner: str) -> bool:
         return owner == TIGHT and sum(job.state == "queued" for job in self._of(owner)) >= MAX_QUEUED
-
-    @staticmethod
-    def _is_void(job: Expected) -> bool:
-        return job.state in {"failed", "cancelled"} or job.is_cancelled
 
     @staticmethod
     def _is_hidden(job: Expected, own: bool) -> bool:
