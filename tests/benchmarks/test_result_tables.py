@@ -90,7 +90,10 @@ def test_rows_are_those_of_a_path_or_of_a_function() -> None:
     assert rows_of(result, "all") == [{"name": "a", "x": 1}, {"name": "b", "x": 2}]
     assert rows_of(result, "one.") == [{"x": 3}]
     assert {row["database"] for row in rows_of(load("chaos-rounds"), "chaos()")} == {"SQLite", "PostgreSQL", "both"}
-    assert {row["result"] for row in rows_of({}, "several(mutation*)")} == {"mutation", "mutation-3"}
+    assert {row["result"] for row in rows_of({}, "several(h100x2-mesh*)")} == {
+        "h100x2-mesh-fidelity",
+        "h100x2-mesh-fidelity-experts",
+    }
 
 
 def test_a_grid_has_a_line_for_each_name_and_a_dash_where_nothing_was_measured() -> None:
