@@ -115,7 +115,7 @@ def test_layers_in_float8_are_near_those_in_bfloat16(recipe: str) -> None:
     assert parts is not None
     assert parts.float8 is not None
     assert parts.float8.num_linear == 8 * 7
-    assert 0.0 < parts.float8.output_error < 0.1
+    assert 0.0 < parts.float8.output_error < 0.15
     assert 0.0 < parts.float8.gradient_error < 0.2
     with target.training_run(candidate(), parts, asked) as run:
         run.begin()
