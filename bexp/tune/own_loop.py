@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import os
+import weakref
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -29,19 +30,19 @@ class _Loop:
     """Follows the first optimizer that steps, and ends the process after a few of its steps."""
 
     def __init__(self) -> None:
-        self._first: Any = None
+        self._first: weakref.ref[Any] | None = None
         self._link: Link | None = None
         self._clock: Clock | None = None
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer is about to step: the first of all is the one that is followed."""
         if self._first is None:
-            self._first = optimizer
+            self._first = weakref.ref(optimizer)  # a Trainer drops it with its state before the next size
             self._begin(optimizer)
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
-        if optimizer is not self._first or self._clock is None:
+        if self._clock is None or self._first is None or optimizer is not self._first():
             return
         self._clock.end_step()
         if self._clock.is_over:

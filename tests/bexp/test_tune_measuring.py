@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import sys
+import weakref
 
 import pytest
 import torch
 
+from bexp.tune import measuring, own_loop
 from bexp.tune.measuring import peak_bytes, reset_peak
 
 CPU = torch.device("cpu")
@@ -27,3 +30,18 @@ def test_a_size_has_a_peak_of_its_own_whatever_larger_ones_have_left_behind() ->
     reset_peak(CPU)
     assert peak_bytes(CPU)[0] - before < 0.1 * LARGE
     assert after_it
+
+
+def test_an_optimizer_that_a_trainer_drops_is_gone_with_its_state() -> None:
+    loop = own_loop._Loop()
+    optimizer = torch.optim.AdamW([torch.zeros(2, requires_grad=True)])
+    measuring.serving.append(object())
+    try:
+        loop.before_step(optimizer)
+        loop.after_step(optimizer)
+    finally:
+        measuring.serving.pop()
+    kept = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert kept() is None

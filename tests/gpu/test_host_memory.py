@@ -63,6 +63,7 @@ def peaks(recompute: str) -> tuple[float, int]:
                 run()
             found = measure_memory(passes, DEVICE)
             sizes[:, column] = found.saved, found.forward_peak, found.backward_peak
+    del passes  # it holds the weights of the last component
     saved, transient = table.activation_bytes(*sizes)
     composed = float((table.static_bytes_C + saved + transient)[0])
     with target.training_run(chosen, parts, asked) as run_of_all:
