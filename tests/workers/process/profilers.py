@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 from collections.abc import Callable
 
+import pytest
+
 from bexp.explorer.records.measurement import Measurement, Outcome, WholeModelMeasurement
 from bexp.explorer.records.trial import TrialTask
+from bexp.workers.process.child import ProfilerProcess
 from bexp.workers.process.profiler import Profiler
 from tests.workers.profiler.samples import MODEL, candidate, components_of, plan
 
@@ -42,21 +44,18 @@ def slow_trial(profiler: Profiler, *, timeout_seconds: float = 600.0) -> Measure
     return profiler.measure(plan(chosen, components, model=HUGE, timeout_seconds=timeout_seconds))
 
 
-def kill_while_starting(profiler: Profiler, times: int, known: int | None = None) -> threading.Thread:
-    """Kill the next `times` processes of a profiler before they say that they are ready; `known` is the one before."""
+def kill_while_starting(profiler: Profiler, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kill the next `times` processes of a profiler before they say that they are ready."""
+    spawn, left = profiler._process._spawn, [None] * times
 
-    def kill() -> None:
-        killed = {known}
-        while len(killed) <= times:
-            process = profiler._process.current
-            if process is not None and process.pid not in killed:
-                killed.add(process.pid)
-                process.kill()
-            time.sleep(0.01)
+    def spawn_and_kill() -> ProfilerProcess:
+        process = spawn()
+        if left:
+            left.pop()
+            process.kill()
+        return process
 
-    thread = threading.Thread(target=kill, daemon=True)
-    thread.start()
-    return thread
+    monkeypatch.setattr(profiler._process, "_spawn", spawn_and_kill)
 
 
 def wait_for(done: Callable[[], bool], seconds: float = 60.0) -> None:

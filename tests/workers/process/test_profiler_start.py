@@ -47,12 +47,13 @@ def test_a_process_that_cannot_start_says_why(tmp_path: Path) -> None:
     profiler.close()
 
 
-def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(tmp_path: Path) -> None:
+def test_a_process_that_is_killed_at_each_start_is_an_error_in_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     profiler = Profiler("cpu", environment=ENVIRONMENT, lock_directory=tmp_path, start_pauses_seconds=(0.05,))
-    killer = kill_while_starting(profiler, 2)
+    kill_while_starting(profiler, 2, monkeypatch)
     with pytest.raises(ProfilerStartError, match="SIGKILL"):
         profiler.start()
-    killer.join(60)
     profiler.close()
 
 
