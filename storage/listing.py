@@ -84,13 +84,6 @@ def latest_events(database: Database) -> dict[str, int]:
         return {row.id: row.last_seq for row in connection.execute(sa.select(jobs.c.id, jobs.c.last_seq))}
 
 
-def ids_beginning_with(database: Database, start: str, *, limit: int) -> list[str]:
-    """Return at most `limit` ids of jobs that begin with `start`, newest first."""
-    query = sa.select(jobs.c.id).where(sa.func.substr(jobs.c.id, 1, len(start)) == start)
-    with database.read() as connection:
-        return list(connection.scalars(query.order_by(jobs.c.created_at.desc(), jobs.c.id.desc()).limit(limit)))
-
-
 def _cursor_after(job: JobSummary) -> str:
     return base64.urlsafe_b64encode(f"{job.created_at.isoformat()}~{job.id}".encode()).decode()
 

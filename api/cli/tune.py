@@ -160,10 +160,13 @@ def check_startable(command: Sequence[str]) -> None:
 
     What stands in arguments of other programs is for them to judge.
     """
-    program, script = Path(command[0]), next((each for each in command if _SCRIPT.fullmatch(each)), None)
+    program = Path(command[0])
+    named = (each for before, each in pairwise(command) if _SCRIPT.fullmatch(each) and not before.startswith("-"))
+    script = next(named, None)
     if shutil.which(program) is None:
         raise CommandError(ExitCode.USAGE, f"there is no program '{program}'")
-    runs_script = _RUNS_SCRIPT.fullmatch(program.name) and not {"-m", "-c"} & set(command)
+    has_module = any(each.startswith(("-m", "-c", "--module")) for each in command[1:])
+    runs_script = _RUNS_SCRIPT.fullmatch(program.name) and not has_module
     if script is not None and runs_script and not Path(script).exists():
         raise CommandError(ExitCode.USAGE, f"there is no script '{script}' in {Path.cwd()}")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from functools import cache
 from http import HTTPStatus
 
@@ -52,8 +53,11 @@ def add_openapi(app: FastAPI) -> None:
         return _send(describe(), request)
 
 
+_GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))")
+
+
 def _send(asset: Asset, request: Request) -> Response:
-    takes_gzip = "gzip" in request.headers.get("accept-encoding", "")
+    takes_gzip = _GZIP.search(request.headers.get("accept-encoding", "")) is not None
     headers = HEADERS | {"ETag": f'"{asset.digest}{"-gzip" if takes_gzip else ""}"'}
     if asset.digest in request.headers.get("if-none-match", ""):
         return Response(status_code=HTTPStatus.NOT_MODIFIED, headers=headers)

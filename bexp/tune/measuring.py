@@ -37,11 +37,10 @@ On a GPU the first micro-batches of each length load kernels, ask for their algo
 """
 PRECISE, PRECISE_SECONDS = 0.04, 6.0
 """Where lengths are not known, steps are timed until the standard error is this share of the mean, or for so long."""
-FEWEST_OTHERS, MOST_OTHERS, MOST_MORE_STEPS, NEW_SECONDS = 2, 13, 8, 5.0
-"""Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps.
-
-As many as are drawn, unless these take longer than NEW_SECONDS: beside long ones, what new widths cost is little.
-"""
+FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
+"""Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps."""
+LONG_SECONDS = 2.0
+"""A micro-step of this length is timed also if its width is new: what that takes is little beside it."""
 
 
 serving: list[Any] = []
@@ -79,12 +78,16 @@ class Ranks:
 
 @dataclass(frozen=True)
 class MicroStep:
-    """A micro-step, the number of its micro-batch, and the positions that were computed, as far as they are known."""
+    """A micro-step, the number of its micro-batch, and the positions that were computed, as far as they are known.
+
+    `is_first` says that the micro-batches are known, and that this is the first of its width: it is not timed.
+    """
 
     seconds: float
     is_timed: bool
     number: int | None = None
     positions: int | None = None
+    is_first: bool = False
 
 
 class Clock:
@@ -102,6 +105,7 @@ class Clock:
         self._began: float | None = None
         self._ended = 0.0
         self._micro_steps: list[MicroStep] = []
+        self._met: set[int | None] = set()
         self._optimizer_steps: list[float] = []
         self._num_restarts = 0
         self.is_over = False
@@ -117,7 +121,13 @@ class Clock:
     def end_micro_step(self, number: int | None = None, positions: int | None = None) -> None:
         """A micro-step has ended: that of the micro-batch with this number, which has so many positions."""
         now = self._now()
-        self._micro_steps.append(MicroStep(now - self._ended, self._began is not None, number, positions))
+        seconds = now - self._ended
+        is_known = self.micro_batches is not None and positions is not None
+        is_first = is_known and positions not in self._met and seconds < LONG_SECONDS
+        self._met.add(positions)
+        self._micro_steps.append(
+            MicroStep(seconds, self._began is not None and not is_first, number, positions, is_first)
+        )
         self._ended = now
 
     def end_step(self) -> None:
@@ -195,8 +205,7 @@ class Clock:
         if self.micro_batches is None or self._num_steps >= self._warm_up_steps + MOST_MORE_STEPS:
             return True
         others = [step for step in self._micro_steps if not self.micro_batches.is_longest(step.number or 0)]
-        is_long = sum(step.seconds for step in others) >= NEW_SECONDS
-        return len(others) >= (FEWEST_OTHERS if is_long else MOST_OTHERS)
+        return len(others) >= FEWEST_OTHERS
 
     def _varies(self) -> bool:
         """Whether the micro-batches differ in length, as far as that can be seen."""

@@ -173,27 +173,16 @@ class MicroBatches:
     def _new_width_seconds(self, steps: Sequence[MicroStep], positions: Figures) -> float:
         """What the first micro-batches of a width add to one in the mean over an epoch, at least.
 
-        Samples that were not read may have other widths. Kernels may be planned anew for each width, as cuDNN's
-        attention is. In a trial the first of every drawn micro-batch shows it, and those that repeat it do not. Early
-        ones also load kernels and grow the allocator's cache, so that a low quartile counts.
+        Samples that were not read may have other widths, and each of several processes plans for itself. Kernels may be
+        planned anew for each width, as cuDNN's attention is. The first micro-step of each shows it, and those that
+        repeat it do not. Early ones also load kernels and grow the allocator's cache, so that a low quartile counts.
         """
-        runs: dict[int, list[MicroStep]] = {}
-        ran, met = set[int](), set[int]()  # drawn micro-batches whose width is new, and widths
+        firsts = {step.positions: step.seconds for step in steps if step.is_first}
+        later: dict[int | None, list[float]] = {}
         for step in steps:
-            if step.number is None or step.positions is None:
-                continue
-            if not self.is_longest(step.number):
-                place = self._drawn_number(step.number) % CYCLE
-                if place not in runs and step.positions not in met and not step.is_timed:
-                    ran.add(place)
-                runs.setdefault(place, []).append(step)
-            met.add(step.positions)
-        longer = [
-            first.seconds - statistics.median(step.seconds for step in later)
-            for place in ran
-            for first, *later in [runs[place]]
-            if later
-        ]
+            if not step.is_first:
+                later.setdefault(step.positions, []).append(step.seconds)
+        longer = [seconds - statistics.median(later[width]) for width, seconds in firsts.items() if width in later]
         if len(longer) < FEWEST_PAIRS:
             return 0.0
         one_epoch = positions[: max(1, len(self._tokens) // self._size)]
@@ -205,12 +194,7 @@ class MicroBatches:
         number %= self.sampler.num_batches
         if number in self._longest_at:
             return self._longest[self._own]
-        return self.drawn(self._drawn_number(number))[self._own]
-
-    def _drawn_number(self, number: int) -> int:
-        """The number of a micro-batch among those that are drawn."""
-        number %= self.sampler.num_batches
-        return number - sum(at < number for at in self._longest_at)
+        return self.drawn(number - sum(at < number for at in self._longest_at))[self._own]
 
     def _find_padding(self, places: Places, seen: Figures) -> int | None:
         """How micro-batches are made, by the positions that were seen; None if in no way that is known."""

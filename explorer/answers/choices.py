@@ -59,7 +59,9 @@ def batch_rows(best: Recommendation, request: ExplorationRequest | None) -> Iter
 
 
 def _asked(request: ExplorationRequest | None) -> str:
-    if request is None or request.batch_size is None:  # a training command's batch is known to its worker alone
+    if request is None:
+        return "the batch"
+    if request.batch_size is None:  # a training command's, which is known to its worker alone
         return "the command's batch"
     return f"batch_size {request.batch_size}"
 

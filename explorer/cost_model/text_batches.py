@@ -10,7 +10,6 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 
 import numpy as np
 
@@ -45,17 +44,9 @@ class TextBatch:
     is_packed: bool = False
     is_flattened: bool = False
 
-    def narrowed(self, by: int) -> TextBatch:
-        """These texts in rows that are narrower by so many tokens, at least one wide."""
-        width = max(1, self.width - by)
-        rows = (self._cut_to(row, width) for row in self.rows)
-        return replace(self, rows=tuple(rows), width=width)
-
-    @staticmethod
-    def _cut_to(row: tuple[int, ...], width: int) -> tuple[int, ...]:
-        """Whole texts of a row as far as they have room, and what is left of the next one."""
-        ends = [min(sum(row[: i + 1]), width) for i in range(len(row))]
-        return tuple(end - begin for begin, end in pairwise([0, *ends]) if end > begin)
+    def narrowed(self) -> TextBatch:
+        """These padded texts in rows that are narrower by a token."""
+        return replace(self, rows=tuple((min(n, self.width - 1),) for (n,) in self.rows), width=self.width - 1)
 
     @classmethod
     def whole(cls, size: int, width: int) -> TextBatch:
@@ -91,8 +82,8 @@ class TextBatches:
     """The micro-batches of one size. `measured` are those to measure: usual ones, in the shares of an epoch, and last
     the longest, whose memory is that of the size. `step_size` are the texts of an optimizer step, which are grouped.
 
-    `new_width_share` is the share of an epoch's micro-batches whose width is the first of its kind: for these a
-    library may have to plan its kernels anew.
+    `new_width_share` is the share of an epoch's micro-batches that are the first of their width: for these a library
+    may have to plan its kernels anew. It is 0 unless texts are padded; other rows are full, or are one row.
 
     `positions_N` and `pairs_N` are those of all micro-batches, which have the shares `share_N` of an epoch. With a
     token budget, expectations are shares of them: those of as many tokens as the same number of packed rows has.
@@ -118,9 +109,10 @@ class TextBatches:
         self.varies = bool((np.abs(longest - mean) > VARIES * mean).any())
         self.measured = (*drawn, self.longest) if self.varies else (self.longest,)
         self._mean_A = mean
-        is_binned = texts.are_binned and batching in ("padded", "grouped")
-        number = sum(texts.counts) * (texts.mean / mean[0] if batching == "token_budget" else 1 / size)
-        self.new_width_share = _new_share(work_NA[:, 0] / size, self.share_N, number, are_binned=is_binned)
+        self.new_width_share = 0.0
+        if batching in ("padded", "grouped"):
+            number = sum(texts.counts) / size
+            self.new_width_share = _new_share(work_NA[:, 0] / size, self.share_N, number, are_binned=texts.are_binned)
 
     @property
     def expected_positions(self) -> float:
@@ -226,11 +218,13 @@ def _budgeted(texts: CutLengths, seq_length: int, size: int) -> Made:
 def _new_share(width_N: Figures, share_N: Figures, number: float, *, are_binned: bool) -> float:
     """Return the share of `number` micro-batches that are the first of their width.
 
-    A binned width stands for all down to the next narrower one, and each of them has an equal part of its share.
+    A binned width stands for all down to the next narrower one that the lengths may have, by their greatest common
+    divisor, and each of them has an equal part of its share.
     """
     widths, places = np.unique(np.rint(width_N), return_inverse=True)
     share = np.bincount(places, share_N).clip(0.0, 1.0 - 1e-12)
-    each = np.diff(widths, prepend=0.0) if are_binned else np.ones(len(widths))
+    step = np.gcd.reduce(widths.astype(np.int64))
+    each = np.diff(widths, prepend=0.0) / step if are_binned else np.ones(len(widths))
     expected = each * -np.expm1(number * np.log1p(-share / each))
     return float(min(1.0, expected.sum() / number))
 

@@ -108,7 +108,7 @@ class Contenders:
         """
         if not self.is_whole:
             return 1.0
-        measured_A = ~self.wanted_AP.any(axis=1)
+        measured_A = ~self.wanted_AP.any(axis=1) & (self.tokens_NA > 0.0).any(axis=0)  # and it may fit
         counts_A = measured_A | ((1.0 - tolerance) * self.tokens_NA > self.tokens_NA[:, [position]]).any(axis=0)
         if among_A is not None:
             counts_A &= among_A

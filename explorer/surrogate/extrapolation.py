@@ -69,10 +69,10 @@ def estimate_host_seconds(
 def estimate_new_widths(components: Sequence[Component], observed: Mapping[Component, ComponentObservations]) -> Floats:
     """Seconds that components take longer when a process first runs rows of a width, shape (K,).
 
-    They depend on the kernels, hardly on sizes, so those of a component that was not run are the mean of similar ones.
-    If nothing similar was run they are 0, because a guess must not keep a component from being measured.
+    They depend on the kernels, hardly on sizes, so those of a component that shows none are the mean of similar ones.
+    If nothing similar shows any they are 0, because a guess must not keep a component from being measured.
     """
-    known = {c: runs.new_width_seconds for c, runs in observed.items()}
+    known = {c: seconds for c, runs in observed.items() if (seconds := runs.new_width_seconds) is not None}
     near: dict[object, list[float]] = {}
     for component, seconds in known.items():
         near.setdefault(_similar(component), []).append(seconds)

@@ -52,9 +52,9 @@ class ComponentObservations:
         return self.runs[0]
 
     @property
-    def new_width_seconds(self) -> float:
-        """What it takes longer when a process first runs rows of a width; 0 if no run measured it."""
-        return min((run.new_width_seconds for run in self.runs if run.new_width_seconds is not None), default=0.0)
+    def new_width_seconds(self) -> float | None:
+        """What it takes longer when a process first runs rows of a width; None if no run measured it."""
+        return min((run.new_width_seconds for run in self.runs if run.new_width_seconds is not None), default=None)
 
     @cached_property
     def log_seconds(self) -> float:

@@ -86,7 +86,7 @@ TRL = TrainerFile(
             {
                 OFFLOADING: "activation_offloading",
                 "say dtype and attn_implementation at the top of the file instead": "model_init_kwargs",
-                "rows are measured without it: remove it": "pad_to_multiple_of",
+                "remove it, and round the lengths that you state up to it": "pad_to_multiple_of",
                 "is for several devices of old models: remove it": "ignore_bias_buffers",
             }
         ),

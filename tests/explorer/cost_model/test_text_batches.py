@@ -172,12 +172,8 @@ def test_memory_is_predicted_for_the_longest_and_work_for_the_mean() -> None:
     assert part_work(dense, model, asked(lengths=None)) == part_work(dense, model)
 
 
-def test_narrower_rows_keep_their_texts_as_far_as_there_is_room() -> None:
-    padded = TextBatch(((100,), (50,)), 100)
-    assert padded.narrowed(1) == TextBatch(((99,), (50,)), 99)
-    assert padded.narrowed(60) == TextBatch(((40,), (40,)), 40)
-    flat = TextBatch(((30, 20, 10),), 60, is_packed=True, is_flattened=True)
-    assert flat.narrowed(15) == TextBatch(((30, 15),), 45, is_packed=True, is_flattened=True)
+def test_narrower_rows_end_a_token_earlier() -> None:
+    assert TextBatch(((100,), (50,)), 100).narrowed() == TextBatch(((99,), (50,)), 99)
 
 
 @pytest.mark.parametrize("size", [1, 4, 32])
@@ -190,4 +186,14 @@ def test_new_widths_are_as_many_as_a_drawn_epoch_has(size: int) -> None:
 
 def test_counted_lengths_make_no_other_widths_and_packed_rows_have_one() -> None:
     assert batches("padded", 1).new_width_share == pytest.approx(5 / 1000, rel=1e-3)
-    assert batches("packed", 2).new_width_share < 0.01
+    assert batches("packed", 2).new_width_share == batches("token_budget", 2).new_width_share == 0.0
+
+
+@pytest.mark.parametrize("size", [1, 16])
+def test_lengths_that_are_rounded_up_have_few_widths(size: int) -> None:
+    lengths = 64 * np.ceil(np.random.default_rng(1).lognormal(5.9, 0.8, 80_000).clip(1, 8192) / 64).astype(int)
+    counted = dict(zip(*(each.tolist() for each in np.unique(lengths, return_counts=True)), strict=True))
+    widths = lengths.reshape(-1, size).max(axis=1)
+    found = batches("padded", size, lengths=list(map(list, counted.items())), seq_length=8192)
+    assert len(counted) > 64
+    assert found.new_width_share == pytest.approx(len(np.unique(widths)) / len(widths), rel=0.1)

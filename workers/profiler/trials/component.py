@@ -70,8 +70,10 @@ def measure_component(
 
 def new_width_seconds(
     instruments: Instruments, build: Callable[[TextBatch], AbstractContextManager[ComponentPasses]], usual: TextBatch
-) -> float:
+) -> float | None:
     """Return what passes take longer when this process first runs rows of a width, near that of a usual micro-batch.
+
+    It is None if the process has run all narrower widths.
 
     cuDNN's attention, for one, plans its kernels for each shape. Of two widths the smaller figure counts: in the first,
     the allocator may have to ask for memory.
@@ -79,8 +81,10 @@ def new_width_seconds(
     found = []
     for _ in range(2):
         batch = usual
-        while (width := (batch.size, batch.width)) in _widths_run and batch.width > 1:
-            batch = batch.narrowed(1)
+        while (width := (batch.size, batch.width)) in _widths_run:
+            if batch.width == 1:
+                return None
+            batch = batch.narrowed()
         _widths_run.add(width)
         with build(batch) as passes:
             first, *later = (_seconds_once(instruments, passes) for _ in range(3))
