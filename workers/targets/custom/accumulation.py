@@ -45,7 +45,7 @@ class CheckedCommand(CommandProcess):
             raise
         if self._hello["kind"] != TRAINER:
             return {"refused": OTHER_LOOP}
-        self._send({"command": "check", "batch_size": batch_size, "micro_batch_size": micro_batch_size})
+        self._line.send({"command": "check", "batch_size": batch_size, "micro_batch_size": micro_batch_size})
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import shutil
 import signal
-import socket
 import subprocess
 import tempfile
 import threading
@@ -34,6 +32,7 @@ from bexp.workers.targets.custom.descendants import started_with
 from bexp.workers.targets.custom.group import cause_of, forget_failures
 from bexp.workers.targets.custom.process import last_lines
 from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of
+from bexp.workers.targets.custom.training_line import TrainingLine
 
 TAIL_LINES, LAST_LINES = 100, 6
 LONGEST_FOLDER = 70
@@ -41,7 +40,6 @@ LONGEST_FOLDER = 70
 EVALUATION_SECONDS = 60.0
 """How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
-POLL_SECONDS = 0.1
 TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP = "it ended before its first optimizer step"
 NO_SIZE = (
@@ -68,11 +66,7 @@ class CommandProcess:
         base = command.own_folder or tempfile.gettempdir()
         short = "/tmp" if len(base) > LONGEST_FOLDER else base  # noqa: S108 - what is made in it is for this user alone
         self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir=short))
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._listener.bind(str(self._folder / "socket"))
-        self._listener.listen()
-        self._line: socket.socket | None = None
-        self._received = b""
+        self._line = TrainingLine(self._folder / "socket")
         self._kills = 0  # by the kernel, before what is waited for
         self._data: dict[str, Any] = {}  # what the measured size says of the data and of the processes
         self._has_ended = False
@@ -127,7 +121,7 @@ class CommandProcess:
         """Kill the command with all that it has started, and wait for it."""
         self._has_ended = True
         self._stop()
-        self._listener.close()
+        self._line.close()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _open(self, until: float, *, device: str, choice: Mapping[str, Any] | None, **_: Any) -> dict[str, Any]:
@@ -179,7 +173,7 @@ class CommandProcess:
         batch = self._hello.get("evaluation")
         if batch is None or self._popen is None:
             return None
-        self._send({"command": "evaluate"})
+        self._line.send({"command": "evaluate"})
         try:
             reply = self._receive(min(until, time.monotonic() + EVALUATION_SECONDS))
             outcome = Outcome(reply["outcome"])
@@ -214,7 +208,7 @@ class CommandProcess:
         if self._restarts and self._coming != size:
             self._start(size, until)
         if self._hello["kind"] == TRAINER:  # also one whose size stands in the command waits to be asked
-            self._send({"command": "measure", "micro_batch_size": size})
+            self._line.send({"command": "measure", "micro_batch_size": size})
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
@@ -232,7 +226,7 @@ class CommandProcess:
         scratch = self._folder / "scratch"
         scratch.mkdir(exist_ok=True)
         own = {
-            SOCKET: str(self._folder / "socket"),
+            SOCKET: str(self._line.path),
             CHOICE: json.dumps(left),
             SCRATCH: str(scratch),
         }
@@ -261,40 +255,15 @@ class CommandProcess:
         if self._restarts:
             self._coming = size or int(self._hello["micro_batch_size"])
 
-    def _send(self, message: dict[str, Any]) -> None:
-        assert self._line is not None, "the training has said what it is"
-        with suppress(OSError):  # if it has ended, its output says why
-            self._line.sendall(json.dumps(message).encode() + b"\n")
-
     def _receive(self, until: float) -> dict[str, Any]:
         """The next message of the training, which is watched meanwhile."""
         self._kills = count_kernel_oom_kills()
-        while b"\n" not in self._received:
+        while (message := self._line.take()) is None:
             if time.monotonic() >= until:
                 raise TrialFailedError(Outcome.TIMED_OUT, f"the command did not answer in time{self._last_lines()}")
-            if not self._read_line() and self._popen is not None and self._popen.poll() is not None:
+            if not self._line.read() and self._popen is not None and self._popen.poll() is not None:
                 self._fail(self._popen.returncode)
-        line, _, self._received = self._received.partition(b"\n")
-        message: dict[str, Any] = json.loads(line)
         return message
-
-    def _read_line(self) -> bool:
-        """Accept the training's connection, or read from it; returns whether anything came."""
-        waiting = self._listener if self._line is None else self._line
-        with selectors.DefaultSelector() as selector:
-            selector.register(waiting, selectors.EVENT_READ)
-            if not selector.select(POLL_SECONDS):
-                return False
-        if self._line is None:
-            self._line, _ = self._listener.accept()
-            return True
-        with suppress(OSError):
-            found = self._line.recv(1 << 16)
-            self._received += found
-            if found:
-                return True
-        time.sleep(POLL_SECONDS)  # the line has ended, and the process is about to
-        return False
 
     def _explained(self, outcome: Outcome, reason: str) -> tuple[Outcome, str]:
         """The outcome and the reason of what the first process has said; another one may be the cause."""
@@ -323,12 +292,10 @@ class CommandProcess:
     def _stop(self) -> None:
         """End the processes of this start."""
         popen, self._popen, self._coming = self._popen, None, None
-        if self._line is not None:
-            self._line.close()
-        self._line, self._received = None, b""
+        self._line.hang_up()
         if popen is None:
             return
-        others = started_with(str(self._folder / "socket"))
+        others = started_with(str(self._line.path))
         with suppress(ProcessLookupError):
             os.killpg(popen.pid, signal.SIGKILL)
         for other in others:  # those with a session of their own
