@@ -7,7 +7,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from bexp.measure.heap import trim
 from bexp.out_of_memory import is_out_of_memory
+from bexp.tune.micro_step import MicroStep
 
 if TYPE_CHECKING:
     from bexp.tune.micro_batches import MicroBatches
@@ -74,20 +75,6 @@ class Ranks:
         if self.number > 1:
             dist.all_gather_object(found, figures)
         return found
-
-
-@dataclass(frozen=True)
-class MicroStep:
-    """A micro-step, the number of its micro-batch, and the positions that were computed, as far as they are known.
-
-    `is_first` says that the micro-batches are known, and that this is the first of its width: it is not timed.
-    """
-
-    seconds: float
-    is_timed: bool
-    number: int | None = None
-    positions: int | None = None
-    is_first: bool = False
 
 
 class Clock:
