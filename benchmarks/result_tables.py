@@ -136,7 +136,7 @@ def _repeated(table: Row) -> list[Row]:
     """Return the table for each list of values, which take the places of $0, $1 and so on."""
     text = json.dumps({key: value for key, value in table.items() if key != "each"})
     return [
-        json.loads(re.sub(r"\$(\d)", lambda match, values=values: values[int(match[1])], text))  # type: ignore[misc]
+        json.loads(re.sub(r"\$(\d)", lambda match, values=values: values[int(match[1])], text))  # type: ignore[misc]  # a default of a lambda
         for values in table.get("each", [[]])
     ]
 

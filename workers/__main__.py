@@ -78,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 ends.callback(profiler.close)
                 if isinstance(profiler, Profiler):
                     profiler.prepare()  # its process imports torch while this one imports the search and the database
-            from bexp.workers.serving import build_workers, run_workers  # noqa: PLC0415
+            from bexp.workers.serving import build_workers, run_workers  # noqa: PLC0415 - beside the other import
 
             workers = build_workers(profilers, options.database_url or settings.database_url, settings, options.job)
         except ValueError as error:

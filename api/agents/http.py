@@ -22,7 +22,7 @@ from bexp.client.connection import EXPLORATIONS
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Explorations
 
-_NO_TOKEN = "A bearer token of the service is required: this connection is not known to be its user's."  # noqa: S105
+_NO_TOKEN = "A bearer token of the service is required: this connection is not known to be its user's."  # noqa: S105 - a message, and no secret
 _TWO_TOKENS = "There are several Authorization headers."
 _NEEDS_TOKENS = (
     "this address is reached by other machines, and the service requires no token of this process: start "

@@ -88,7 +88,7 @@ class _Loop:
             clock.end_micro_step(followed.number, followed.positions)
             return result
 
-        torch.Tensor.backward = timed  # type: ignore[method-assign]
+        torch.Tensor.backward = timed  # type: ignore[method-assign]  # the loop calls it by this name
         clock.begin_micro_step()
 
     def _end(self, clock: Clock) -> None:

@@ -94,7 +94,7 @@ class _Steps:
             self._num_micro_steps += 1
             return backward(*given, **named)  # type: ignore[no-untyped-call]  # torch has no types for it
 
-        torch.Tensor.backward = counted  # type: ignore[method-assign]
+        torch.Tensor.backward = counted  # type: ignore[method-assign]  # the loop calls it by this name
 
 
 _steps = _Steps()

@@ -70,7 +70,7 @@ class TrainerCheck:
         before = {name: getattr(trainer, name, None) for name in ("train_dataset", *_OFF)}
         try:
             if trainer.is_fsdp_enabled or trainer.is_deepspeed_enabled:
-                raise CannotCheckError("gradients that are spread over devices cannot be compared")  # noqa: TRY301
+                raise CannotCheckError("gradients that are spread over devices cannot be compared")  # noqa: TRY301 - told below
             dataset = trainer.train_dataset
             number, size = sizes_of(
                 trainer.args.bexp_asked,

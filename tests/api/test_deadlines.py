@@ -80,7 +80,7 @@ def test_what_is_given_up_is_logged_if_it_fails(caplog: pytest.LogCaptureFixture
 
     async def run() -> None:
         scope = {"type": "http", "method": "GET", "path": "/", "headers": [], "query_string": b""}
-        await DeadlineMiddleware(answer, SECONDS)(scope, send, send)  # type: ignore[arg-type]
+        await DeadlineMiddleware(answer, SECONDS)(scope, send, send)  # type: ignore[arg-type]  # the answer receives nothing
         await asyncio.sleep(SECONDS * 6)
 
     asyncio.run(run())

@@ -60,7 +60,7 @@ def over_the_micro_batch(model: nn.Module) -> Callable[[Batch, Batch], torch.Ten
 
 
 def not_divided(model: nn.Module) -> Callable[[Batch, Batch], torch.Tensor]:
-    return lambda part, _: sum(total(model, [text]) / tokens([text]) for text in part) / len(part)  # type: ignore[return-value]
+    return lambda part, _: sum(total(model, [text]) / tokens([text]) for text in part) / len(part)  # type: ignore[return-value]  # sum() starts at an int
 
 
 def divided_twice(model: nn.Module) -> Callable[[Batch, Batch], torch.Tensor]:

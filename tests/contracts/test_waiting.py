@@ -195,7 +195,7 @@ def test_a_reason_of_a_quota_stays_until_the_quota_changes_and_no_other_reason_d
     def reason_of(stored: str, **changes: object) -> list[tuple[str, str | None]]:
         waits = {"id": "j", "owner": "a", "device_kind": None, "target": "bexp", "devices_needed": 1}
         row: Any = SimpleNamespace(**waits, fingerprint=None, report=None, waiting_reason=stored)
-        return find_waiting([make_worker()], [row], {"a": replace(quota, **changes)})  # type: ignore[arg-type]
+        return find_waiting([make_worker()], [row], {"a": replace(quota, **changes)})  # type: ignore[arg-type]  # names of fields
 
     assert reason_of("the quota") == []
     for other in ("another", "zero"):

@@ -32,7 +32,7 @@ def reachable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     real = os.stat
 
     def open_above(path: object, *args: object, **options: object) -> os.stat_result:
-        found = real(path, *args, **options)  # type: ignore[arg-type]
+        found = real(path, *args, **options)  # type: ignore[arg-type]  # any arguments
         if Path(str(path)) in tmp_path.parents:
             found = os.stat_result((found.st_mode | 0o755, *found[1:]))
         return found
