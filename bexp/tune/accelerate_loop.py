@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bexp.tune.data_loader import followed, with_sampler
+from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed
 from bexp.tune.lengths import Lengths
 from bexp.tune.link import SIZE, asked
 from bexp.tune.measuring import ACCUMULATION, serving
@@ -24,10 +23,11 @@ def patch(module: ModuleType) -> None:
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
         replaced = [_resized(self, each) for each in given]
-        prepared = prepare(self, *(loader for loader, *_ in replaced), **named)
-        for each, (_, *known) in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
-            if known:
-                _follow(each, *known)
+        loaders = [each.loader if isinstance(each, SizedLoader) else each for each in replaced]
+        prepared = prepare(self, *loaders, **named)
+        for each, sized in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
+            if isinstance(sized, SizedLoader):
+                _follow(each, sized)
         return prepared
 
     module.Accelerator.prepare = prepare_resized
@@ -35,14 +35,11 @@ def patch(module: ModuleType) -> None:
         setattr(module.Accelerator, name, lambda *_, **__: None)
 
 
-def _resized(accelerator: Any, given: Any) -> tuple[Any, ...]:
-    """Return a loader of the trial's size for the first loader of a training; anything else as it is.
-
-    What is known of its data follows.
-    """
+def _resized(accelerator: Any, given: Any) -> Any:
+    """Return a loader of the trial's size for the first loader of a training; anything else as it is."""
     is_loader = isinstance(given, DataLoader) and given.batch_size is not None
     if not is_loader or asked or serving or isinstance(given.dataset, IterableDataset):
-        return (given,)
+        return given
     lengths = Lengths.of(given.dataset)
     asked.update(
         kind="accelerate's loop",
@@ -51,28 +48,26 @@ def _resized(accelerator: Any, given: Any) -> tuple[Any, ...]:
         lengths=lengths.describe(),
     )
     accelerator.gradient_accumulation_steps = min(ACCUMULATION, accelerator.gradient_accumulation_steps)
-    size = int(os.environ.get(SIZE) or given.batch_size)
-    if not lengths.is_known:
-        return (with_sampler(given, size, given.sampler),)
-    sampler, micro_batches = order_of(
-        given.sampler,
-        epoch_of(given.sampler, lengths),
-        lengths,
-        size,
-        processes=accelerator.num_processes,
-        rank=accelerator.process_index,
-    )
-    return with_sampler(given, size, sampler), lengths, micro_batches
+    epoch, number, rank = epoch_of(given.sampler, lengths), accelerator.num_processes, accelerator.process_index
+
+    def order(size: int) -> tuple[Any, MicroBatches | None]:
+        if not lengths.is_known:
+            return given.sampler, None
+        return order_of(given.sampler, epoch, lengths, size, processes=number, rank=rank)
+
+    first = given.batch_size if number > 1 else min(FIRST_SIZE, given.batch_size)
+    sized = SizedLoader(given, int(os.environ.get(SIZE) or first), lengths, order)
+    followed.sized = sized if number == 1 else None
+    return sized
 
 
-def _follow(prepared: Any, lengths: Lengths, micro_batches: MicroBatches | None) -> None:
+def _follow(prepared: Any, sized: SizedLoader) -> None:
     """Note what a prepared loader yields, in the moment when the loop takes it: the loader itself is one ahead."""
     own = type(prepared)
     iterate = own.__iter__
 
     @wraps(iterate)
-    def iterate_followed(self: Any) -> Iterator[Any]:
-        batches = iterate(self)
-        return followed.follow(batches, lengths, micro_batches) if self is prepared else batches
+    def iterate_followed(self: Any) -> Any:
+        return followed.follow(partial(iterate, self), sized) if self is prepared else iterate(self)
 
     own.__iter__ = iterate_followed  # Python looks for it in the class, and this one cannot be changed for one object

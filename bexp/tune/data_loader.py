@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -18,25 +18,57 @@ if TYPE_CHECKING:  # this module is loaded while torch itself is
     from bexp.tune.micro_batches import MicroBatches
 
 _OURS = "_bexp_loader"
+FIRST_SIZE = 2
+"""Of the one step before a trial names a size: it fits in memory, and is enough for a batch normalisation."""
+
+
+Ordered = Callable[[int], "tuple[Any, MicroBatches | None]"]
+"""Makes the order of a size: a sampler, and the micro-batches that it leads to if they are known and vary."""
+
+
+class SizedLoader:
+    """A training's loader of data, made anew with a size and an order of its own; both can change between two steps."""
+
+    def __init__(self, loader: DataLoader[Any], size: int, lengths: Lengths, order: Ordered) -> None:
+        self.lengths = lengths
+        self._order = order
+        sampler, self.micro_batches = order(size)
+        self.loader = with_sampler(loader, size, sampler)
+        self._batches: Any = self.loader.batch_sampler  # accelerate's own loader takes it over
+        self.turn = 0
+        """How often the size was set: with each, the order begins anew."""
+
+    def set(self, size: int) -> None:
+        """Have the next micro-batches be the first of another size."""
+        self._batches.sampler, self.micro_batches = self._order(size)
+        self._batches.batch_size = size
+        self.turn += 1
 
 
 @dataclass
 class Followed:
-    """The micro-batch that the loop has taken last."""
+    """The micro-batch that the loop has taken last, and the loader of it whose size can be set, if there is one."""
 
+    sized: SizedLoader | None = None
     lengths: Lengths | None = None
     micro_batches: MicroBatches | None = None
     number: int | None = None
     positions: int | None = None
 
-    def follow(self, batches: Iterable[Any], lengths: Lengths, micro_batches: MicroBatches | None) -> Iterator[Any]:
-        """Yield the batches of one epoch, and note each of them."""
+    def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:
+        """Yield the batches of one epoch, or begin one anew whenever a size was set; note each of them."""
         from bexp.tune.micro_batches import positions_of  # noqa: PLC0415 - needs torch
 
-        for number, batch in enumerate(batches):
-            self.lengths, self.micro_batches = lengths, micro_batches
-            self.number, self.positions = number, positions_of(batch)
-            yield batch
+        turn = None
+        while turn != sized.turn:
+            turn = sized.turn
+            for number, batch in enumerate(iterate()):
+                if sized.lengths.is_known:
+                    self.lengths, self.micro_batches = sized.lengths, sized.micro_batches
+                    self.number, self.positions = number, positions_of(batch)
+                yield batch
+                if turn != sized.turn:
+                    break
 
 
 followed = Followed()
@@ -49,7 +81,7 @@ def patch(module: ModuleType) -> None:
     @wraps(iterate)
     def iterate_worst_first(self: Any) -> Any:
         found = _worst_first(self)
-        return iterate(self) if found is None else followed.follow(iterate(found[0]), *found[1:])
+        return iterate(self) if found is None else followed.follow(partial(iterate, found.loader), found)
 
     module.DataLoader.__iter__ = iterate_worst_first
 
@@ -77,13 +109,13 @@ def with_sampler(loader: DataLoader[Any], size: int, sampler: Any) -> DataLoader
     )
 
 
-def follow(loader: DataLoader[Any], lengths: Lengths, micro_batches: MicroBatches | None) -> DataLoader[Any]:
+def follow(sized: SizedLoader) -> DataLoader[Any]:
     """Have each micro-batch of a loader noted when the loop takes it, and return the loader."""
-    vars(loader)[_OURS] = loader, lengths, micro_batches
-    return loader
+    vars(sized.loader)[_OURS] = sized
+    return sized.loader
 
 
-def _worst_first(loader: Any) -> tuple[DataLoader[Any], Lengths, MicroBatches | None] | None:
+def _worst_first(loader: Any) -> SizedLoader | None:
     """The loader that takes the place of another; None if this one serves the Trainer, accelerate or no training."""
     from torch.utils.data import RandomSampler  # noqa: PLC0415 - it is complete by now
 
@@ -97,15 +129,16 @@ def _worst_first(loader: Any) -> tuple[DataLoader[Any], Lengths, MicroBatches | 
             return None
         lengths = Lengths.of(loader.dataset)
         vars(loader)[_OURS] = _replaced(loader, lengths) if lengths.is_known else None
-    found: tuple[DataLoader[Any], Lengths, MicroBatches | None] | None = vars(loader)[_OURS]
+    found: SizedLoader | None = vars(loader)[_OURS]
     return found
 
 
-def _replaced(loader: DataLoader[Any], lengths: Lengths) -> tuple[DataLoader[Any], Lengths, MicroBatches | None]:
+def _replaced(loader: DataLoader[Any], lengths: Lengths) -> SizedLoader:
     from bexp.tune.micro_batches import epoch_of, order_of  # noqa: PLC0415 - needs torch
 
     size, steps = int(os.environ[SIZE]), int(os.environ.get(STEPS) or 1)
     longest_at = {0, 1, steps, steps + 1}  # the second pair meets the optimizer's state
     epoch = epoch_of(loader.sampler, lengths)
-    sampler, micro_batches = order_of(loader.sampler, epoch, lengths, size, longest_at=longest_at)
-    return with_sampler(loader, size, sampler), lengths, micro_batches
+    return SizedLoader(
+        loader, size, lengths, lambda size: order_of(loader.sampler, epoch, lengths, size, longest_at=longest_at)
+    )

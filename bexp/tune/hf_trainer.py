@@ -117,6 +117,7 @@ def _serve(trainer: Any, train: Callable[[], Any]) -> None:
             {
                 "event": "ready",
                 "kind": "transformers' Trainer",
+                "takes_sizes": True,
                 "class_name": type(trainer.model).__name__,
                 "trainer": type(trainer).__name__,
                 "micro_batch_size": size,

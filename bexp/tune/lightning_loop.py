@@ -12,11 +12,11 @@ from typing import Any
 
 from torch.utils.data import DataLoader, IterableDataset
 
-from bexp.tune.data_loader import follow, with_sampler
+from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, follow, followed, with_sampler
 from bexp.tune.lengths import Lengths, WorstFirst
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, asked, refusing
 from bexp.tune.measuring import ACCUMULATION, describe_parameters
-from bexp.tune.micro_batches import epoch_of, order_of
+from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 
 _LEFT_OUT = {
     "Checkpoint",
@@ -124,7 +124,15 @@ def _resized(trainer: Any, loader: Any, stated: int | None) -> Any:
         lengths=lengths.describe(),
     )
     trainer.accumulate_grad_batches = ACCUMULATION
-    return loader if size is None else _rebuilt(loader, int(os.environ.get(SIZE) or size), lengths)
+    if size is None:
+        return loader
+    if isinstance(loader.dataset, IterableDataset):
+        return with_sampler(loader, int(os.environ.get(SIZE) or size), None)
+    is_set_once = stated is not None or trainer.world_size > 1
+    first = size if is_set_once else min(FIRST_SIZE, size)
+    sized = _rebuilt(loader, int(os.environ.get(SIZE) or first), lengths)
+    followed.sized = None if is_set_once else sized
+    return follow(sized)
 
 
 def _why_not(trainer: Any, size: int | None) -> str | None:
@@ -140,12 +148,13 @@ def _why_not(trainer: Any, size: int | None) -> str | None:
     return None
 
 
-def _rebuilt(loader: DataLoader[Any], size: int, lengths: Lengths) -> DataLoader[Any]:
+def _rebuilt(loader: DataLoader[Any], size: int, lengths: Lengths) -> SizedLoader:
     """Return a loader of this size with the longest samples first. It does not end, so all micro-batches are full."""
-    if isinstance(loader.dataset, IterableDataset):
-        return with_sampler(loader, size, None)
-    order: Any = loader.sampler
-    if not lengths.is_known:
-        return with_sampler(loader, size, WorstFirst(lengths, size, order, longest_at=()))
-    sampler, micro_batches = order_of(order, epoch_of(order, lengths), lengths, size)
-    return follow(with_sampler(loader, size, sampler), lengths, micro_batches)
+    sampler: Any = loader.sampler
+
+    def order(size: int) -> tuple[Any, MicroBatches | None]:
+        if not lengths.is_known:
+            return WorstFirst(lengths, size, sampler, longest_at=()), None
+        return order_of(sampler, epoch_of(sampler, lengths), lengths, size)
+
+    return SizedLoader(loader, size, lengths, order)

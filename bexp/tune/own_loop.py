@@ -1,4 +1,6 @@
-"""Any other PyTorch loop in a trial: its size stands in the command, and backward calls and optimizer steps are timed.
+"""Any other PyTorch loop in a trial: backward calls and optimizer steps are timed.
+
+Its size stands in the command, or is that of its loader of data: one that a trial can set takes several sizes.
 
 The module is loaded while torch itself is, so it imports nothing of torch before the first optimizer steps.
 """
@@ -15,8 +17,10 @@ from bexp.tune.link import SIZE, CannotSetError, asked, choice, connect, refusin
 from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
+    from bexp.tune.data_loader import SizedLoader
     from bexp.tune.link import Link
     from bexp.tune.measuring import Clock
+    from bexp.tune.micro_batches import MicroBatches
 
 
 def patch(module: ModuleType) -> None:
@@ -32,6 +36,8 @@ class _Loop:
     def __init__(self) -> None:
         self._first: weakref.ref[Any] | None = None
         self._link: Link | None = None
+        self._sized: SizedLoader | None = None
+        self._device: Any = None
         self._clock: Clock | None = None
 
     def before_step(self, optimizer: Any, *_: Any) -> None:
@@ -42,24 +48,20 @@ class _Loop:
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
-        if self._clock is None or self._first is None or optimizer is not self._first():
+        if self._first is None or optimizer is not self._first():
             return
-        self._clock.end_step()
-        if self._clock.is_over:
-            self._end(self._clock)
+        if self._clock is not None:
+            self._clock.end_step()
+            if self._clock.is_over:
+                self._end(self._clock)
+        elif self._sized is not None:
+            self._measure_next()  # the first step has shown what there is, and nothing more
 
     def _begin(self, optimizer: Any) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
         from bexp.tune.data_loader import followed  # noqa: PLC0415 - where it is followed
-        from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
-        from bexp.tune.measuring import (  # noqa: PLC0415 - needs torch
-            ACCUMULATION,
-            Clock,
-            Ranks,
-            describe_parameters,
-            serving,
-        )
+        from bexp.tune.measuring import Ranks, describe_parameters, serving  # noqa: PLC0415 - needs torch
 
         if serving:
             return
@@ -72,33 +74,52 @@ class _Loop:
         if self._link is not None:
             described = describe_parameters(parameters)
             own: dict[str, Any] = {"class_name": "loop", "kind": kind, "num_devices": ranks.number}
+            self._sized = followed.sized if ranks.number == 1 else None
+            own["takes_sizes"] = self._sized is not None
             if followed.lengths is not None:
                 own["lengths"] = followed.lengths.describe()
             self._link.send({"event": "ready", **own, **described, **asked})
         if size is None and not asked:
             os._exit(0)  # the trial says what is missing
-        steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
-        clock = self._clock = Clock(parameters[0].device, ranks, steps)
-        clock.micro_batches, clock.ran_longest = followed.micro_batches, followed.lengths is not None
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)
         def timed(*given: Any, **named: Any) -> Any:
             result = backward(*given, **named)  # type: ignore[no-untyped-call]  # torch has no types for it
-            clock.end_micro_step(followed.number, followed.positions)
+            if self._clock is not None:
+                self._clock.end_micro_step(followed.number, followed.positions)
             return result
 
         torch.Tensor.backward = timed  # type: ignore[method-assign]  # the loop calls it by this name
+        self._device = parameters[0].device
+        if self._sized is None:
+            self._begin_clock(followed.lengths is not None, followed.micro_batches)
+
+    def _begin_clock(self, ran_longest: bool, micro_batches: MicroBatches | None) -> None:
+        from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
+        from bexp.tune.measuring import ACCUMULATION, Clock, Ranks  # noqa: PLC0415 - needs torch
+
+        steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
+        clock = self._clock = Clock(self._device, Ranks(), steps)
+        clock.micro_batches, clock.ran_longest = micro_batches, ran_longest
         clock.begin_micro_step()
 
     def _end(self, clock: Clock) -> None:
         from bexp.tune.measuring import measured  # noqa: PLC0415 - needs torch
 
         reply = measured(clock.figures)
-        if self._link is not None:
-            self._link.send(reply)
-            self._link.receive()  # the process ends when the trial has read it
-        os._exit(0)  # what the command does at its end is not for a trial
+        if self._link is None:
+            os._exit(0)  # what the command does at its end is not for a trial
+        self._link.send(reply)
+        self._measure_next()
+
+    def _measure_next(self) -> None:
+        """Wait for the next size, and begin with it. The process ends when the trial wants no more of it."""
+        assert self._link is not None, "it has said what it is"
+        command = self._link.receive()
+        assert self._sized is not None, "only such a loop is asked for a size"
+        self._sized.set(command["micro_batch_size"])
+        self._begin_clock(self._sized.lengths.is_known, self._sized.micro_batches)
 
 
 def _refuse_choice(kind: str) -> None:

@@ -39,7 +39,8 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
 def trainer(*, automatic: bool = True, callbacks: tuple[Any, ...] = ()) -> Any:
     module = nn.Linear(2, 2)
     module.automatic_optimization = automatic  # type: ignore[assignment]  # as Lightning's modules have it
-    return SimpleNamespace(global_rank=0, lightning_module=module, callbacks=callbacks, accumulate_grad_batches=8)
+    own = {"callbacks": callbacks, "accumulate_grad_batches": 8, "world_size": 1}
+    return SimpleNamespace(global_rank=0, lightning_module=module, **own)
 
 
 def loader(dataset: Dataset[Any], **named: Any) -> DataLoader[Any]:

@@ -2,7 +2,7 @@
 
 The command is run as it is. Each Python process of it loads `bexp.tune`, which sets sizes, times steps, and speaks over
 a Unix socket. A loop that it cannot set has its size in the command, as `{micro_batch_size}`, and is started anew for
-each size.
+each size, as is one of several processes that is no Trainer's.
 """
 
 from __future__ import annotations
@@ -86,8 +86,8 @@ class CommandProcess:
 
     @property
     def _restarts(self) -> bool:
-        """Whether each size has a start of its own: the Trainer alone serves several."""
-        return self._command.has_size or self._hello.get("kind") != TRAINER
+        """Whether each size has a start of its own."""
+        return self._command.has_size or not self._hello.get("takes_sizes")
 
     def ask(self, command: str, timeout_seconds: float, **arguments: Any) -> dict[str, Any]:
         """Return the reply to a command, as that of a custom target's process.
@@ -207,7 +207,7 @@ class CommandProcess:
             return self._figures.pop(size)
         if self._restarts and self._coming != size:
             self._start(size, until)
-        if self._hello["kind"] == TRAINER:  # also one whose size stands in the command waits to be asked
+        if self._hello["takes_sizes"]:  # also one whose size stands in the command waits to be asked
             self._line.send({"command": "measure", "micro_batch_size": size})
         reply = self._receive(until)
         outcome = Outcome(reply.pop("outcome"))

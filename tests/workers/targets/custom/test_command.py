@@ -79,23 +79,29 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
 
 
 @pytest.mark.parametrize(
-    ("texts", "arguments", "per_token"),
+    ("texts", "arguments", "per_token", "sizes"),
     [
         (
             with_trainer.Texts(200, long_tail=True),
             ("with_trainer.py", "--long_tail", "--per_device_train_batch_size", "4", "--output_dir", "out"),
             4e-4,
+            [4],
         ),
         (
             with_a_loader.Texts(200),
             ("with_a_loader.py", "--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}"),
             1e-4,
+            [4],
         ),
-        (with_a_loader.Texts(200), ("with_a_loader.py", "--accelerate"), 1e-4),
+        (with_a_loader.Texts(200), ("with_a_loader.py", "--accelerate"), 1e-4, [4, 8, 2]),
     ],
 )
 def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
-    commands: Commands, texts: with_trainer.Texts | with_a_loader.Texts, arguments: tuple[str, ...], per_token: float
+    commands: Commands,
+    texts: with_trainer.Texts | with_a_loader.Texts,
+    arguments: tuple[str, ...],
+    per_token: float,
+    sizes: list[int],
 ) -> None:
     script, *others = arguments
     process = commands(str(SCRIPTS / script), *others, "--seconds_per_token", str(per_token), batch_size=8)
@@ -103,12 +109,13 @@ def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
     described = process.ask("describe", SECONDS)
     lengths = np.array([len(texts[place]["input_ids"]) for place in range(200)])
     assert described["seq_length"] == round(lengths.mean())
-    found = measure(process, 4)
-    assert found.repeats >= FEWEST_VARIED
-    rng = np.random.default_rng(0)
-    longest = [lengths[rng.permutation(200)].reshape(-1, 4).max(axis=1).mean() for _ in range(100)]
-    truth = per_token * 4 * float(np.mean(longest))
-    assert 0.95 * truth < found.micro_step_seconds < 2.0 * truth, "the model takes little beside them"
+    for size in sizes:
+        found = measure(process, size)
+        assert found.repeats >= FEWEST_VARIED
+        rng = np.random.default_rng(0)
+        longest = [lengths[rng.permutation(200)].reshape(-1, size).max(axis=1).mean() for _ in range(100)]
+        truth = per_token * size * float(np.mean(longest))
+        assert 0.95 * truth < found.micro_step_seconds < 2.0 * truth, "the model takes little beside them"
 
 
 @pytest.mark.parametrize(
@@ -157,17 +164,18 @@ def test_a_loop_needs_no_transformers(commands: Commands, monkeypatch: pytest.Mo
     assert measure(process, 2).repeats >= 6
 
 
-def test_a_loop_of_accelerates_gets_its_size_from_within(commands: Commands) -> None:
+def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) -> None:
     out = commands.folder / "model"
     process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", str(out))
     open_(process)
     first = process.pid
     described = process.ask("describe", SECONDS)
     assert (described["batch_size"], described["micro_batch_size"]) == (16, 4)
-    assert measure(process, 4).repeats >= 6, "the first start has measured it"
-    assert not psutil.pid_exists(first)
-    assert process.alive
+    assert measure(process, 4).repeats >= 6
     assert measure(process, 16).micro_step_seconds > 0
+    assert process.pid == first, "one start serves all"
+    process.end()
+    assert not psutil.pid_exists(first)
     assert not out.exists()
 
 
