@@ -8,7 +8,9 @@ The commands are in `benchmarks/commands`; none of them knows bexp. For each the
 - `tune`: `bexp tune -- COMMAND`, by the clock of whoever waits, with the time of each start of the command;
 - `start_seconds`: the command itself with a single optimizer step;
 - `sweep`: the command itself, with its own stop-watch, at each size that divides its batch: from the answer upwards
-  until it runs out of memory, then downwards until it is 10% slower than the best; `--rounds` times in turns;
+  until it runs out of memory, then downwards until it is 10% slower than the best; `--rounds` times in turns. Of padded
+  texts, the first micro-steps of each width take longer, and a few steps meet more of them than an epoch does: its
+  `samples_per_second` follow from the micro-steps by a fit, and `own_samples_per_second` are those of the stop-watch;
 - `longest`: the command at the answer's size with nothing but the longest texts, 50 micro-batches of them. No 50 of
   100,000 micro-batches that are drawn from the same texts need more memory.
 
@@ -28,13 +30,22 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from benchmarks.commands.texts import real_lengths
 from benchmarks.environment import describe_environment, write_results
+from benchmarks.trainer_runs import varied_seconds
 
 BATCHES = {"full": 64, "adapters": 16, "reward": 64, "encoder": 256, "plain": 64}
 """Sequences of an optimizer step of each command. Sizes are their divisors, as those of `bexp tune` are."""
 HAS_OWN_LOOP = ("plain",)
 """Commands whose size stands in the command."""
-STEPS = 6
+LONGEST_TEXTS = {"full": (2048, 1), "reward": (1024, 2), "encoder": (512, 1), "plain": (1024, 1)}
+"""Tokens of the longest text, and texts of a sample, of the commands that pad."""
+LONGEST_TINY = 128
+EPOCHS = 20
+STEPS, MICRO_STEPS = 6, 14
+"""At least, of a run."""
 FAR = 0.9
 """Sizes below one that has this share of the best speed are not tried."""
 LONGEST = 50
@@ -124,11 +135,11 @@ class Command:
         sizes = [size for size in range(1, self._batch_size + 1) if self._batch_size % size == 0]
         runs: list[Row] = []
         for size in [size for size in sizes if size >= answer]:
-            runs.append(self.run(size, steps=STEPS))
+            runs.append(self.run(size, steps=self._steps(size)))
             if runs[-1]["samples_per_second"] is None:
                 break
         for size in [size for size in reversed(sizes) if size < answer]:
-            runs.append(self.run(size, steps=STEPS))
+            runs.append(self.run(size, steps=self._steps(size)))
             speeds = [run["samples_per_second"] or 0.0 for run in runs]
             if 0 < speeds[-1] < FAR * max(speeds):
                 break
@@ -143,10 +154,30 @@ class Command:
         figures: Row = {"micro_batch_size": size, "seconds": time.perf_counter() - begun, "samples_per_second": None}
         if done.returncode == 0:
             own: Row = json.loads(done.stdout.splitlines()[-1])
-            return figures | own
+            return figures | (own if steps == 1 or longest else self._in_an_epoch(size, own))
         if not any(text in done.stderr for text in OUT_OF_MEMORY):
             raise RuntimeError(done.stderr[-2000:])
         return figures | {"failed": "out of memory"}
+
+    def _steps(self, size: int) -> int:
+        return max(STEPS, -(-MICRO_STEPS * size // self._batch_size))
+
+    def _in_an_epoch(self, size: int, own: Row) -> Row:
+        """The figures of a run, with the speed that it has in the mean over an epoch."""
+        if self._name not in LONGEST_TEXTS:
+            return own
+        longest, texts = LONGEST_TEXTS[self._name]
+        lengths = np.array(real_lengths(LONGEST_TINY if self._options.tiny else longest))
+        rng, mean, new = np.random.default_rng(0), [], []
+        for _ in range(EPOCHS):
+            number = len(lengths) // size
+            widths = np.max([rng.permutation(lengths)[: number * size].reshape(-1, size) for _ in range(texts)], (0, 2))
+            mean.append(size * texts * widths.mean())
+            new.append(len(np.unique(widths)) / number)
+        steps = own["micro_step_seconds"]
+        seconds = varied_seconds(steps, own["positions"], len(steps[0]), float(np.mean(mean)), float(np.mean(new)))
+        own_speed = {"own_samples_per_second": own["samples_per_second"]}
+        return own | own_speed | {"samples_per_second": self._batch_size / seconds}
 
     def _arguments(self, size: object, accumulation: object) -> list[str]:
         tiny = ["--tiny"] if self._options.tiny else []

@@ -47,6 +47,7 @@ def main() -> None:
                 accelerator.backward(model(**batch).loss)
                 optimizer.step()
                 optimizer.zero_grad()
+            watch.micro_step()
             if accelerator.sync_gradients:
                 watch.step()
                 steps += 1

@@ -41,6 +41,8 @@ def main() -> None:
             if micro_steps % accumulation == 0:
                 optimizer.step()
                 optimizer.zero_grad()
+            watch.micro_step()
+            if micro_steps % accumulation == 0:
                 watch.step()
             if micro_steps == options.max_steps * accumulation:
                 break

@@ -7,6 +7,7 @@ import json
 import sysconfig
 import time
 from functools import cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,8 @@ import torch
 from torch.utils.data import Dataset
 from transformers import TrainerCallback
 
+positions: list[int] = []
+"""Tokens of each micro-batch that was made, padding included."""
 CHARACTERS = 4
 """Of a token, as tokenizers of today cut English and code."""
 WARM_UP_STEPS = 2
@@ -70,33 +73,61 @@ def padded(samples: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
         text = torch.tensor(sample["input_ids"])
         tokens[row, : len(text)] = labels[row, : len(text)] = text
         mask[row, : len(text)] = 1
+    positions.append(tokens.numel())
     return {"input_ids": tokens, "attention_mask": mask, "labels": labels}
 
 
 class Watch(TrainerCallback):
-    """Prints samples a second from the first optimizer steps to the last, and the peak of all."""
+    """Prints samples a second from the first optimizer steps to the last, the peak of all, and each micro-step."""
 
     def __init__(self, samples: int) -> None:
         self._samples = samples
         self._steps = 0
         self._began = self._ended = 0.0
+        self._marks: list[list[Any]] = [[_now()]]
+
+    def micro_step(self) -> None:
+        """A micro-step has ended."""
+        self._marks[-1].append(_now())
 
     def step(self) -> None:
         """An optimizer step has ended."""
         if torch.cuda.is_available():
             torch.cuda.synchronize()
+        self._marks[-1][-1] = _now()
+        self._marks.append([_now()])
         self._steps += 1
         self._ended = time.perf_counter()
         if self._steps == WARM_UP_STEPS:
             self._began = self._ended
 
+    def on_substep_end(self, *_: Any, **__: Any) -> None:
+        """A micro-step of the Trainer has ended that is not the last of its step."""
+        self.micro_step()
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
         """The Trainer's step has ended."""
+        self.micro_step()
         self.step()
 
     def tell(self) -> None:
         """Print the figures as the last line."""
         steps, seconds = self._steps - WARM_UP_STEPS, self._ended - self._began
         peak = torch.cuda.max_memory_allocated() if torch.cuda.is_available() else 0
-        figures = {"samples_per_second": steps * self._samples / seconds if steps > 0 else None, "peak_bytes": peak}
+        speed = steps * self._samples / seconds if steps > 0 else None
+        each = [[_between(*pair) for pair in pairwise(marks)] for marks in self._marks[:-1]]
+        figures = {"samples_per_second": speed, "peak_bytes": peak, "micro_step_seconds": each, "positions": positions}
         print(json.dumps({"steps": self._steps, **figures}), flush=True)
+
+
+def _now() -> Any:
+    """A mark in the device's own time, which makes nobody wait; on a CPU the time itself."""
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    mark = torch.cuda.Event(enable_timing=True)
+    mark.record()
+    return mark
+
+
+def _between(earlier: Any, later: Any) -> float:
+    return later - earlier if isinstance(later, float) else float(earlier.elapsed_time(later)) / 1000
