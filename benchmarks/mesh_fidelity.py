@@ -32,7 +32,7 @@ from bexp.explorer.search.mesh_knowledge import MeshKnowledge
 from bexp.explorer.spec.expert_modes import ExpertMode
 from bexp.explorer.spec.mesh import MeshRun
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.devices.selection import parse_devices
+from bexp.measure.device_names import parse_devices
 from bexp.workers.process.interface import DeviceProfiler
 from bexp.workers.process.profiler import Profiler
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import os
-import re
 import shlex
 import time
-from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
@@ -18,6 +16,7 @@ from bexp.api.cli.errors import CommandError, ExitCode, say
 from bexp.api.local_worker import LocalWorker
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.explorer.spec.request import ExplorationRequest
+from bexp.measure.device_names import parse_devices
 from bexp.storage.workers import is_run_by_another
 
 if TYPE_CHECKING:
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
 CANCEL_SECONDS = 5.0
 CHECK_SECONDS = 1.0
 REMIND_SECONDS = 30.0
-_LAST_GPU = re.compile(r"cuda(?::(?:\d{1,4}-)?(\d{1,4}))?")
 
 
 class LocalRun:
@@ -52,7 +50,7 @@ class LocalRun:
         group = counts[-1] > 1
         _check_number_of_devices(device, counts[0])
         owned = request.device_kind if device is None and (request.device_kind == "cpu" or not group) else device
-        _check_devices(owned)
+        check_devices(owned)
         chosen = ["--device", owned] if owned is not None else ["--num-devices", ",".join(map(str, counts))]
         _, file = (None, local_target) if local_target is not None else options.split_target(target)
         self.job_id = job_id
@@ -150,18 +148,18 @@ def _check_number_of_devices(device: str | None, needed: int) -> None:
     """Raise CommandError if the only worker would own too few devices: the exploration would wait for ever."""
     if device is None or device.startswith("replay:"):
         return
-    owned = sum(_count_devices(part) for part in device.split(","))
+    owned = len(named_devices(device))
     if owned < needed:
         message = f"the exploration needs {needed} devices, and --device {device} names {owned}"
         raise CommandError(ExitCode.USAGE, message, "restrict context_parallel.sizes or sharding, or name more devices")
 
 
-def _check_devices(owned: str | None) -> None:
+def check_devices(owned: str | None) -> None:
     """Raise CommandError if the only worker would own a GPU that is not there; it would end after some seconds."""
-    parts: Sequence[str] = [part.strip() for part in (owned or "").split(",")]
-    last = max((int(match[1] or 0) for part in parts if (match := _LAST_GPU.fullmatch(part))), default=None)
-    if last is None:
+    gpus = [device for device in named_devices(owned) if device != "cpu"]
+    if not gpus:
         return
+    last = max(int(device.removeprefix("cuda:")) for device in gpus)
     from bexp.measure.visible_gpus import visible_gpus  # noqa: PLC0415 - takes time, and only GPUs need it
 
     if last >= (number := len(visible_gpus(os.environ))):
@@ -169,7 +167,11 @@ def _check_devices(owned: str | None) -> None:
         raise CommandError(ExitCode.USAGE, message, "`bexp doctor` shows what can be used; --device cpu needs no GPU")
 
 
-def _count_devices(part: str) -> int:
-    """Return how many devices `cpu`, `cuda:0` or `cuda:0-3` names; the worker judges whether they exist."""
-    match = re.fullmatch(r"cuda:(\d{1,4})-(\d{1,4})", part.strip())
-    return int(match[2]) - int(match[1]) + 1 if match else 1
+def named_devices(device: str | None) -> tuple[str, ...]:
+    """Return the devices that an option names; none of a recorded table. Raises CommandError if it is neither."""
+    if device is None or device.startswith("replay"):
+        return ()
+    try:
+        return parse_devices(device)
+    except ValueError as error:
+        raise CommandError(ExitCode.USAGE, str(error)) from error

@@ -22,7 +22,7 @@ from bexp.api.cli.connection import open_stored
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.explore import WorkerDevice
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.local_run import LocalRun
+from bexp.api.cli.local_run import LocalRun, check_devices, named_devices
 from bexp.api.cli.results import terminal_width
 from bexp.api.cli.tune_answer import TuneAnswer, check_writable
 from bexp.api.cli.tuned_command import TunedCommand
@@ -128,7 +128,9 @@ def tune(
         tried[APPLY] = APPLY_VALUES
     if write is not None:
         check_writable(tuned, write)
-    with _described(command, tried, batch_size) as reference:
+    check_devices(device)
+    devices = () if device is None else named_devices(device)
+    with _described(command, tried, batch_size, devices) as reference:
         fields = options.collect_fields(
             micro_batch_size=micro_batch_size,
             max_seconds=max_seconds,
@@ -139,7 +141,8 @@ def tune(
         request = _build(command, tried, batch_size, fields, reference, options.device_kind(device))
         with open_stored() as stored:
             old = None if resume is None else _resumable(stored, resume, request)
-            worker = LocalRun(request, new_job_id() if old is None else old.id, device, local_target=reference)
+            job_id = new_job_id() if old is None else old.id
+            worker = LocalRun(request, job_id, devices[0] if devices else None, local_target=reference)
             job = stored.submit(request, job_id=worker.job_id) if old is None else stored.resume(old.id)
             with worker:
                 code = worker.follow(stored, job, as_json=as_json, verbose=verbose)
@@ -189,11 +192,14 @@ def name_command(command: Sequence[str]) -> str:
 
 
 @contextmanager
-def _described(command: Sequence[str], tries: dict[str, list[Any]], batch_size: int | None) -> Iterator[str]:
+def _described(
+    command: Sequence[str], tries: dict[str, list[Any]], batch_size: int | None, devices: Sequence[str]
+) -> Iterator[str]:
     """Within the context, the reference of a file that only this user can read, which tells the worker the command."""
     with tempfile.TemporaryDirectory(prefix="bexp-command-") as folder:
         file = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]', '-', name_command(command))}.json"
-        document = {"command": list(command), "folder": str(Path.cwd()), "tries": tries, "batch_size": batch_size}
+        own = {"folder": str(Path.cwd()), "devices": list(devices)}
+        document = {"command": list(command), "tries": tries, "batch_size": batch_size, **own}
         file.write_text(json.dumps(document))
         yield f"{file}:command"
 

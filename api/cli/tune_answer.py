@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import os
-import re
 import signal
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,8 +19,9 @@ from bexp.client.explorations import Explorations
 from bexp.explorer.answers.text import bytes_text, rate_text, row
 from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.spec.candidate import Candidate
+from bexp.measure.device_names import parse_devices
 from bexp.tune import link
-from bexp.tune.environment import on_device, with_hook
+from bexp.tune.environment import on_devices, with_hook
 from bexp.tune.placeholders import APPLY, apply_lines, describe_choice, fill, stands_in, text_of
 
 PLACEHOLDER, STEPS_PLACEHOLDER = "micro_batch_size", "grad_accum_steps"
@@ -157,8 +157,8 @@ class TuneAnswer:
             link.CHOICE: json.dumps(own),
             link.PROMISE: json.dumps(promise),
         }
-        if re.fullmatch(r"cpu|cuda(:\d+)?", device or ""):  # several are for the command to share out
-            environment = on_device(environment, device or "")
+        if device is not None:
+            environment = on_devices(environment, parse_devices(device))
         if self.class_name == LOOP and not promise["has_size"]:
             say("note: what the script computes from its own sizes, such as a number of steps, does not change")
         sys.stdout.flush()

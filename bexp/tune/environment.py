@@ -1,9 +1,9 @@
-"""The environment of a training command: that of a person, with the hook, on the device that they have named."""
+"""The environment of a training command: that of a person, with the hook, on the devices that they have named."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from bexp.child_process import PACKAGES_FOLDER
 from bexp.tune.link import SITE
@@ -18,10 +18,9 @@ def with_hook(environment: Mapping[str, str]) -> dict[str, str]:
     return {**environment, "PYTHONPATH": path, SITE: str(PACKAGES_FOLDER)}
 
 
-def on_device(environment: Mapping[str, str], device: str) -> dict[str, str]:
-    """Return an environment that shows one device, `cpu` or `cuda:1`, of those that were visible."""
-    if device == "cpu":
-        return {**environment, "CUDA_VISIBLE_DEVICES": ""}
-    number = int(device.partition(":")[2] or 0)
-    visible = environment.get("CUDA_VISIBLE_DEVICES")
-    return {**environment, "CUDA_VISIBLE_DEVICES": visible.split(",")[number].strip() if visible else str(number)}
+def on_devices(environment: Mapping[str, str], devices: Sequence[str]) -> dict[str, str]:
+    """Return an environment that shows these devices, `cpu` or `cuda:1`, of those that were visible."""
+    visible = [name.strip() for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    numbers = [int(device.removeprefix("cuda:")) for device in devices if device != "cpu"]
+    shown = [visible[number] if visible else str(number) for number in numbers]
+    return {**environment, "CUDA_VISIBLE_DEVICES": ",".join(shown)}

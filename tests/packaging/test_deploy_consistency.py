@@ -16,7 +16,7 @@ from bexp.api.cli import app as command_line
 from bexp.api.local_worker import GRACE_SECONDS
 from bexp.api.serve import SHUTDOWN_SECONDS
 from bexp.api.settings import DEFAULT_PORT, ServiceSettings, read_environment
-from bexp.workers.devices.selection import parse_devices
+from bexp.measure.device_names import parse_devices
 from bexp.workers.settings import read_settings
 from tests.packaging.deployment_schemas import Document
 from tests.packaging.deployments import (

@@ -2,7 +2,8 @@ from __future__ import annotations
 
 import pytest
 
-from bexp.workers.devices.selection import default_devices, parse_counts, parse_devices
+from bexp.measure.device_names import parse_devices
+from bexp.workers.devices.selection import default_devices, parse_counts
 
 
 @pytest.mark.parametrize(

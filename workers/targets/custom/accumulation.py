@@ -13,6 +13,7 @@ from types import FrameType
 from typing import Any
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.measure.device_names import parse_devices
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.targets.custom.command import NO_SIZE, TRAINER, CommandProcess
 from bexp.workers.targets.custom.training_command import SIZE_FIELD, TrainingCommand
@@ -28,7 +29,7 @@ OTHER_LOOP = (
 class CheckedCommand(CommandProcess):
     """A training command whose gradients are compared."""
 
-    def check(self, device: str, batch_size: int | None, micro_batch_size: int | None) -> dict[str, Any]:
+    def check(self, batch_size: int | None, micro_batch_size: int | None) -> dict[str, Any]:
         """The document of an `AccumulationCheck`, or `refused` with a sentence that says why there is none.
 
         Raises:
@@ -36,7 +37,6 @@ class CheckedCommand(CommandProcess):
             TargetKilledError: it was killed for no known reason.
         """
         until = time.monotonic() + MOST_SECONDS
-        self._device = device
         try:
             self._start(micro_batch_size if self._command.has_size else None, until)
         except TrialFailedError as error:
@@ -58,16 +58,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="bexp check-accumulation")
     parser.add_argument("--batch-size", type=int)
     parser.add_argument("--micro-batch-size", type=int)
-    parser.add_argument("--device", default="cuda:0")
+    parser.add_argument("--device", type=parse_devices, default="cuda:0")
     parser.add_argument("--json", action="store_true")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args(arguments)
-    command = TrainingCommand(tuple(options.command), str(Path.cwd()), {}, options.batch_size)
+    command = TrainingCommand(tuple(options.command), str(Path.cwd()), {}, options.batch_size, devices=options.device)
     if command.has_size and options.micro_batch_size is None:
         return _fail(USAGE, f"--micro-batch-size has to say what {SIZE_FIELD} is in the command")
     process = CheckedCommand(command)
     try:
-        reply = process.check(options.device, options.batch_size, options.micro_batch_size)
+        reply = process.check(options.batch_size, options.micro_batch_size)
     except (TrialFailedError, TargetKilledError) as error:
         unsupported = isinstance(error, TrialFailedError) and error.outcome is Outcome.UNSUPPORTED
         return _fail(USAGE if unsupported else FAILED, str(error))

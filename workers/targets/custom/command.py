@@ -26,6 +26,8 @@ import psutil
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.tune.placeholders import APPLY
+from bexp.workers.devices.discovery import device_key
+from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks, lock_folder
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.targets.custom.descendants import started_with
@@ -57,7 +59,8 @@ class CommandProcess:
         self._command = command
         self._popen: subprocess.Popen[bytes] | None = None
         self._choice: dict[str, Any] = {}
-        self._device = "cpu"
+        self._devices = command.devices
+        self._locks: DeviceLocks | None = None  # of the devices that the profiler does not own
         self._hello: dict[str, Any] = {}
         self._figures: dict[int, dict[str, Any]] = {}
         self._coming: int | None = None  # the size whose figures this start will tell
@@ -122,17 +125,30 @@ class CommandProcess:
         self._has_ended = True
         self._stop()
         self._line.close()
+        if self._locks is not None:
+            self._locks.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _open(self, until: float, *, device: str, choice: Mapping[str, Any] | None, **_: Any) -> dict[str, Any]:
         first = {name: values[0] for name, values in self._command.tries.items()}
-        self._choice, self._device = dict(choice or first), device
+        self._choice = dict(choice or first)
+        self._lock_others(device, until)
         if not self._command.has_size:
             self._start(None, until)
         found = dict(self._command.tries)
         if APPLY in found and choice is None:
             found[APPLY] = self._applicable()
         return {"dimensions": found}
+
+    def _lock_others(self, owned: str, until: float) -> None:
+        """Keep other profilers from the devices of this command, of which the profiler itself owns one."""
+        self._devices = self._command.devices or (owned,)
+        keys = [device_key(each, os.environ) for each in self._devices if each not in (owned, "cpu")]
+        self._locks = self._locks or DeviceLocks(keys, directory=lock_folder(os.environ))
+        try:
+            self._locks.acquire(timeout_seconds=until - time.monotonic())
+        except DeviceBusyError as error:
+            raise TrialFailedError(Outcome.UNSUPPORTED, str(error)) from error
 
     def _applicable(self) -> list[str]:
         """What `bexp.apply` can do to the model of this command."""
@@ -236,7 +252,7 @@ class CommandProcess:
             self._popen = subprocess.Popen(
                 arguments,
                 cwd=self._command.folder,
-                env=environment_of(self._device) | own,
+                env=environment_of(self._devices) | own,
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from bexp.child_process import PACKAGES_FOLDER
-from bexp.tune.environment import on_device, with_hook
+from bexp.tune.environment import on_devices, with_hook
 from bexp.tune.placeholders import fill, stands_in
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
@@ -27,7 +27,8 @@ SILENT = {"WANDB_MODE": "disabled", "COMET_MODE": "DISABLED", "DISABLE_MLFLOW_IN
 class TrainingCommand:
     """A command, the folder where it is run, and the values of each setting that is tried beside the size.
 
-    What trials need lies in `own_folder`, which goes when the person's own command ends; default: a temporary one.
+    It runs on `devices`, if any are named. What trials need lies in `own_folder`, which goes when the person's own
+    command ends; default: a temporary one.
     """
 
     arguments: tuple[str, ...]
@@ -35,13 +36,15 @@ class TrainingCommand:
     tries: Mapping[str, list[Any]]
     batch_size: int | None = None
     own_folder: str | None = None
+    devices: tuple[str, ...] = ()
 
     @classmethod
     def read(cls, path: Path) -> TrainingCommand:
         """Read the file that `bexp tune` has written."""
         found = json.loads(path.read_text())
         own = str(path.parent)
-        return cls(tuple(found["command"]), found["folder"], found["tries"], found.get("batch_size"), own)
+        given = (tuple(found["command"]), found["folder"], found["tries"], found["batch_size"])
+        return cls(*given, own, tuple(found["devices"]))
 
     @property
     def has_size(self) -> bool:
@@ -61,7 +64,7 @@ class TrainingCommand:
         return max(1, (self.batch_size or size) // size)
 
 
-def environment_of(device: str) -> dict[str, str]:
+def environment_of(devices: Sequence[str]) -> dict[str, str]:
     """The environment of the person who tunes, without what the service has added to it, and with the hook."""
     ours = itertools.chain(CHILD_DEFAULTS.items(), CPU_DEFAULTS.items())
     added = {name for name, value in ours if os.environ.get(name) == value} | LIBRARY_FOLDERS.keys()
@@ -69,4 +72,4 @@ def environment_of(device: str) -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if name not in added}
     path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
     kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
-    return on_device(with_hook(kept), device)
+    return on_devices(with_hook(kept), devices)

@@ -15,6 +15,7 @@ import pytest
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.tune.measuring import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
+from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import NO_APPLY, NO_SIZE, CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand
@@ -177,6 +178,30 @@ def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) ->
     process.end()
     assert not psutil.pid_exists(first)
     assert not out.exists()
+
+
+def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("BEXP_LOCK_DIRECTORY", str(tmp_path))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "MIG-a,MIG-b,MIG-c")
+    script = "import os; raise SystemExit('sees ' + os.environ['CUDA_VISIBLE_DEVICES'])"
+    other = DeviceLocks(["MIG-c"], directory=tmp_path)
+
+    def said() -> str:
+        arguments = (sys.executable, "-c", script)
+        process = CommandProcess(TrainingCommand(arguments, str(tmp_path), {}, devices=("cuda:0", "cuda:2")))
+        try:
+            with pytest.raises(TrialFailedError) as caught:
+                process.ask("open", 3.0, device="cuda:0", choice=None)
+            return str(caught.value)
+        finally:
+            process.end()
+
+    assert "sees MIG-a,MIG-c" in said()
+    assert other.acquire(timeout_seconds=0), "the first command has ended"
+    assert "MIG-c is in use by another profiler" in said()
+    other.release()
 
 
 def test_a_loop_whose_size_cannot_be_set_says_how_to_name_it(commands: Commands) -> None:
