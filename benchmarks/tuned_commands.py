@@ -14,6 +14,8 @@ The commands are in `benchmarks/commands`; none of them knows bexp. For each the
 - `longest`: the command at the answer's size with nothing but the longest texts, 50 micro-batches of them. No 50 of
   100,000 micro-batches that are drawn from the same texts need more memory.
 
+`--processes 2` starts each command with torchrun, on as many devices. Batches and speeds are those of one device.
+
 The file is written after each part. A second start measures what is missing.
 """
 
@@ -63,6 +65,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--tiny", action="store_true", help="tiny models, to try this out")
     parser.add_argument("--start-until", type=float, default=float("inf"), help="begin no part after these seconds")
     options = parser.parse_args(arguments)
@@ -71,7 +74,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ends_at = time.monotonic() + options.start_until
     with tempfile.TemporaryDirectory() as folder:
         for name in options.commands or BATCHES:
-            row = results["commands"].setdefault(name, {"batch_size": BATCHES[name], "sweep": []})
+            key = name if options.processes == 1 else f"{name}, {options.processes} processes"
+            row = results["commands"].setdefault(key, {"batch_size": BATCHES[name], "sweep": []})
             for part, measure in parts(name, row, options, Path(folder)):
                 if time.monotonic() > ends_at:
                     return 1
@@ -115,7 +119,9 @@ class Command:
         size = ("{micro_batch_size}", "{grad_accum_steps}") if is_own else (4, self._batch_size // 4)
         command = ["sh", "-c", COUNTED, "sh", *self._arguments(*size)]
         client = [sys.executable, "-m", "bexp.api.cli"]
-        asked = [*client, "tune", "--device", self._options.device, *sized, "--", *command]
+        number = self._options.processes
+        device = self._options.device if number == 1 or self._options.device == "cpu" else f"cuda:0-{number - 1}"
+        asked = [*client, "tune", "--device", device, *sized, "--", *command]
         done = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False)
         seconds = time.time() - begun
         best = [*client, "best", "latest", "--json"]
@@ -153,7 +159,7 @@ class Command:
         done = subprocess.run(asked, env=self._environment(), capture_output=True, text=True, check=False)
         figures: Row = {"micro_batch_size": size, "seconds": time.perf_counter() - begun, "samples_per_second": None}
         if done.returncode == 0:
-            own: Row = json.loads(done.stdout.splitlines()[-1])
+            own: Row = json.loads(next(line for line in done.stdout.splitlines()[::-1] if line.startswith("{")))
             return figures | (own if steps == 1 or longest else self._in_an_epoch(size, own))
         if not any(text in done.stderr for text in OUT_OF_MEMORY):
             raise RuntimeError(done.stderr[-2000:])
@@ -170,7 +176,7 @@ class Command:
         lengths = np.array(real_lengths(LONGEST_TINY if self._options.tiny else longest))
         rng, mean, new = np.random.default_rng(0), [], []
         for _ in range(EPOCHS):
-            number = len(lengths) // size
+            number = len(lengths) // (size * self._options.processes)
             widths = np.max([rng.permutation(lengths)[: number * size].reshape(-1, size) for _ in range(texts)], (0, 2))
             mean.append(size * texts * widths.mean())
             new.append(len(np.unique(widths)) / number)
@@ -181,7 +187,9 @@ class Command:
 
     def _arguments(self, size: object, accumulation: object) -> list[str]:
         tiny = ["--tiny"] if self._options.tiny else []
-        script = [sys.executable, "-m", f"benchmarks.commands.{self._name}", *tiny]
+        launcher = ("torch.distributed.run", "--standalone", "--nproc_per_node", str(self._options.processes), "-m")
+        script = [sys.executable, "-m", *(launcher if self._options.processes > 1 else ())]
+        script += [f"benchmarks.commands.{self._name}", *tiny]
         script += ["--output_dir", str(self._folder / "out")]
         sizes = ["--per_device_train_batch_size", str(size), "--gradient_accumulation_steps", str(accumulation)]
         return [*script, *sizes]

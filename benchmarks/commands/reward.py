@@ -67,20 +67,19 @@ def main() -> None:
     options = parser.parse_args()
     sizes = TINY | {"vocab_size": 512} if options.tiny else SIZES
     config = Qwen2Config(**sizes | {"num_labels": 1, "pad_token_id": 0})
-    has_gpu = torch.cuda.is_available()
-    with torch.device("cuda" if has_gpu else "cpu"):
-        model = Qwen2ForSequenceClassification(config)
     arguments = TrainingArguments(
         output_dir=options.output_dir,
         per_device_train_batch_size=options.per_device_train_batch_size,
         gradient_accumulation_steps=options.gradient_accumulation_steps,
         max_steps=options.max_steps,
-        bf16=has_gpu,
+        bf16=torch.cuda.is_available(),
         remove_unused_columns=False,
         save_strategy=save_strategy(options),
         save_steps=500,
         report_to=[],
     )
+    with arguments.device:
+        model = Qwen2ForSequenceClassification(config)
     pairs = Pairs(Texts(options, 128 if options.tiny else 1024, config.vocab_size))
     watch = Watch(options.per_device_train_batch_size * options.gradient_accumulation_steps)
     RewardTrainer(model=model, args=arguments, train_dataset=pairs, data_collator=pair, callbacks=[watch]).train()

@@ -45,7 +45,7 @@ def test_the_speed_of_a_run_is_that_of_an_epoch_in_which_few_widths_are_new(
         "positions": [int(4 * width) for width in widths],
         "micro_step_seconds": seconds.reshape(6, 4).tolist(),
     }
-    command = Command("plain", 16, argparse.Namespace(tiny=True), tmp_path)
+    command = Command("plain", 16, argparse.Namespace(tiny=True, processes=1), tmp_path)
     found = command._in_an_epoch(4, own)
     epoch = lengths.reshape(1000, 4).max(axis=1)
     expected = 0.1 + 1e-3 * 4 * epoch.mean() + 2.0 * len(np.unique(epoch)) / 1000
