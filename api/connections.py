@@ -16,7 +16,9 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from bexp.api.peers import find_peer
 
 BACKLOG = 128
-"""Connections that the kernel holds. All of them may be accepted at once, before the first of them is refused."""
+"""Connections that are accepted at once, before the first of them is refused."""
+QUEUED = 1024
+"""Connections that wait in the kernel. A client whose connection comes beyond tries again after a second."""
 
 _SPARE_FILES = 128 + BACKLOG
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import signal
 import socket
@@ -17,7 +18,7 @@ import uvicorn
 from fastapi import FastAPI
 
 from bexp.api.app import create_app
-from bexp.api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
+from bexp.api.connections import BACKLOG, QUEUED, ConnectionLimits, allow_connections, guarded_protocol
 from bexp.api.settings import ServiceSettings
 from bexp.client.address import is_loopback
 from bexp.storage.database import open_database
@@ -92,6 +93,9 @@ def log_config() -> dict[str, Any]:
 
 
 SHUTDOWN_SECONDS = 5
+SWITCH_SECONDS = 0.0005
+"""How long the thread that serves connections waits for another one that computes, each time it has read or sent."""
+
 HOW_TO_ADMIT = "The service asks for a token, and there is none yet: create one with `bexp token create NAME`."
 
 
@@ -178,6 +182,9 @@ def serve_on(
         proxy_headers=False,  # `authorize` reads them
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
     )
+    gc.collect()
+    gc.freeze()  # else each full collection goes through all that was imported, and holds all requests up for 0.1 s
+    sys.setswitchinterval(SWITCH_SECONDS)
     Server(config, app, on_ready).run(sockets=[listener])
 
 
@@ -193,6 +200,8 @@ class Server(uvicorn.Server):
         """Start, then call `on_ready`."""
         await super().startup(sockets)
         if self.started:
+            for listener in sockets or ():
+                listener.listen(QUEUED)  # uvicorn has one number for this and for how many are accepted at once
             self._on_ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import math
-import sys
 import threading
 import time
 from collections import Counter
@@ -27,6 +25,7 @@ from bexp.api.refusals import ProblemException
 from bexp.api.settings import ServiceSettings
 from bexp.api.streams import LISTENING_POLL_SECONDS, EventFeed
 from bexp.api.tokens import Tokens
+from bexp.measure.heap import trim
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError, try_write
@@ -79,14 +78,6 @@ async def keep_trimmed(beat: Beat) -> None:
         await run_sync(trim)
         beat()
         await asyncio.sleep(TRIM_SECONDS)
-
-
-def trim() -> None:
-    """Give pages that hold nothing back to the system; does nothing where the C library cannot."""
-    if sys.platform == "linux":
-        trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in musl
-        if trim_heap is not None:
-            trim_heap(0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,6 +17,9 @@ from bexp.storage.tables import IS_QUEUED, jobs, quotas
 EVERYBODY = "*"
 """The name under which the quota of each owner is stored that has none of its own."""
 
+_SUBMISSIONS = int.from_bytes(b"bexq", "big")
+"""The first number of PostgreSQL's advisory locks for submissions; the second one is the owner's."""
+
 MAX_STORED_BYTES = 1_000_000_000
 """What the jobs of an owner may take that has no quota for it."""
 
@@ -93,16 +96,16 @@ def quota_of(by_owner: Mapping[str, Quota], owner: str) -> Quota:
     return by_owner.get(owner) or by_owner.get(EVERYBODY) or Quota()
 
 
-def find_quota(connection: sa.Connection, owner: str, *, lock: bool = False) -> Quota:
-    """`quota_of` within a transaction; with `lock`, others that lock it wait until that ends."""
-    query = sa.select(quotas).where(quotas.c.owner.in_((owner, EVERYBODY))).order_by(quotas.c.owner)
-    return quota_of(_by_owner(connection.execute(query.with_for_update() if lock else query)), owner)
+def find_quota(connection: sa.Connection, owner: str) -> Quota:
+    """`quota_of` within a transaction."""
+    query = sa.select(quotas).where(quotas.c.owner.in_((owner, EVERYBODY)))
+    return quota_of(_by_owner(connection.execute(query)), owner)
 
 
-def check_queued(connection: sa.Connection, owner: str, quota: Quota) -> None:
-    """Check that an owner may have one more job in the queue; its `quota` is locked.
+def check_queued(database: Database, connection: sa.Connection, owner: str, quota: Quota) -> None:
+    """Check that an owner may have one more job in the queue, within a transaction that may write.
 
-    Without the lock, two submissions at once could both take the last place.
+    Others that check it for the same owner wait until that ends, so that two at once do not both take the last place.
 
     Raises:
         QueuedQuotaError: it may not.
@@ -110,6 +113,8 @@ def check_queued(connection: sa.Connection, owner: str, quota: Quota) -> None:
     limit = quota.max_queued
     if limit is None:
         return
+    if database.is_postgresql:  # on SQLite the transaction holds the write lock already
+        connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SUBMISSIONS, sa.func.hashtext(owner))))
     queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owner == owner)
     if (connection.scalar(queued) or 0) >= limit:
         raise QueuedQuotaError(owner, limit)

@@ -39,9 +39,9 @@ def resume_job(database: Database, job_id: str, *, by: Caller = LOCAL) -> Job:
         if state is JobState.SUCCEEDED:
             raise JobFinishedError(job_id)
         if state.is_final:
-            quota = find_quota(connection, row.owner, lock=True)
+            quota = find_quota(connection, row.owner)
             check_stored(database, connection, row.owner, quota)
-            check_queued(connection, row.owner, quota)
+            check_queued(database, connection, row.owner, quota)
             if row.answer is not None:
                 keep_answer(connection, job_id, row.last_seq, row.answer)
             draft = EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} is queued again")

@@ -108,10 +108,10 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         with database.begin() as connection:
             first = None if hashed is None else _find_first(database, connection, hashed)
             if first is None:
-                quota = find_quota(connection, owner, lock=stored is None)
+                quota = find_quota(connection, owner)
                 check_stored(database, connection, owner, quota)
                 if stored is None:
-                    check_queued(connection, owner, quota)
+                    check_queued(database, connection, owner, quota)
                 now = database.now(connection)
                 times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
                 columns = {**values, **times, "last_seq": len(drafts)}

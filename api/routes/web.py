@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from functools import cache
 from http import HTTPStatus
 
@@ -43,14 +44,17 @@ async def read_asset(name: str, request: Request) -> Response:
 
 def add_openapi(app: FastAPI) -> None:
     """Give `app` the route of its own description, which is encoded once."""
+    encoding = threading.Lock()
 
     @cache
     def describe() -> Asset:
         return Asset.of(json.dumps(app.openapi(), separators=(",", ":")).encode(), "application/json")
 
     @app.api_route("/openapi.json", methods=["GET", "HEAD"], include_in_schema=False)
-    async def read_openapi(request: Request) -> Response:
-        return _send(describe(), request)
+    def read_openapi(request: Request) -> Response:  # in a thread: the first time takes 0.3 s, for which others go on
+        with encoding:
+            asset = describe()
+        return _send(asset, request)
 
 
 _GZIP = re.compile(r"\bgzip\b(?!\s*;\s*q=0(?:\.0*)?\s*(?:,|$))")

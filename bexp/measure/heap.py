@@ -7,7 +7,7 @@ import sys
 
 
 def trim() -> None:
-    """Give freed heap memory back to the system, so that it does not count against the next trial."""
+    """Give freed heap memory back to the system, so that it does not count as this process's."""
     if sys.platform == "linux":
         trim_heap = getattr(ctypes.CDLL(None), "malloc_trim", None)  # absent in musl
         if trim_heap is not None:

@@ -14,7 +14,7 @@ import uvicorn
 from fastapi.testclient import TestClient
 
 from bexp.api.app import create_app
-from bexp.api.connections import ConnectionLimits, guarded_protocol
+from bexp.api.connections import BACKLOG, ConnectionLimits, guarded_protocol
 from bexp.api.peers import Peer
 from bexp.api.serve import Server, bind
 from bexp.api.settings import ServiceSettings
@@ -78,7 +78,12 @@ def start(settings: ServiceSettings) -> Served:
     app = create_app(settings)
     protocol = guarded_protocol(ConnectionLimits(settings.max_connections, settings.header_seconds))
     config = uvicorn.Config(
-        app, http=protocol, log_level="warning", timeout_graceful_shutdown=GRACE_SECONDS, proxy_headers=False
+        app,
+        http=protocol,
+        backlog=BACKLOG,
+        log_level="warning",
+        timeout_graceful_shutdown=GRACE_SECONDS,
+        proxy_headers=False,
     )
     server = Server(config, app, ready.set)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})

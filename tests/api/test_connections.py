@@ -17,7 +17,7 @@ import httpx
 import pytest
 import uvicorn
 
-from bexp.api.connections import ConnectionLimits, allow_connections, guarded_protocol
+from bexp.api.connections import BACKLOG, ConnectionLimits, allow_connections, guarded_protocol
 from bexp.api.serve import OneLineFormatter, RateFilter
 from bexp.api.settings import ServiceSettings
 from tests.api.serving import Served
@@ -78,6 +78,17 @@ def test_idle_connections_make_room_for_a_new_one(
     assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
     for oldest in connections[:40]:
         assert was_closed(oldest)
+
+
+def test_connections_wait_while_the_service_does_something_else(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
+) -> None:
+    served, may_end = serve(settings), threading.Event()
+    served.server.servers[0].get_loop().call_soon_threadsafe(may_end.wait, 60)
+    opened.callback(may_end.set)
+    address = urlsplit(served.url)
+    for _ in range(2 * BACKLOG):
+        opened.enter_context(socket.create_connection((address.hostname, address.port), timeout=5))
 
 
 def was_closed(connection: socket.socket) -> bool:

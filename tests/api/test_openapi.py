@@ -1,7 +1,11 @@
 from __future__ import annotations
 
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import httpx
 import jsonschema  # type: ignore[import-untyped]  # it has no types
 import pytest
 from fastapi.testclient import TestClient
@@ -9,8 +13,10 @@ from pydantic import BaseModel, TypeAdapter
 
 from bexp.api import administration, examples, resources
 from bexp.api.refusals import Problem
+from bexp.api.settings import ServiceSettings
 from bexp.explorer.formats.document import load_document
 from bexp.explorer.formats.request import parse_request
+from tests.api.serving import Served
 
 
 def operations(document: dict[str, Any]) -> list[tuple[str, dict[str, Any]]]:
@@ -46,6 +52,30 @@ def test_the_document_is_encoded_once(client: TestClient, monkeypatch: pytest.Mo
     again = client.get("/openapi.json", headers={"If-None-Match": first.headers["ETag"]})
     assert (again.status_code, again.content) == (304, b"")
     assert client.get("/openapi.json").content == first.content
+
+
+def test_who_asks_for_it_first_keeps_nobody_waiting(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    served = serve(settings)
+    started, may_end, calls = threading.Event(), threading.Event(), list[None]()
+
+    def describe() -> dict[str, Any]:
+        calls.append(None)
+        started.set()
+        may_end.wait(60)
+        return {}
+
+    monkeypatch.setattr(served.server._app, "openapi", describe)
+    with ThreadPoolExecutor() as pool:
+        asked = [pool.submit(httpx.get, f"{served.url}/openapi.json", timeout=60) for _ in range(3)]
+        try:
+            assert started.wait(60)
+            assert httpx.get(f"{served.url}/healthz", timeout=10).is_success
+        finally:
+            may_end.set()
+        assert [one.result().json() for one in asked] == [{}] * 3
+    assert len(calls) == 1
 
 
 def test_a_generated_client_has_a_short_name_for_each_route(document: dict[str, Any]) -> None:

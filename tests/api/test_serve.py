@@ -21,11 +21,13 @@ from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
 
 SCRIPT = """\
-import sys
+import gc, sys
 from bexp.api.serve import serve
 from bexp.api.settings import ServiceSettings
 host, url = sys.argv[1:]
-serve(ServiceSettings(url), host, 0, on_ready=lambda url: print(url, flush=True))
+def tell(url):
+    print(url, gc.get_freeze_count(), sys.getswitchinterval(), sep="\\n", flush=True)
+serve(ServiceSettings(url), host, 0, on_ready=tell)
 """
 
 
@@ -46,6 +48,10 @@ def started(host: str, database_url: str) -> Iterator[tuple[subprocess.Popen[str
 
 def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_path: Path) -> None:
     with started("127.0.0.1", f"sqlite:///{tmp_path / 'new' / 'bexp.db'}") as (process, url):
+        assert process.stdout is not None
+        frozen, switched = (float(process.stdout.readline()) for _ in range(2))
+        assert frozen > 10_000, "a collection goes through all that was imported, and holds all requests up"
+        assert switched < 0.001, "a thread that computes holds all requests up"
         assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
         job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
         with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=60) as response:

@@ -6,13 +6,15 @@ import secrets
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from threading import Barrier
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 
 from bexp.explorer.records.event import EventCode
-from bexp.storage.audit import Action, read_audit
-from bexp.storage.database import Database
+from bexp.storage import submission
+from bexp.storage.audit import Action, note_action, read_audit
+from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.leases import Claim
@@ -138,6 +140,25 @@ def test_two_submissions_at_once_do_not_both_take_the_last_place(database: Datab
 
     with ThreadPoolExecutor(8) as pool:
         assert sum(pool.map(try_to, range(12))) == 3
+
+
+def test_a_submission_waits_for_those_of_its_owner_alone(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not database.is_postgresql:
+        pytest.skip("SQLite has one lock for all that write")
+    set_quota(database, EVERYBODY, Quota(max_queued=2))
+    impatient = open_database(database.url, DatabaseLimits(lock=timedelta(seconds=0.3)))
+
+    def submit_others(*of_first: Any) -> None:
+        monkeypatch.undo()
+        submit(Queue(impatient), "b")
+        with pytest.raises(sa.exc.OperationalError, match="lock timeout"):
+            submit(Queue(impatient), "a")
+        note_action(*of_first)
+
+    monkeypatch.setattr(submission, "note_action", submit_others)
+    submit(Queue(database), "a")
+    submit(Queue(impatient), "a")
+    impatient.dispose()
 
 
 def test_claims_at_once_keep_the_running_quota(database: Database) -> None:
