@@ -58,9 +58,9 @@ def test_a_way_through_the_service(database_url: str, open_url: Callable[[str], 
             ("/v1/audit?owner=%00", 422),
             (f"/v1/audit?cursor={1 << 63}", 422),
             (f"/v1/audit?cursor={(1 << 63) - 1}", 200),
-            (f"{here}/trials?cursor={1 << 40}", 422),
+            (f"{here}/trials?cursor={1 << 31}", 422),
             (f"{here}/trials?cursor={(1 << 31) - 1}", 200),
-            (f"{here}/log?after={1 << 40}", 422),
+            (f"{here}/log?after={1 << 31}", 422),
             (f"{here}/events?after={(1 << 31) - 1}", 204),
         ]:
             assert client.get(path).status_code == status, path

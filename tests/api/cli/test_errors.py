@@ -193,6 +193,21 @@ def test_an_unexpected_error_is_a_line_and_a_file(
     assert "ZeroDivisionError" in file.read_text()
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(PermissionError(13, "Permission denied", "a.log"), "Permission denied: a.log"), (OSError("too odd"), "too odd")],
+)
+def test_a_file_that_fails_in_the_middle_of_a_command_is_named(
+    bexp: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("bexp.api.cli.jobs.connect", fail)
+    done = bexp("list")
+    assert (done.code, done.stderr) == (3, f"bexp: {said}\n")
+
+
 @pytest.mark.parametrize(("status", "code"), [(2, 2), (1, 3), (3, 3), (-9, 3)])
 def test_a_worker_that_ended_by_itself_is_exit_2_only_if_its_device_cannot_be_used(status: int, code: int) -> None:
     failure = describe_failure(WorkerEndedError("the worker ended", status))

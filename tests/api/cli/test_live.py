@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 from rich.live import Live
 
+from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.api.live_chart import RateChart
+from bexp.api.stored import StoredExplorations
 from bexp.explorer.records.event import Event, EventCode
+from bexp.storage.queue import Queue
 from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -155,3 +159,23 @@ def test_lines_scroll_when_they_say_something_new() -> None:
     lines = re.findall(r"BEXP\d+", text.getvalue())
     assert lines == ["BEXP101", "BEXP202"]
     assert "\n        performance: 1.23x base" in text.getvalue()
+
+
+def test_a_view_is_drawn_while_nothing_comes_and_by_no_other_thread(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread would draw what this one is changing."""
+    monkeypatch.setattr(following, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setattr(Console, "is_dumb_terminal", False)
+    job, _ = queue.enqueue(REQUEST)
+    before = threading.active_count()
+    threads: list[int] = []
+
+    def check() -> None:
+        threads.append(threading.active_count() - before)
+        queue.request_cancel(job.id)
+
+    stored = StoredExplorations(queue.database)
+    assert following.follow(stored, stored.get(job.id), check=check).code is EventCode.CANCELLED
+    assert set(threads) == {1}, "the one that reads events"
