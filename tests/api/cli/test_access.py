@@ -71,6 +71,7 @@ def test_the_audit_is_shown_and_pruned(sqlite_database: Database, monkeypatch: p
     assert (latest["action"], latest["subject"], latest["owner"]) == (Action.REVOKE_TOKEN, "t", "local")
     assert json.loads(bexp("audit", "--json", "--owner", "team-a").stdout) == []
     assert bexp("prune", "--keep", "5").exit_code == 0
+    assert bexp("prune", "--audit-older-than-days", "36501").exit_code == ExitCode.USAGE
     assert len(read_audit(sqlite_database)) == 2
     assert "records of the audit deleted: 2" in bexp("prune", "--audit-older-than-days", "0").stderr
     assert read_audit(sqlite_database) == []

@@ -74,12 +74,17 @@ def test_bars_show_differences_that_are_small_against_the_figures() -> None:
 
 def test_the_fastest_sizes_are_drawn_where_there_is_no_room_for_all() -> None:
     assert list(bars({size: float(size) for size in range(1, 31)}, 12)) == list(range(19, 31))
+    chart = RateChart()
+    for size in range(10, 20):
+        chart.note_failure(size, "out_of_memory")
+    assert chart._shown(dict.fromkeys(range(1, 4), 1.0), 6) == [1, 2, 3, 10, 11, 12]
+    assert chart._shown(dict.fromkeys(range(1, 9), 1.0), 6) == [1, 2, 3, 4, 5, 10]
 
 
 def test_a_candidate_that_is_measured_again_has_its_newest_figure() -> None:
     chart = RateChart()
-    for rate in (9_000.0, 6_000.0):
-        chart.note_rate(1, {"micro_batch_size": 1}, rate)
+    chart.note_rate(1, {"micro_batch_size": 1, "bta_tile": None}, 9_000.0)
+    chart.note_rate(1, {"bta_tile": None, "micro_batch_size": 1}, 6_000.0)  # as PostgreSQL may order it
     text = io.StringIO()
     Console(width=80, file=text).print(*chart.draw(80, 12, final=True))
     assert "6,000" in text.getvalue()
