@@ -87,6 +87,7 @@ def test_what_is_no_file_but_looks_like_something_else_is_answered_with_the_comm
         ("--micro-batch-size", "8-2", "min (8) exceeds max (2)"),
         ("--micro-batch-size", "2,4,0", "micro_batch_size: "),
         ("--device", "tpu", "--device 'tpu'"),
+        ("--device", "asic", "--device 'asic'"),
         ("--batch-size", "0", "batch_size: "),
         ("--memory-limit-gib", "nan", "memory_limit_gib: "),
         ("--confidence-target", "100", "budget.confidence_target: "),
