@@ -63,5 +63,5 @@ def _advice(job: Exploration, result: Result, best: Recommendation) -> str:
     if result.answer is None or job.request is None:
         return "resume the exploration, which has ended early, or explore again: what is measured is reused"
     if is_provisional(best.confidence, job.request):
-        return surer_text(best, job.request, result.answer.serves_up_to or 0, for_program=True)
+        return surer_text(best, job.request, result.answer.serves_up_to, for_program=True)
     return "none: the confidence that was asked for is reached"

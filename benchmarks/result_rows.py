@@ -229,16 +229,16 @@ def chaos(result: Row) -> Iterable[Row]:
         yield {"commit": commit, "database": database, "broken": broken, **sums}
 
 
-def mutants(_: Row) -> Iterable[Row]:
-    """Return how many sampled changes of each folder the tests noticed, and the sum."""
+def mutants(_: Row, pattern: str) -> Iterable[Row]:
+    """Return how many sampled changes of each folder the tests noticed, and the sum. Those of lines taken out count."""
     counts: dict[str, Counter[str]] = {}
-    for path in sorted(RESULTS.glob("mutants*.json")):
+    for path in sorted(RESULTS.glob(f"{pattern}.json")):
         for mutant in load(path.stem)["mutants"]:
             first, second, *_ = mutant["path"].split("/")
             for name in (first if first in {"api", "storage"} else f"{first}/{second}", "all"):
                 counts.setdefault(name, Counter())[mutant["outcome"]] += 1
     for name in sorted(counts, key=lambda name: (name == "all", name)):
-        killed, judged = counts[name]["killed"], counts[name].total()
+        killed, judged = counts[name]["killed"] + counts[name]["timeout"], counts[name].total()
         yield {"name": name, "judged": judged, "killed": killed, "share": killed / judged}
 
 

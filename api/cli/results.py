@@ -80,7 +80,7 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
     """Return the commands that use an answer, and how to get a surer one if it is provisional."""
     job_id, request, surer = job.id, job.request, []
     if request is not None and is_provisional(best.confidence, request):
-        surer = [row("to be surer", surer_text(best, request, answer.serves_up_to or 0))]
+        surer = [row("to be surer", surer_text(best, request, answer.serves_up_to))]
     names = formats_for(best, request)
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)

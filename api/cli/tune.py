@@ -148,8 +148,8 @@ def tune(
                 code = worker.follow(stored, job, as_json=as_json, verbose=verbose)
             answer = TuneAnswer.find(stored, job.id, tried, batch_size)
             if answer is not None and not as_json:
-                rows = [*answer.rows(tuned), *describe_training(stored, job.id, answer.best.candidate)]
-                typer.echo("\n".join(wrap(rows, terminal_width())))
+                described = describe_training(stored, job.id, answer.best.candidate, answer.most_bytes)
+                typer.echo("\n".join(wrap([*answer.rows(tuned), *described], terminal_width())))
     if answer is not None and code is ExitCode.ANSWER:  # all that the exploration needed is gone by now
         if write is not None:
             answer.write(tuned, write)

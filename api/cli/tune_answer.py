@@ -50,7 +50,8 @@ class TuneAnswer:
     """The best candidate that keeps the command's batch, and the one that it is compared with.
 
     `steps` is None if the batch is not known or if no candidate divides it. `own` is what the command asks for by
-    itself, as far as it is known, and `choice` are the other settings that were tried.
+    itself, as far as it is known, and `choice` are the other settings that were tried. A peak of more than
+    `most_bytes` does not fit.
     """
 
     best: Speed
@@ -60,6 +61,7 @@ class TuneAnswer:
     own: Mapping[str, Any]
     choice: Mapping[str, Any]
     class_name: str | None
+    most_bytes: int
 
     @classmethod
     def find(
@@ -90,6 +92,7 @@ class TuneAnswer:
             own=own,
             choice=next((each for each in choices if describe_choice(each) == candidate.settings), {}),
             class_name=parts.get("class_name"),
+            most_bytes=found.memory_limit_bytes - found.required_bytes + found.measured_peak_bytes,
         )
 
     @property

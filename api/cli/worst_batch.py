@@ -18,14 +18,14 @@ NOTICED = 1.05
 """A process is slower or fuller than the others if it is so by more than this."""
 
 
-def describe_training(stored: Explorations, job_id: str, answer: Candidate) -> Iterator[str]:
-    """Yield lines of the answer with this candidate."""
+def describe_training(stored: Explorations, job_id: str, answer: Candidate, most_bytes: int) -> Iterator[str]:
+    """Yield lines of the answer with this candidate; a peak above `most_bytes` does not fit."""
     described = (stored.get(job_id).report or {}).get("parts")
     if described is None:
         return
     parts = ModelParts.model_validate(described)
     yield row("worst micro-batch", describe_worst(parts.samples, answer.micro_batch_size))
-    found, peaks, failed = stored.result(job_id), dict[int, int](), set[int]()
+    peaks, failed = dict[int, int](), set[int]()
     for trial in stored.trials(job_id):
         its = trial.candidate.micro_batch_size
         if trial.candidate.settings != answer.settings:
@@ -34,11 +34,9 @@ def describe_training(stored: Explorations, job_id: str, answer: Candidate) -> I
             failed.add(its)
         elif trial.measured_peak_bytes:
             peaks[its] = max(peaks.get(its, 0), trial.measured_peak_bytes)
-    best = None if found is None else found.recommendation
-    if parts.samples is not None and best is not None:
-        spare = best.memory_limit_bytes - best.required_bytes + best.measured_peak_bytes
+    if parts.samples is not None:
         failed = {size for size in failed if size > max(peaks, default=0)}  # others ran at another time
-        larger = describe_larger(parts.samples, fitting_size(peaks, failed, spare), failed)
+        larger = describe_larger(parts.samples, fitting_size(peaks, failed, most_bytes), failed)
         if larger:
             yield row("larger sizes", larger)
     if parts.evaluation is not None:

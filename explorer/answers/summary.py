@@ -26,7 +26,7 @@ def render_summary(answer: Answer, job_id: str, request: ExplorationRequest | No
     if main.recommendation is None:
         lines = [f"No recommendation: {main.reason or 'all of them failed'}", *remedy_rows(main.remedies)]
     else:
-        lines = list(_rows(main.recommendation, job_id, request, answer.serves_up_to or 0))
+        lines = list(_rows(main.recommendation, job_id, request, answer.serves_up_to))
     if len(answer.variants) > 1:
         lines += ["", *variant_lines(answer.variants)]
     return "\n".join(wrap(lines, width))

@@ -322,15 +322,13 @@ class Answer(Frozen):
         return self.variants[0].recommendation
 
     @property
-    def serves_up_to(self) -> int | None:
-        """The highest confidence target of a request that this answers; None if a variant has no recommendation.
+    def serves_up_to(self) -> int:
+        """The highest confidence target of a request that this answers; 0 if a variant has no recommendation.
 
         A search that ended by its own rule serves what asked for it, although whole models may have lowered the
         confidence after it.
         """
-        confidences = []
-        for variant in self.variants:
-            if variant.recommendation is None:
-                return None
-            confidences.append(max(variant.recommendation.confidence, variant.completed_target or 0))
-        return min(confidences)
+        return min(
+            0 if each.recommendation is None else max(each.recommendation.confidence, each.completed_target or 0)
+            for each in self.variants
+        )

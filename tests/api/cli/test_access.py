@@ -56,7 +56,8 @@ def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:
     assert json.loads(bexp("quota", "list", "--json").stdout)[EVERYBODY]["max_running"] == 36
     assert "removed" in bexp("quota", "set", "team-a").stderr
     assert list(list_quotas(sqlite_database)) == [EVERYBODY]
-    assert bexp("quota", "set", "a b", "--queued", "1").exit_code == ExitCode.USAGE
+    for wrong in (("a b", "--queued", "1"), ("team-a", "--queued", "2000000001")):
+        assert bexp("quota", "set", *wrong).exit_code == ExitCode.USAGE
 
 
 def test_the_audit_is_shown_and_pruned(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,6 +71,7 @@ def test_the_audit_is_shown_and_pruned(sqlite_database: Database, monkeypatch: p
     assert (latest["action"], latest["subject"], latest["owner"]) == (Action.REVOKE_TOKEN, "t", "local")
     assert json.loads(bexp("audit", "--json", "--owner", "team-a").stdout) == []
     assert bexp("prune", "--keep", "5").exit_code == 0
+    assert bexp("prune", "--audit-older-than-days", "36501").exit_code == ExitCode.USAGE
     assert len(read_audit(sqlite_database)) == 2
     assert "records of the audit deleted: 2" in bexp("prune", "--audit-older-than-days", "0").stderr
     assert read_audit(sqlite_database) == []

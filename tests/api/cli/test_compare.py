@@ -13,7 +13,7 @@ import yaml
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
-from bexp.api.comparison import compare_answers
+from bexp.api.comparison import _short, compare_answers
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations, Result
 from bexp.explorer.records.measurement import Conditions
@@ -216,3 +216,7 @@ def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() 
     (line,) = known.compare("once", "fast")[0]["not_measured"]
     assert line.startswith("the noise between whole runs of A, of which there is one: ")
     assert "noise that was seen elsewhere" in line
+
+
+def test_long_values_are_cut_to_60_characters() -> None:
+    assert [_short("x" * length) for length in (60, 61)] == ["x" * 60, "x" * 57 + "..."]

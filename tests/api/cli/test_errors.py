@@ -87,6 +87,7 @@ def test_what_is_no_file_but_looks_like_something_else_is_answered_with_the_comm
         ("--micro-batch-size", "8-2", "min (8) exceeds max (2)"),
         ("--micro-batch-size", "2,4,0", "micro_batch_size: "),
         ("--device", "tpu", "--device 'tpu'"),
+        ("--device", "asic", "--device 'asic'"),
         ("--batch-size", "0", "batch_size: "),
         ("--memory-limit-gib", "nan", "memory_limit_gib: "),
         ("--confidence-target", "100", "budget.confidence_target: "),
@@ -191,6 +192,21 @@ def test_an_unexpected_error_is_a_line_and_a_file(
     (file,) = tmp_path.glob("*.traceback")
     assert str(file) in said
     assert "ZeroDivisionError" in file.read_text()
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(PermissionError(13, "Permission denied", "a.log"), "Permission denied: a.log"), (OSError("too odd"), "too odd")],
+)
+def test_a_file_that_fails_in_the_middle_of_a_command_is_named(
+    bexp: Run, monkeypatch: pytest.MonkeyPatch, error: OSError, said: str
+) -> None:
+    def fail(*_: object) -> None:
+        raise error
+
+    monkeypatch.setattr("bexp.api.cli.jobs.connect", fail)
+    done = bexp("list")
+    assert (done.code, done.stderr) == (3, f"bexp: {said}\n")
 
 
 @pytest.mark.parametrize(("status", "code"), [(2, 2), (1, 3), (3, 3), (-9, 3)])

@@ -124,6 +124,7 @@ def test_best_prints_the_bare_number(bexp: Run, config: Path, worker: Worker) ->
         bexp("watch", job_id)
     done = bexp("best", job_id)
     assert (done.code, done.stdout, done.stderr) == (0, "4\n", "")
+    assert f"bexp report {job_id} --out report.html" in bexp("best", job_id, "-v").stdout
     everything = json.loads(bexp("best", job_id, "--json").stdout)
     assert everything["recommendation"]["candidate"]["bta_tile"] == 2
     assert (everything["target"], everything["target_version"], everything["allocator"]) == ("bexp", None, "default")

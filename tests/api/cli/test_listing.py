@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -57,9 +58,9 @@ def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored
     first = bexp("submit", config).stdout.strip()
     claim = queue.claim(make_worker("w-1", fingerprint=REPORT.hardware.fingerprint))
     assert claim is not None
-    info = make_worker("w-1", fingerprint=REPORT.hardware.fingerprint, devices="cpu")
+    info = make_worker("w-1", num_devices=2, fingerprint=REPORT.hardware.fingerprint, devices="cpu")
     register_worker(queue.database, replace(info, memory_limit_bytes=REPORT.hardware.memory_limit_bytes))
-    assert f"measuring {first}" in bexp("workers").stdout
+    assert re.search(rf"measuring {first} +cpu +2 x A device ", bexp("workers").stdout)
     queue.pin(claim.lease, REPORT)
     (variant,) = ANSWER.variants
     answer = Answer(variants=(variant.model_copy(update={"completed_target": 95}),))

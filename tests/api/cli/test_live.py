@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import io
 import re
+import threading
 from datetime import UTC, datetime, timedelta
 
 import pytest
 from rich.console import Console
 from rich.live import Live
 
+from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.api.live_chart import RateChart
+from bexp.api.stored import StoredExplorations
 from bexp.explorer.records.event import Event, EventCode
+from bexp.storage.queue import Queue
 from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
@@ -70,12 +74,17 @@ def test_bars_show_differences_that_are_small_against_the_figures() -> None:
 
 def test_the_fastest_sizes_are_drawn_where_there_is_no_room_for_all() -> None:
     assert list(bars({size: float(size) for size in range(1, 31)}, 12)) == list(range(19, 31))
+    chart = RateChart()
+    for size in range(10, 20):
+        chart.note_failure(size, "out_of_memory")
+    assert chart._shown(dict.fromkeys(range(1, 4), 1.0), 6) == [1, 2, 3, 10, 11, 12]
+    assert chart._shown(dict.fromkeys(range(1, 9), 1.0), 6) == [1, 2, 3, 4, 5, 10]
 
 
 def test_a_candidate_that_is_measured_again_has_its_newest_figure() -> None:
     chart = RateChart()
-    for rate in (9_000.0, 6_000.0):
-        chart.note_rate(1, {"micro_batch_size": 1}, rate)
+    chart.note_rate(1, {"micro_batch_size": 1, "bta_tile": None}, 9_000.0)
+    chart.note_rate(1, {"bta_tile": None, "micro_batch_size": 1}, 6_000.0)  # as PostgreSQL may order it
     text = io.StringIO()
     Console(width=80, file=text).print(*chart.draw(80, 12, final=True))
     assert "6,000" in text.getvalue()
@@ -155,3 +164,23 @@ def test_lines_scroll_when_they_say_something_new() -> None:
     lines = re.findall(r"BEXP\d+", text.getvalue())
     assert lines == ["BEXP101", "BEXP202"]
     assert "\n        performance: 1.23x base" in text.getvalue()
+
+
+def test_a_view_is_drawn_while_nothing_comes_and_by_no_other_thread(
+    queue: Queue, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another thread would draw what this one is changing."""
+    monkeypatch.setattr(following, "TICK_SECONDS", 0.01)
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setattr(Console, "is_dumb_terminal", False)
+    job, _ = queue.enqueue(REQUEST)
+    before = threading.active_count()
+    threads: list[int] = []
+
+    def check() -> None:
+        threads.append(threading.active_count() - before)
+        queue.request_cancel(job.id)
+
+    stored = StoredExplorations(queue.database)
+    assert following.follow(stored, stored.get(job.id), check=check).code is EventCode.CANCELLED
+    assert set(threads) == {1}, "the one that reads events"

@@ -25,6 +25,7 @@ def test_explorations_are_pruned_by_count(sqlite_database: Database, monkeypatch
     assert run(app, ["prune"]).exit_code == ExitCode.USAGE
     tried = run(app, ["prune", "--keep", "1", "--dry-run"])
     assert "2 explorations would be deleted" in tried.stderr
+    assert "1 exploration would be deleted" in run(app, ["prune", "--keep", "2", "--dry-run"]).stderr
     done = run(app, ["prune", "--keep", "1", "--older-than-days", "30", "--studies"])
     assert (done.exit_code, "deleted 2 explorations" in done.stderr) == (0, True)
     assert "measured components deleted: 0" in done.stderr

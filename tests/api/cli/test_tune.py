@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.tune import _read_try, check_startable, hide_secrets, name_command
+from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer
+from bexp.api.cli.tuned_command import TunedCommand
+from bexp.tune import link
+from tests.api.cli.samples import BEST
 
 
 @pytest.mark.parametrize(
@@ -77,3 +83,27 @@ def test_values_to_try_are_read_as_yaml() -> None:
     for wrong in ("optim", "=1", "optim=", "a b=1"):
         with pytest.raises(CommandError, match="NAME=A,B"):
             _read_try(wrong)
+
+
+@pytest.mark.parametrize(
+    ("device", "visible", "class_name"),
+    [(None, "5,7", "Trainer"), ("cuda:0-1", "5,7", "Trainer"), ("cuda:1", "7", LOOP), ("cpu", "", "model")],
+)
+def test_the_command_runs_on_the_device_that_was_named_unless_it_shares_out_several(
+    device: str | None,
+    visible: str,
+    class_name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
+    started: list[tuple[list[str], dict[str, str]]] = []
+    monkeypatch.setattr(os, "execvpe", lambda _, arguments, environment: started.append((arguments, environment)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    speed = Speed(BEST, 100.0, None, 1)
+    answer = TuneAnswer(speed, speed, 2, 8, {}, {}, class_name, 0)
+    answer.run(TunedCommand(["python", "train.py"]), device, None)
+    ((arguments, environment),) = started
+    assert arguments[:2] == ["python", "train.py"]
+    assert (environment["CUDA_VISIBLE_DEVICES"], environment[link.SIZE], environment[link.STEPS]) == (visible, "4", "2")
+    assert ("such as a number of steps, does not change" in capsys.readouterr().err) == (class_name == LOOP)

@@ -115,7 +115,7 @@ def test_what_apply_did_is_told_as_lines_of_python_and_not_as_a_flag() -> None:
     own = {SIZE: 8, STEPS: 2, "optim": "sgd"}
     choice = {"optim": "sgd", APPLY: "loss"}
     speed = Speed(Candidate(micro_batch_size=8, attention_backend="own", num_query_groups=1), 100.0, None, 1)
-    answer = TuneAnswer(speed, speed, 2, 16, own, choice, "GPT2LMHeadModel")
+    answer = TuneAnswer(speed, speed, 2, 16, own, choice, "GPT2LMHeadModel", 0)
     assert [line.strip().removeprefix("before train()").strip() for line in answer.rows(command)] == [
         "import bexp",
         "bexp.apply(trainer.model, bexp.RecommendedSetup(bexp.Settings(loss='chunked'), micro_batch_size=8))",

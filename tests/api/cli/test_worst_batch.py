@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,13 +13,18 @@ from bexp.api.cli.worst_batch import (
     describe_evaluation,
     describe_larger,
     describe_processes,
+    describe_training,
     describe_worst,
     fitting_size,
     share_longer,
 )
+from bexp.explorer.answers.text import row
+from bexp.explorer.records.measurement import Measurement, Outcome
+from bexp.explorer.records.trial import Trial, TrialKind
 from bexp.explorer.spec.parts import EvaluationBatch, ProcessSpread, SampleLengths
 from bexp.tune.lengths import Lengths
 from bexp.tune.micro_batches import MicroBatches
+from tests.explorer.exports.samples import PARTS, candidate
 from tests.tune_commands.with_trainer import Texts
 
 
@@ -93,3 +100,25 @@ def test_the_slowest_and_the_fullest_process_are_named() -> None:
     assert describe_processes(spread) == "4: rank 2 is the slowest, with 1.31x the seconds of the fastest"
     alike = ProcessSpread(number=2, slowest=0, slower=1.01, fullest=1, fuller=1.0)
     assert describe_processes(alike) == "2: none is slower or fuller than another by 5%"
+
+
+def test_larger_sizes_are_told_by_the_peaks_and_the_failures_of_the_same_settings() -> None:
+    """A size that failed while a larger one ran has failed for another reason."""
+
+    def tried(size: int, peak: int | None, settings: str | None = None) -> Trial:
+        outcome = Outcome.OK if peak is not None else Outcome.OUT_OF_MEMORY
+        measurement = Measurement(candidate=candidate(size, settings=settings), outcome=outcome)
+        return Trial(number=0, kind=TrialKind.WHOLE_MODEL, measurement=measurement, measured_peak_bytes=peak)
+
+    _, samples = known(200, 4)
+    parts = PARTS.model_copy(update={"samples": samples})
+    trials = [tried(size, peak) for size, peak in ((1, 1000), (4, 1600), (4, 1300), (2, None), (8, None), (32, None))]
+    trials += [tried(4, 1650, "tf32=true"), tried(5, None, "tf32=true")]
+    report: dict[str, Any] | None = {"parts": parts.model_dump(mode="json")}
+    stored: Any = SimpleNamespace(get=lambda _: SimpleNamespace(report=report), trials=lambda _: trials)
+    assert list(describe_training(stored, "job", candidate(4), 1700)) == [
+        row("worst micro-batch", describe_worst(samples, 4)),
+        row("larger sizes", describe_larger(samples, 4.5, {8, 32})),
+    ]
+    report = None
+    assert list(describe_training(stored, "job", candidate(4), 1700)) == []

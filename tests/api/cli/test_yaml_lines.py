@@ -58,18 +58,18 @@ def test_a_value_keeps_its_type(value: Any, shown: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("text", "said"),
     [
-        "- size\n",
-        "size: [\n",
-        "",
-        "a: 1\n---\nsize: 2\n",
-        "size: &n 2\nother: *n\n",
-        "other: &n 2\nsize: *n\n",
-        "{a: 1}\n",
-        "a: 1\n...\n",
+        ("- size\n", "no mapping"),
+        ("size: [\n", "it is no YAML: while parsing"),
+        ("", "no mapping"),
+        ("a: 1\n---\nsize: 2\n", "it is no YAML: expected a single document"),
+        ("size: &n 2\nother: *n\n", "size cannot be changed in it"),
+        ("other: &n 2\nsize: *n\n", "size cannot be changed in it"),
+        ("{a: 1}\n", "size cannot be changed in it"),
+        ("a: 1\n...\n", "size cannot be changed in it"),
     ],
 )
-def test_what_cannot_be_changed_line_by_line_is_refused(text: str) -> None:
-    with pytest.raises(UnchangeableError):
+def test_what_cannot_be_changed_line_by_line_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UnchangeableError, match=said):
         change_values(text, {"size": 8})

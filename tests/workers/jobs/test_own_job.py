@@ -86,10 +86,13 @@ def test_the_worker_ends_with_its_job_and_not_before_it_is_submitted(queue: Queu
 
 
 def test_a_job_that_the_worker_cannot_run_is_refused(
-    queue: Queue, own: OwnJob, caplog: pytest.LogCaptureFixture
+    queue: Queue, own: OwnJob, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue.enqueue(make_request(), job_id="own")
     own._worker.hardware = make_report().hardware
+    with monkeypatch.context() as patience:
+        patience.setattr(own_job, "CLAIM_SECONDS", 60.0)
+        assert not ends(own.watch, 0.2)
     assert ends(own.watch)
     assert own.is_refused
     assert f"cannot run this exploration; the worker has {make_report().hardware.describe()}" in caplog.text

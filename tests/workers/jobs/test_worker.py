@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
+from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
 from bexp.storage.workers import list_workers
@@ -175,3 +176,23 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: D
         max_jobs=1
     )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+
+
+@pytest.mark.parametrize(("is_told", "longest"), [(False, 1.0), (True, 4.0)])
+def test_an_idle_worker_asks_ever_more_rarely(sqlite_database: Database, is_told: bool, longest: float) -> None:
+    worker = make_worker(sqlite_database, FakeProfiler())
+    listener = Listener(sqlite_database, QUEUED_JOBS, lambda _: worker.notice())
+    listener.is_listening = is_told
+    worker.rely_on(listener)
+    pauses: list[float] = []
+
+    class Noticed(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            pauses.append(timeout or 0.0)
+            if len(pauses) == 8:
+                worker.stop()
+            return True
+
+    worker._noticed = Noticed()
+    worker.run()
+    assert pauses == [min(0.05 * 2**number, longest) for number in range(8)]

@@ -1,0 +1,103 @@
+"""What commands with a worker of their own do when they are interrupted; the worker's process is left out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import yaml
+
+from bexp.api.cli import local_run
+from bexp.api.cli.local_run import LocalRun
+from bexp.explorer.spec.request import ExplorationRequest
+from bexp.storage.jobs import JobState, get_job
+from bexp.storage.listing import list_jobs
+from bexp.storage.queue import Queue
+from bexp.storage.workers import register_worker
+from tests.api.cli.conftest import Run
+from tests.api.cli.samples import REQUEST, TINY
+from tests.contracts.samples import make_worker
+
+CEREBRAS = Path(__file__).parents[3] / "examples" / "cerebras-runconfig.yaml"
+pytestmark = pytest.mark.parametrize("bexp", ["database"], indirect=True)
+
+
+class Interrupting:
+    """A worker that stands for Ctrl-C in the terminal, as soon as nothing comes from it."""
+
+    prefix = "own-"
+
+    def __init__(self, *_: Any, **__: Any) -> None: ...
+
+    def check(self) -> None:
+        raise KeyboardInterrupt
+
+    def stop(self, **_: Any) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def _interrupted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_run, "LocalWorker", Interrupting)
+
+
+@pytest.mark.parametrize(
+    ("document", "options", "folder"),
+    [
+        (TINY, (), None),
+        (TINY, ("--log-dir", "logs"), "logs"),
+        (yaml.safe_load(CEREBRAS.read_text()), (), "."),
+        (yaml.safe_load(CEREBRAS.read_text()), ("--log-dir", "logs"), "logs"),
+    ],
+    ids=["none", "named", "cerebras", "cerebras-named"],
+)
+def test_an_interrupted_exploration_is_cancelled_and_only_a_cerebras_log_is_kept_without_asking(
+    bexp: Run, queue: Queue, tmp_path: Path, document: dict[str, Any], options: tuple[str, ...], folder: str | None
+) -> None:
+    (tmp_path / "config.yaml").write_text(yaml.safe_dump(document))
+    done = bexp("explore", "config.yaml", "--device", "cpu", *options)
+    job = list_jobs(queue.database)[0][0]
+    assert (done.code, job.state) == (130, JobState.CANCELLED)
+    assert f"`bexp resume {job.id} --device cpu` continues it" in done.stderr
+    logs = list(tmp_path.rglob("run_*.log"))
+    assert logs == ([] if folder is None else [*(tmp_path / folder / "local_compile_train").rglob(f"run_{job.id}.log")])
+    assert len(logs) == (folder is not None)
+
+
+def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue: Queue) -> None:
+    job, _ = queue.enqueue(REQUEST)
+    other = make_worker("other-1-cpu", host="other")
+    register_worker(queue.database, other)
+    claim = queue.claim(other, among=[job.id])
+    assert claim is not None
+    done = bexp("resume", job.id, "--device", "cpu")
+    assert done.code == 130
+    assert f"exploration {job.id} goes on: another worker runs it" in done.stderr
+    assert not get_job(queue.database, job.id).cancel_requested
+    queue.finish(claim.lease, JobState.CANCELLED)
+
+
+@pytest.mark.parametrize("ends_after", [1.0, 3600.0])
+def test_a_cancelled_exploration_is_awaited_for_some_seconds(
+    bexp: Run, monkeypatch: pytest.MonkeyPatch, ends_after: float
+) -> None:
+    clock = SimpleNamespace(now=0.0)
+    clock.monotonic = lambda: clock.now
+    clock.sleep = lambda seconds: setattr(clock, "now", clock.now + seconds)
+    monkeypatch.setattr(local_run, "time", clock)
+
+    def look(_: str) -> SimpleNamespace:
+        return SimpleNamespace(is_final=clock.now >= ends_after)
+
+    LocalRun(REQUEST, "job", "cpu").cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]
+    assert clock.now == pytest.approx(min(ends_after, local_run.CANCEL_SECONDS), abs=0.2)
+
+
+@pytest.mark.parametrize(("own", "said"), [({"command": "python other.py"}, "python other.py"), (None, "none")])
+def test_another_command_is_not_resumed(bexp: Run, queue: Queue, own: dict[str, str] | None, said: str) -> None:
+    request = REQUEST if own is None else ExplorationRequest.model_validate({"target": "local", "target_config": own})
+    job, _ = queue.enqueue(request)
+    queue.request_cancel(job.id)
+    done = bexp("tune", "--resume", job.id, "--", "true")
+    assert (done.code, done.stderr) == (2, f"bexp: exploration {job.id} is of another command: {said}\n")

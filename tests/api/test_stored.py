@@ -1,0 +1,26 @@
+"""Explorations in a database, without a service."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from bexp.api import stored
+from bexp.explorer.records.event import EventCode
+from bexp.storage.database import Database
+from bexp.storage.queue import Queue
+from tests.contracts.samples import make_request
+
+
+def test_who_follows_hears_of_each_look_that_finds_nothing_new(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stored, "POLL_SECONDS", 0.0)
+    job, _ = Queue(sqlite_database).enqueue(make_request())
+    looks, idle = itertools.count(), list[None]()
+    events = stored.StoredExplorations(sqlite_database).events(
+        job.id, on_idle=lambda: idle.append(None), cancelled=lambda: next(looks) == 4
+    )
+    assert [event.code for event in events] == [EventCode.QUEUED]
+    assert len(idle) == 3
