@@ -41,7 +41,8 @@ PRECISE, PRECISE_SECONDS = 0.04, 6.0
 FEWEST_OTHERS, MOST_MORE_STEPS = 2, 4
 """Micro-steps with other than the longest micro-batch that are run before any is timed, within so many more steps."""
 LONG_SECONDS = 2.0
-"""A micro-step of this length is timed also if its width is new: what that takes is little beside it."""
+"""A micro-step of this length is timed also if its width is new: what that takes is little beside it. Where all are
+alike, one optimizer step of such is enough, and the second of all may be it: it has met the optimizer's state."""
 
 
 serving: list[Any] = []
@@ -125,10 +126,12 @@ class Clock:
         self._ended = now
         self._num_steps += 1
         ran = 0.0 if self._first is None else now - self._first
-        warm = self._num_steps >= self._warm_up_steps and ran >= WARM_UP_SECONDS and self._has_met_others()
+        is_long = self.micro_batches is None and self._micro_steps[-1].seconds >= LONG_SECONDS
+        warm_up_steps, fewest_steps = (1, 1) if is_long else (self._warm_up_steps, FEWEST_STEPS)
+        warm = self._num_steps >= warm_up_steps and ran >= WARM_UP_SECONDS and self._has_met_others()
         elapsed = 0.0 if self._began is None else now - self._began
         number = len(self._optimizer_steps)
-        enough = number >= FEWEST_STEPS and elapsed >= LEAST_SECONDS
+        enough = number >= fewest_steps and len(self._timed()) > 1 and elapsed >= LEAST_SECONDS
         if enough and len(self._timed()) < FEWEST_VARIED:
             enough = not self._varies()
         enough = enough and (elapsed >= PRECISE_SECONDS or self._is_precise())

@@ -29,7 +29,8 @@ AGAIN = range(WORST_TIMES + 6, 100_000, 15)
 """Where the longest micro-batch comes again: its first times load kernels and grow the allocator's cache."""
 CYCLE = 13
 """Micro-batches that are drawn, and then come again: their widths are new only once. So many are spread most evenly."""
-FEWEST_PAIRS = 4
+FEWEST_PAIRS = 2
+"""The first micro-batch of all has a new width as well, and so much more to do that it shows nothing."""
 GOLDEN = (5**0.5 - 1) / 2
 """Multiples of it, modulo 1, are spread evenly, however many of them there are."""
 
@@ -187,7 +188,7 @@ class MicroBatches:
             return 0.0
         one_epoch = positions[: max(1, len(self._tokens) // self._size)]
         number = max(len(one_epoch), (self.lengths.number or 0) // self._size)
-        return len(np.unique(one_epoch)) / number * max(0.0, statistics.quantiles(longer)[0])
+        return len(np.unique(one_epoch)) / number * max(0.0, sorted(longer)[len(longer) // 4])
 
     def _places(self, number: int) -> Places:
         """The places of the samples of a micro-batch of this process."""
