@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.chaos.campaign import Plan, run_campaign
-from tests.chaos.result import Result, read_commit, sum_results
+from tests.chaos.result import Result, document_of_result, read_commit
 
 RunCampaign = Callable[[Plan, threading.Event], Result]
 
@@ -49,12 +49,12 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
 
 def _run_round(plan: Plan, ending: threading.Event, run: RunCampaign) -> dict[str, Any]:
     try:
-        return sum_results([run(plan, ending)])
+        return document_of_result(run(plan, ending))
     except Exception as error:  # noqa: BLE001 - the round is lost, and those before and after it are not
         traceback.print_exc()
         lost = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
         lost.violations.append(f"the campaign stopped: {type(error).__name__}: {error}")
-        return sum_results([lost])
+        return document_of_result(lost)
 
 
 def _write(path: Path, rounds: Sequence[dict[str, Any]]) -> None:
