@@ -25,8 +25,8 @@ from tests.chaos.interposition import Change
 
 VARIABLE = "CHAOS_FAILPOINTS"
 PLACES = ("before", "inside", "after")
-ACTIONS = ("kill", "kill", "lose", "lose", "freeze")
-"""Each edge has a turn with each of these. A frozen process keeps others waiting for seconds, so that is rarer."""
+ACTIONS = (*("kill", "lose") * 3, "freeze")
+"""Each edge has a turn with each of these. A frozen process may keep SQLite's lock for seconds, so that is rarer."""
 
 OF_ADMINISTRATORS = {
     *("create_token", "revoke_token", "set_quota", "upgrade", "prune", "prune_audit", "prune_components"),
