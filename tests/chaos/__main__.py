@@ -1,7 +1,7 @@
 """Hurts a service at random and checks what it promises; the result is JSON.
 
-`python -m tests.chaos --minutes 10 [--postgres]` is one campaign. `--rounds 100 --output FILE` runs campaigns one after
-the other on both databases in turns, and adds each to the file.
+`python -m tests.chaos --minutes 10 [--postgres]` is one campaign. `--rounds 20 --output FILE` runs rounds one after the
+other, each of a campaign on either database at once, and adds them to the file.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.chaos.rounds import run_rounds
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
     parser.add_argument("--minutes", type=float, default=10.0, help="how long faults begin")
-    parser.add_argument("--rounds", type=int, help="so many one after the other; SIGTERM ends them early and cleanly")
+    parser.add_argument("--rounds", type=int, help="so many, on both databases; SIGTERM ends them cleanly")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL (pgserver) instead of SQLite")
     parser.add_argument("--workers", type=int, default=Plan.num_workers, help="of each campaign")
     parser.add_argument(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import tempfile
 import threading
@@ -73,7 +72,6 @@ class Plan:
 
 def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
     """Hurt a service, let it finish its jobs, and check them. `ending` ends the faults early."""
-    used = _cpu_seconds()
     with tempfile.TemporaryDirectory(prefix="bexp-chaos-") as name:
         folder = Path(name)
         folder.chmod(0o711)  # PostgreSQL runs as a user of its own
@@ -104,14 +102,7 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
             opened.dispose()
         finally:
             database.close()
-    result.cpu_seconds = round(_cpu_seconds() - used, 1)
     return result
-
-
-def _cpu_seconds() -> float:
-    """The CPU time of this process and of its descendants that have ended; a PostgreSQL server is none."""
-    times = os.times()
-    return times.user + times.system + times.children_user + times.children_system
 
 
 def _run(

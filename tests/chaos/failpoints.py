@@ -25,8 +25,7 @@ from tests.chaos.interposition import Change
 
 VARIABLE = "CHAOS_FAILPOINTS"
 PLACES = ("before", "inside", "after")
-ACTIONS = (*("kill", "lose") * 3, "freeze")
-"""Each edge has a turn with each of these. A frozen process may keep SQLite's lock for seconds, so that is rarer."""
+ACTIONS = ("kill", "freeze", "lose")
 
 OF_ADMINISTRATORS = {
     *("create_token", "revoke_token", "set_quota", "upgrade", "prune", "prune_audit", "prune_components"),
@@ -40,7 +39,7 @@ OF_JOBS = {"Queue." + name for name in ("finish", "heartbeat", "pin", "record", 
 OF_JOBS |= {"claim_next", "keep_components"}
 """Those of a worker that takes a job or has one."""
 OF_CALLS = {"insert_submission", "Queue.request_cancel", "resume_job", "delete_job", "insert_run_report"}
-"""Those that a client waits for. Both have three turns where the others, as of a start, have one."""
+"""Those that a client waits for."""
 
 FREEZE_SECONDS = (2.2, 6.0)
 """Longer than a lease, and often so long that another worker has ended the job."""
@@ -82,6 +81,17 @@ def _find_begins(node: ast.AST, outer: tuple[str, ...], names: set[str]) -> None
         _find_begins(child, inner, names)
 
 
+def _num_turns(edge: str, action: str) -> int:
+    """Return how often an edge is armed so where another one, as of a start, is armed once.
+
+    A worker that is frozen within a transaction stops all of SQLite for seconds, and a frozen API all clients.
+    """
+    name, place = edge.split(":")
+    if action == "freeze":
+        return 3 if name in OF_JOBS and place != "inside" else 1
+    return 3 if name in OF_JOBS | OF_CALLS else 1
+
+
 def pass_edge(name: str, place: str) -> None:
     """Strike this process if the edge is armed."""
     armed = f"{os.environ[VARIABLE]}/{name}:{place}"
@@ -106,8 +116,7 @@ class Failpoints:
         """The processes that were frozen, from when until when."""
         self._folder = folder
         self._rng = rng
-        at_work = [edge for edge in list_edges() if edge.split(":")[0] in OF_JOBS | OF_CALLS]
-        turns = [*product([*list_edges(), *at_work, *at_work], ACTIONS)]
+        turns = [turn for turn in product(list_edges(), ACTIONS) for _ in range(_num_turns(*turn))]
         rng.shuffle(turns)
         self._turns = deque(turns)
         self._armed: dict[str, tuple[str, float]] = {}  # by edge: the action, and until when

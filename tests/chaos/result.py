@@ -22,7 +22,6 @@ class Result:
     """What one campaign did, and what it found.
 
     Attributes:
-        cpu_seconds: of the harness and the service, without a PostgreSQL server.
         cold_starts: processes that the interpreter started; the others were forks.
         calls: of the clients, by what they asked for.
         failpoints: how often each edge of a transaction was struck, and how.
@@ -36,7 +35,6 @@ class Result:
     database: str
     seed: int
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
     cold_starts: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
