@@ -218,15 +218,35 @@ def plans(result: Row, group: str) -> Iterable[Row]:
 
 def chaos(result: Row) -> Iterable[Row]:
     """Return campaigns of random faults, those of one commit and database together, and the sum of all."""
-    single = [load(path.stem) for path in sorted(RESULTS.glob("chaos-[ps]*.json"))]
     groups: dict[tuple[str, str], list[Row]] = {}
-    for row in [*single, *result["rounds"]]:
+    for row in result["rounds"]:
         groups.setdefault((row["commit"], row["database"]), []).append(row)
         groups.setdefault(("all", "both"), []).append(row)
     for (commit, database), rows in sorted(groups.items(), key=lambda group: group[0][0] == "all"):
-        sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in ("seconds", "num_faults", "jobs")}
-        broken = sum(len(row["violations"]) for row in rows)
-        yield {"commit": commit, "database": database, "broken": broken, **sums}
+        struck: Counter[str] = Counter()
+        for row in rows:
+            struck.update({kind: number for kind, number in row["faults"].items() if kind != "failpoints"})
+            for name, number in row["failpoints"].items():
+                edge, action = name.split()
+                struck.update({f"edge {action}": number, f"at {edge.split(':')[1]}": number, f"passed {edge}": number})
+        at_work = sum(row["faults_during_jobs"] + row["faults_during_calls"] for row in rows)
+        names = ("seconds", "num_faults", "jobs", "attempts", "different_answers")
+        sums: dict[str, Any] = {name: sum(row[name] for row in rows) for name in names}
+        yield {
+            "commit": commit,
+            "database": database,
+            "broken": sum(len(row["violations"]) for row in rows),
+            "calls": sum(sum(row["calls"].values()) for row in rows),
+            "killed": struck["worker_kill"] + struck["api_kill"] + struck["edge kill"],
+            "frozen": struck["worker_freeze_past_lease"] + struck["edge freeze"],
+            "lost": struck["edge lose"],
+            "ended": struck["worker_end"],
+            "outages": struck["database_lock"] + struck["database_kill"],
+            "places": ", ".join(f"{struck[f'at {place}']:,}" for place in ("before", "inside", "after")),
+            "edges": f"{sum(name.startswith('passed') for name in struck)} of {max(row['edges'] for row in rows)}",
+            "at_work": at_work / max(1, sums["num_faults"]),
+            **sums,
+        }
 
 
 def mutants(_: Row, pattern: str) -> Iterable[Row]:

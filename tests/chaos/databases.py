@@ -16,7 +16,7 @@ from typing import Any, Protocol
 
 import psutil
 
-OUTAGE_SECONDS = ((0.5, 4.0), (0.5, 4.0), (10.0, 12.0))
+OUTAGE_SECONDS = ((0.5, 4.0), (0.5, 4.0), (7.0, 9.0))
 """Every third one is longer than any answer may take."""
 
 

@@ -13,6 +13,7 @@ import os
 import signal
 import time
 from collections import Counter, deque
+from collections.abc import Collection
 from contextlib import suppress
 from itertools import product
 from pathlib import Path
@@ -33,6 +34,12 @@ OF_ADMINISTRATORS = {
 """Transactions of commands, of a schema's upgrade and of checks: no API and no worker of a campaign begins them."""
 UNREACHED = {"_open", "_answer_from_stored", "end_overdue", "Queue.report_fault"}
 """Those for documents of other versions, for answers that are reused, after seven days, and for faults of a search."""
+
+OF_JOBS = {"Queue." + name for name in ("finish", "heartbeat", "pin", "record", "release")}
+OF_JOBS |= {"claim_next", "keep_components"}
+"""Those of a worker that takes a job or has one."""
+OF_CALLS = {"insert_submission", "Queue.request_cancel", "resume_job", "delete_job", "insert_run_report"}
+"""Those that a client waits for."""
 
 FREEZE_SECONDS = (2.2, 6.0)
 """Longer than a lease, and often so long that another worker has ended the job."""
@@ -74,6 +81,17 @@ def _find_begins(node: ast.AST, outer: tuple[str, ...], names: set[str]) -> None
         _find_begins(child, inner, names)
 
 
+def _num_turns(edge: str, action: str) -> int:
+    """Return how often an edge is armed so where another one, as of a start, is armed once.
+
+    A worker that is frozen within a transaction stops all of SQLite for seconds, and a frozen API all clients.
+    """
+    name, place = edge.split(":")
+    if action == "freeze":
+        return 3 if name in OF_JOBS and place != "inside" else 1
+    return 3 if name in OF_JOBS | OF_CALLS else 1
+
+
 def pass_edge(name: str, place: str) -> None:
     """Strike this process if the edge is armed."""
     armed = f"{os.environ[VARIABLE]}/{name}:{place}"
@@ -98,11 +116,12 @@ class Failpoints:
         """The processes that were frozen, from when until when."""
         self._folder = folder
         self._rng = rng
-        turns = [*product(list_edges(), ACTIONS)]
+        turns = [turn for turn in product(list_edges(), ACTIONS) for _ in range(_num_turns(*turn))]
         rng.shuffle(turns)
         self._turns = deque(turns)
         self._armed: dict[str, tuple[str, float]] = {}  # by edge: the action, and until when
-        self._asleep: dict[int, float] = {}
+        self.asleep: dict[int, float] = {}
+        """The processes that are frozen now, until when."""
 
     def arm(self, number: int) -> None:
         """Arm the next edges, so many at once."""
@@ -123,8 +142,8 @@ class Failpoints:
             pid, (action, _) = int(by), self._armed.pop(edge)
             self.struck[f"{edge} {action}"] += 1
             if action == "freeze":
-                seconds = self._rng.uniform(*FREEZE_SECONDS)
-                self._asleep[pid] = now + seconds
+                seconds = self._rng.triangular(*FREEZE_SECONDS, FREEZE_SECONDS[0])
+                self.asleep[pid] = now + seconds
                 self.frozen.append((pid, path.stat().st_ctime, now + seconds))
             path.unlink()
         for edge, (_, armed_until) in list(self._armed.items()):
@@ -132,11 +151,15 @@ class Failpoints:
                 with suppress(FileNotFoundError):  # it strikes just now
                     (self._folder / edge).unlink()
                     del self._armed[edge]
-        for pid, until in list(self._asleep.items()):
+        for pid, until in list(self.asleep.items()):
             if now >= until:
-                del self._asleep[pid]
+                del self.asleep[pid]
                 with suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
+
+    def num_struck(self, names: Collection[str]) -> int:
+        """Return how often the transactions of these names were struck."""
+        return sum(number for name, number in self.struck.items() if name.split(":")[0] in names)
 
     def disarm(self) -> None:
         """Disarm all edges, at the next `tend`."""
@@ -145,8 +168,8 @@ class Failpoints:
     def end(self) -> None:
         """Disarm all edges, and wake up what sleeps."""
         self.disarm()
-        while self._asleep or self._armed:
+        while self.asleep or self._armed:
             soon = time.time() + FALLING_ASLEEP_SECONDS
-            self._asleep = {pid: min(until, soon) for pid, until in self._asleep.items()}
+            self.asleep = {pid: min(until, soon) for pid, until in self.asleep.items()}
             self.tend()
             time.sleep(0.05)

@@ -23,7 +23,7 @@ from tests.chaos.processes import LEASE_SECONDS, Service
 API_LIFE_SECONDS = 1.0
 """An API that is killed sooner after its first answer would hardly serve anybody."""
 
-DATABASE_LIFE_SECONDS = 8.0
+DATABASE_LIFE_SECONDS = 20.0
 """Between two outages the others find something to do."""
 
 AIMED_SHARE = 0.8
@@ -46,7 +46,7 @@ class Faults:
         self._await_write = await_write
         self.counts: Counter[str] = Counter()
         self.num_during_jobs = 0
-        """How many faults struck a worker that ran a job."""
+        """How many faults outside failpoints struck a worker that ran a job."""
         self._opened = opened
         self._service = service
         self._database = database
@@ -59,11 +59,11 @@ class Faults:
         """Begin one fault, if the one that is drawn can begin now."""
         choices: list[tuple[str, int, Callable[[], bool]]] = [
             ("worker_kill", 3, self._kill_worker),
-            ("worker_freeze_past_lease", 3, self._freeze_worker),
+            ("worker_freeze_past_lease", 2, self._freeze_worker),
             ("worker_end", 1, self._end_worker),
             ("api_kill", 1, self._kill_api),
-            (self._database.fault, 3, self._hurt_database),
-            ("failpoints", 10, self._arm),
+            (self._database.fault, 1, self._hurt_database),
+            ("failpoints", 12, self._arm),
         ]
         name, _, begin = self._rng.choices(choices, weights=[weight for _, weight, _ in choices])[0]
         begun = begin()
@@ -92,15 +92,15 @@ class Faults:
         self.counts["failpoints"] = self.failpoints.struck.total()
 
     def _arm(self) -> bool:
-        """Arm one edge or two. Whether a process passes them is seen later."""
+        """Arm some edges. Whether a process passes them is seen later."""
         if self._is_away():
             return False
-        self.failpoints.arm(self._rng.choice((1, 2)))
+        self.failpoints.arm(self._rng.choice((1, 2, 3)))
         return True
 
     def _end_worker(self) -> bool:
         """Tell a worker to end, which puts its job back."""
-        worker = self._choose_worker([worker for worker in self._service.workers if worker.pid not in self._frozen])
+        worker = self._choose_worker(self._awake())
         if worker is not None:
             worker.terminate()
         return worker is not None
@@ -115,12 +115,16 @@ class Faults:
 
     def _freeze_worker(self) -> bool:
         """Freeze a worker until its lease is over; meanwhile another one may take its job."""
-        worker = self._choose_worker([worker for worker in self._service.workers if worker.pid not in self._frozen])
+        worker = self._choose_worker(self._awake())
         if worker is None:
             return False
         worker.send_signal(signal.SIGSTOP)
         self._frozen[worker.pid] = (time.monotonic() + LEASE_SECONDS + self._rng.uniform(0.2, 2.0), worker)
         return True
+
+    def _awake(self) -> list[StartedProcess]:
+        frozen = self._frozen.keys() | self.failpoints.asleep.keys()
+        return [worker for worker in self._service.workers if worker.pid not in frozen]
 
     def _choose_worker(self, among: Sequence[StartedProcess]) -> StartedProcess | None:
         """Return the worker to strike: mostly one that runs a job. Null if there is none."""

@@ -24,7 +24,11 @@ from typing import IO, Protocol
 
 PRELOADED = (
     "bexp.workers.__main__",
+    "bexp.workers.serving",
     "bexp.workers.replay.profiler",
+    "sqlalchemy.dialects.sqlite.pysqlite",
+    "sqlalchemy.dialects.postgresql.psycopg",
+    "psycopg",
     "bexp.api.cli",
     "bexp.api.serve",
     "uvicorn.protocols.http.h11_impl",

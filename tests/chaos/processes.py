@@ -42,7 +42,6 @@ class Service:
         database_url: str,
         folder: Path,
         num_workers: int,
-        port: int | None = None,
         cold_share: float = 0.05,
         trial_seconds: float = 0.0,
         *,
@@ -58,17 +57,19 @@ class Service:
         self.exits: dict[str, int] = {}
         self.num_cold_starts = 0
         self.workers: list[StartedProcess] = []
-        self._reserved = reserve(port or 0)
+        self._reserved = reserve()
         self.port: int = self._reserved.getsockname()[1]
         self.api_answers_since: float | None = None
         self._num_workers = num_workers
         self._log = (folder / "processes.log").open("w+b")
-        self._environment = {key: value for key, value in os.environ.items() if not key.startswith("BEXP_")}
+        left_out = ("BEXP_", "PYTHONDONTWRITEBYTECODE")  # or each process that the interpreter starts compiles all
+        self._environment = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
         self._environment |= {
             "BEXP_DATABASE_URL": database_url,
             "BEXP_LEASE_SECONDS": str(LEASE_SECONDS),
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
+            "BEXP_MAX_ATTEMPTS": "1000",  # an exploration that is struck all the time is not given up
             VARIABLE: str(trial_seconds),
             "TMPDIR": str(folder),
             "BEXP_LOCK_DIRECTORY": str(folder),
@@ -173,18 +174,9 @@ class Service:
         )
 
 
-def reserve(port: int) -> socket.socket:
-    """Return a socket that keeps `port` (0: any) for processes that listen on it one after the other."""
+def reserve() -> socket.socket:
+    """Return a socket that keeps a port for processes that listen on it one after the other."""
     reserved = socket.socket()
     reserved.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    reserved.bind(("127.0.0.1", port))
+    reserved.bind(("127.0.0.1", 0))
     return reserved
-
-
-def free_port(first: int) -> int:
-    """Return the next port from `first` on that nobody listens on."""
-    for port in range(first, first + 1000):
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return int(probe.getsockname()[1])
-    raise RuntimeError(f"no port from {first} on is free")

@@ -1,4 +1,4 @@
-"""What campaigns did and found, and the sum of several."""
+"""What a campaign did and found."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
@@ -23,12 +22,12 @@ class Result:
     """What one campaign did, and what it found.
 
     Attributes:
-        cpu_seconds: of the harness and the service, without a PostgreSQL server.
         cold_starts: processes that the interpreter started; the others were forks.
         calls: of the clients, by what they asked for.
         failpoints: how often each edge of a transaction was struck, and how.
         edges: of all transactions that can be reached.
-        faults_during_jobs: those of a worker that ran a job, and not of an idle one or of one that was starting.
+        faults_during_jobs: those of a worker that took or ran a job, not of one that was idle or starting.
+        faults_during_calls: those at the transactions of the API that a client waited for.
         cancel_seconds: taken while nothing was hurt.
     """
 
@@ -36,13 +35,13 @@ class Result:
     database: str
     seed: int
     seconds: float = 0.0
-    cpu_seconds: float = 0.0
     cold_starts: int = 0
     faults: dict[str, int] = field(default_factory=dict)
     calls: dict[str, int] = field(default_factory=dict)
     failpoints: dict[str, int] = field(default_factory=dict)
     edges: int = 0
     faults_during_jobs: int = 0
+    faults_during_calls: int = 0
     jobs: int = 0
     cancelled_jobs: int = 0
     attempts: int = 0
@@ -53,61 +52,20 @@ class Result:
     violations: list[str] = field(default_factory=list)
 
 
-def sum_results(results: Sequence[Result], lost: Sequence[str] = ()) -> dict[str, object]:
-    """Return the sum of campaigns as a JSON document; `lost` has a line for each campaign without a result."""
-    faults: Counter[str] = Counter()
-    exits: Counter[str] = Counter()
-    calls: Counter[str] = Counter()
-    failpoints: Counter[str] = Counter()
-    for result in results:
-        faults.update(result.faults)
-        exits.update(result.exits)
-        calls.update(result.calls)
-        failpoints.update(result.failpoints)
-    cancels = sorted(seconds for result in results for seconds in result.cancel_seconds)
-    violations = [f"seed {result.seed}: {text}" for result in results for text in result.violations] + list(lost)
-    if (p99 := percentile(cancels, 0.99)) is not None and p99 > CANCEL_LIMIT_SECONDS:
-        violations.append(f"of {len(cancels)} cancels, 1% took {p99:g} s or longer")
+def document_of_result(result: Result) -> dict[str, Any]:
+    """Return the result of a campaign as a JSON document."""
+    document = asdict(result)
+    cancels = sorted(document.pop("cancel_seconds"))
+    p50, p99 = percentile(cancels, 0.5), percentile(cancels, 0.99)
+    if p99 is not None and p99 > CANCEL_LIMIT_SECONDS:
+        document["violations"].append(f"of {len(cancels)} cancels, 1% took {p99:g} s or longer")
     return {
-        "commit": read_commit(),
-        "database": "+".join(sorted({result.database for result in results})),
-        "campaigns": len(results) + len(lost),
-        "seeds": [result.seed for result in results],
-        "seconds": max((result.seconds for result in results), default=0.0),
-        "cpu_seconds": round(sum(result.cpu_seconds for result in results), 1),
-        "cold_starts": sum(result.cold_starts for result in results),
-        "num_faults": sum(faults.values()),
-        "faults": dict(sorted(faults.items())),
-        "calls": dict(sorted(calls.items())),
-        "edges_struck": len({name.split()[0] for name in failpoints}),
-        "edges": max((result.edges for result in results), default=0),
-        "failpoints": dict(sorted(failpoints.items())),
-        "faults_during_jobs": sum(result.faults_during_jobs for result in results),
-        "jobs": sum(result.jobs for result in results),
-        "cancelled_jobs": sum(result.cancelled_jobs for result in results),
-        "attempts": sum(result.attempts for result in results),
-        "most_attempts_of_a_job": max((result.most_attempts_of_a_job for result in results), default=0),
-        "different_answers": sum(result.different_answers for result in results),
-        "calm_cancels": {
-            "num": len(cancels),
-            "p50": percentile(cancels, 0.5),
-            "p99": p99,
-            "max": max(cancels, default=None),
-        },
-        "exits": dict(sorted(exits.items())),
+        **document,
+        "num_faults": sum(result.faults.values()),
+        "edges_struck": len({name.split()[0] for name in result.failpoints}),
+        "calm_cancels": {"num": len(cancels), "p50": p50, "p99": p99, "max": max(cancels, default=None)},
         "lease_seconds": LEASE_SECONDS,
-        "violations": violations,
     }
-
-
-def result_from(document: dict[str, object]) -> Result:
-    """Return what `asdict` made a document of."""
-    return Result(**document)  # type: ignore[arg-type]  # a campaign of this version wrote it
-
-
-def result_as(result: Result) -> dict[str, object]:
-    """Return a result as a JSON document."""
-    return asdict(result)
 
 
 def percentile(ordered: Sequence[float], share: float) -> float | None:

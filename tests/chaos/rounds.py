@@ -1,4 +1,4 @@
-"""Campaigns one after the other, until somebody ends them. A file keeps what each did, so a later call goes on."""
+"""Rounds of campaigns, until somebody ends them. A file keeps what each did, so a later call goes on."""
 
 from __future__ import annotations
 
@@ -8,20 +8,22 @@ import signal
 import threading
 import traceback
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from tests.chaos.campaign import Plan, run_campaign
-from tests.chaos.result import Result, read_commit, sum_results
+from tests.chaos.result import Result, document_of_result, read_commit
 
 RunCampaign = Callable[[Plan, threading.Event], Result]
 
 
 def run_rounds(num: int, plan: Plan, path: Path, *, run: RunCampaign = run_campaign) -> int:
-    """Run `num` more rounds with the plan, on SQLite and PostgreSQL in turns, or fewer after SIGTERM or SIGINT.
+    """Run `num` more rounds with the plan, each on SQLite and PostgreSQL at once, or fewer after SIGTERM or SIGINT.
 
-    A signal ends the faults of the round that runs; it is checked and stored like the others.
+    One campaign often waits for a database that is away, and leaves the processor to the other meanwhile. A signal ends
+    the faults of the round that runs; it is checked and stored like the others.
 
     Returns:
         How many violations the file holds.
@@ -30,12 +32,13 @@ def run_rounds(num: int, plan: Plan, path: Path, *, run: RunCampaign = run_campa
     before = {number: signal.signal(number, lambda *_: ending.set()) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         rounds = read_rounds(path)
-        for _ in range(num):
-            if ending.is_set():
-                break
-            seed = secrets.randbelow(1 << 31)
-            rounds.append(_run_round(replace(plan, seed=seed, postgres=len(rounds) % 2 == 1), ending, run))
-            _write(path, rounds)
+        with ThreadPoolExecutor() as pool:
+            for _ in range(num):
+                if ending.is_set():
+                    break
+                both = [replace(plan, seed=secrets.randbelow(1 << 31), postgres=each) for each in (False, True)]
+                rounds += pool.map(lambda plan: _run_campaign(plan, ending, run), both)
+                _write(path, rounds)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -43,22 +46,22 @@ def run_rounds(num: int, plan: Plan, path: Path, *, run: RunCampaign = run_campa
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
-    """Return the rounds that a file holds; none if there is no file yet."""
+    """Return the campaigns that a file holds; none if there is no file yet."""
     return list(json.loads(path.read_text())["rounds"]) if path.exists() else []
 
 
-def _run_round(plan: Plan, ending: threading.Event, run: RunCampaign) -> dict[str, Any]:
+def _run_campaign(plan: Plan, ending: threading.Event, run: RunCampaign) -> dict[str, Any]:
     try:
-        return sum_results([run(plan, ending)])
-    except Exception as error:  # noqa: BLE001 - the round is lost, and those before and after it are not
+        return document_of_result(run(plan, ending))
+    except Exception as error:  # noqa: BLE001 - it is lost, and those beside, before and after it are not
         traceback.print_exc()
         lost = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
         lost.violations.append(f"the campaign stopped: {type(error).__name__}: {error}")
-        return sum_results([lost])
+        return document_of_result(lost)
 
 
 def _write(path: Path, rounds: Sequence[dict[str, Any]]) -> None:
-    """Replace the file at once, with a line for each round."""
+    """Replace the file at once, with a line for each campaign."""
     lines = ",\n".join(json.dumps(done) for done in rounds)
     new = path.with_suffix(".new")
     new.write_text(f'{{"rounds": [\n{lines}\n]}}\n')

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.chaos.failpoints import CHANGE, OF_ADMINISTRATORS, UNREACHED, list_edges
+from tests.chaos.failpoints import CHANGE, OF_ADMINISTRATORS, OF_CALLS, OF_JOBS, UNREACHED, list_edges
 from tests.chaos.history import Call, History, Seen
 from tests.chaos.interposition import environment_with
 from tests.chaos.promises import Stored, broken_promises
@@ -104,7 +104,9 @@ def test_the_failpoints_still_fit_the_source() -> None:
 def test_each_transaction_has_edges_or_a_reason_why_not() -> None:
     edges = list_edges()
     assert {"Queue.record:before", "Queue.finish:inside", "insert_submission:after"} <= set(edges)
-    assert not {edge.split(":")[0] for edge in edges} & (OF_ADMINISTRATORS | UNREACHED)
+    names = {edge.split(":")[0] for edge in edges}
+    assert not names & (OF_ADMINISTRATORS | UNREACHED)
+    assert names >= OF_JOBS | OF_CALLS
 
 
 def test_a_process_imports_a_module_with_its_change() -> None:
