@@ -1,6 +1,6 @@
 """What every model type of the installed transformers is, for a service that has no such library.
 
-`python -m bexp.workers.targets.transformers.model_types` writes explorer/formats/model_types.txt.
+`python -m benchmarks.model_types` writes explorer/formats/model_types.txt.
 """
 
 from __future__ import annotations
