@@ -8,6 +8,7 @@ from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.workers.targets.transformers.parts import num_bytes
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up
 
@@ -17,8 +18,6 @@ def describe_parts(
 ) -> ModelParts:
     """The parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
     parameters = list({id(p): p for p in resolved.model.parameters()}.values())
-    sizes = [p.numel() * p.element_size() for p in parameters]
-    trained = [size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad]
     policies = [Recompute.NONE]
     if checkpointing is None:
         policies += [policy for policy in Recompute if policy.layer_share > 0]
@@ -36,9 +35,8 @@ def describe_parts(
         shell=resolved.shell_part,
         output_bytes_per_token=resolved.hidden_bytes_per_token,
         num_parameters=sum(p.numel() for p in parameters),
-        parameter_bytes=sum(sizes),
-        trainable_bytes=sum(trained),
-        largest_trainable_bytes=max(trained, default=0),
+        parameter_bytes=num_bytes(parameters),
+        trainable_bytes=num_bytes(p for p in parameters if p.requires_grad),
         policies=tuple(policies),
         tiles=tiles is None,
         unavailable={name: reason for name, reason in refused.items() if reason is not None},
