@@ -22,6 +22,7 @@ import torch
 
 from benchmarks.environment import ROOT
 from benchmarks.models_page import render
+from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.config import (
     UnsupportedModelError,
     library_version,
@@ -29,7 +30,6 @@ from bexp.workers.targets.transformers.config import (
     quiet_library,
     resolve_config,
 )
-from bexp.workers.targets.transformers.feature_checks import find_experts
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.self_check import FEATURES, self_check
@@ -143,7 +143,7 @@ def _checked(model_type: str) -> dict[str, Any]:
     model = build_model(tiny, BuildSettings(), META)
     row["kinds"] = list(dict.fromkeys(check.kinds))
     row["features"] = [name for name in FEATURES if name not in check.failures]
-    row["has_experts"] = bool(find_experts(model))
+    row["has_experts"] = bool(expert_modules(model))
     row["tied_weights"] = _is_tied(model)
     return row | {"status": "parts" if check.by_parts else "whole"}
 

@@ -13,6 +13,7 @@ from torch import nn
 from bexp.explorer.cost_model.text_batches import TextBatch
 from bexp.explorer.formats.model_types import PADDING, reserved_positions
 from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
@@ -23,7 +24,6 @@ from bexp.workers.targets.transformers.config import (
     resolve_config,
     with_values,
 )
-from bexp.workers.targets.transformers.feature_checks import find_experts
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.packing import find_leak
@@ -196,7 +196,7 @@ class ResolvedModel:
     @property
     def experts_implementations(self) -> dict[str, str | None]:
         """The library's experts implementations: None for one that can be set; empty for a model without experts."""
-        if not find_experts(self.model):
+        if not expert_modules(self.model):
             return {}
         return {name: self._refusal("get_correct_experts_implementation", name) for name in _EXPERTS}
 
