@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.explorer.formats.model_types import PADDING, reserved_positions
+from bexp.explorer.formats.model_types import reserved_positions
 from bexp.explorer.spec.parts import LayerPart, Part
 from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
@@ -39,9 +39,9 @@ from bexp.workers.targets.transformers.tiny import tiny_config
 
 GENEROUS_SAVED_WIDTHS = 34
 """Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
-_LIMIT = 16  # positions of the tiny model
-_SHORTER = 12  # tokens that it takes: some types keep positions for themselves
-_LONGER = 24  # tokens that it may not take
+TINY_POSITIONS = 16
+MORE_TOKENS = 24
+"""Tokens that a model with so many positions may not take."""
 
 
 def require_positions(resolved: ResolvedConfig) -> None:
@@ -54,7 +54,7 @@ def require_positions(resolved: ResolvedConfig) -> None:
     reserved = reserved_positions(resolved.text_config.to_dict())
     if not isinstance(stated, int) or resolved.seq_length <= stated - reserved:
         return
-    reason = _failure_with(resolved, _LONGER)
+    reason = failure_with(resolved, MORE_TOKENS)
     if reason is not None:
         less = f" less {reserved} that no token has" if reserved else ""
         raise UnsupportedModelError(
@@ -63,21 +63,8 @@ def require_positions(resolved: ResolvedConfig) -> None:
         )
 
 
-def ends_at_its_positions(resolved: ResolvedConfig) -> bool:
-    """Whether the class runs as many tokens as it has positions, and no more: a tiny model of the type shows it."""
-    stated = getattr(resolved.text_config, "max_position_embeddings", None)
-    return isinstance(stated, int) and not _failure_with(resolved, _SHORTER) and bool(_failure_with(resolved, _LONGER))
-
-
-def starts_after_padding(resolved: ResolvedConfig) -> bool:
-    """Whether the first token's position is the one after the id of padding: a tiny model of the type shows it."""
-    padding = getattr(resolved.text_config, "pad_token_id", None)
-    if padding != PADDING or not _failure_with(resolved, _LIMIT):
-        return False
-    return not _failure_with(resolved, _LIMIT - PADDING - 1)
-
-
-def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
+def failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
+    """Return why a tiny model of the type, with TINY_POSITIONS, does not run so many tokens; None if it does."""
     config = with_values(resolved.config, _with_limit(shrink(resolved.config.to_dict(), 2), resolved.config))
     tiny = replace(resolved, config=config, seq_length=num_tokens)
     cpu = torch.device("cpu")
@@ -91,13 +78,13 @@ def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
 
 
 def _with_limit(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    """`values` with `_LIMIT` positions, by the class's own name for them, also in a nested text configuration."""
+    """`values` with TINY_POSITIONS, by the class's own name for them, also in a nested text configuration."""
     text_config = config.get_text_config(decoder=True)
     name = getattr(text_config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     limited = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for part in [limited, *(value for value in limited.values() if isinstance(value, dict))]:
         if isinstance(part.get(name), int):
-            part[name] = _LIMIT
+            part[name] = TINY_POSITIONS
     return limited
 
 
