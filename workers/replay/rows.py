@@ -15,9 +15,9 @@ only appended, so that an interrupted recording can be continued; a last line wi
 from __future__ import annotations
 
 from datetime import datetime
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, TypeAdapter, field_validator
+from pydantic import Field, TypeAdapter
 
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.records.device_report import DeviceReport
@@ -54,12 +54,6 @@ class RecordingHeader(Frozen):
     recorded_at: datetime
     process_start_seconds: Seconds = 0.0
     noise: str
-
-    @field_validator("request", mode="before")
-    @classmethod
-    def _name_the_allocator(cls, request: Any) -> Any:
-        """Tables that name no allocator were recorded with expandable segments, as all profilers once ran."""
-        return {"allocator": "expandable_segments", **request} if isinstance(request, dict) else request
 
 
 class ComponentRow(Frozen):
