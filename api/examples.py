@@ -67,6 +67,7 @@ _RECOMMENDATION = Recommendation(
     step_seconds=1.6,
     micro_step_seconds=0.0496,
     optimizer_seconds=0.0128,
+    composed_tokens_per_second=5120.0,
     grad_accum_steps=32,
     predicted_peak_bytes=268_435_456,
     measured_peak_bytes=262_144_000,

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.live import Live
 
 from benchmarks.environment import ROOT
+from benchmarks.recording_file import covered_request
 from benchmarks.result_tables import RESULTS
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
@@ -41,7 +42,7 @@ def main() -> int:
 def draw() -> str:
     """The terminal as SVG, at the last recommendation that was made before whole models are run."""
     recording = Recording.read(TABLE)
-    request, hardware = recording.covered_request(), recording.header.report.hardware
+    request, hardware = covered_request(recording), recording.header.report.hardware
     clock = VirtualClock()
     view = LiveView("0123456789abcdef", request, lambda: AT + timedelta(seconds=clock()))
     console = Console(

@@ -23,6 +23,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from benchmarks.recorder import Recorder
+from benchmarks.recording_file import RecordingFile
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.cost_model.roofline import predict_component_seconds
@@ -36,7 +37,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.process.interface import DeviceProfiler, ProfilerError
 from bexp.workers.process.profiler import Profiler
 from bexp.workers.replay.profiler import mismatch
-from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
+from bexp.workers.replay.recording import Recording, RecordingError
 from bexp.workers.replay.rows import RecordingHeader
 
 NOISE = (

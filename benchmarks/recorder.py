@@ -8,14 +8,14 @@ from collections.abc import Iterator
 import numpy as np
 
 from benchmarks.recorded_candidates import compose, composed_tokens_per_second, fitting_rows
+from benchmarks.recording_file import RecordingFile, component_row, whole_model_row
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.records.measurement import CONTAMINATED_ATTEMPTS, Measurement, Outcome, judge
 from bexp.explorer.records.trial import TrialKind, TrialTask
 from bexp.explorer.search.feasibility import at_least
 from bexp.workers.process.interface import DeviceProfiler
-from bexp.workers.replay.recording import RecordingFile
-from bexp.workers.replay.rows import ComponentRow, WholeModelRow
+from bexp.workers.replay.rows import ComponentRow
 
 WHOLE_MODEL_SHARE = 0.4  # of the budget that is left after run 0, unless all candidates are to be timed whole
 WITHIN = 0.9  # half of the whole models are drawn among candidates with this share of the best composed throughput
@@ -84,7 +84,7 @@ class Recorder:
             timeout_seconds=self._deadline_seconds,
         )
         for measurement, replaced in self._attempts(task):
-            row = ComponentRow.of(component, self._runs(component), measurement, replaced=replaced)
+            row = component_row(component, self._runs(component), measurement, replaced=replaced)
             self._file.append(row)
         return row.outcome is not Outcome.CONTAMINATED
 
@@ -133,7 +133,7 @@ class Recorder:
                 timeout_seconds=self._deadline_seconds,
             )
             for measurement, replaced in self._attempts(task):
-                self._file.append(WholeModelRow.of(candidate, run, measurement, replaced=replaced))
+                self._file.append(whole_model_row(candidate, run, measurement, replaced=replaced))
             if measurement.outcome is Outcome.UNSUPPORTED:
                 print(f"no whole models: {measurement.reason}", flush=True)
                 return True

@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.environment import ROOT
+from benchmarks.recording_file import encode_row
 from bexp.explorer.cost_model.activation_memory import predict_component_bytes
 from bexp.explorer.cost_model.components import BlockRecompute, Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
@@ -30,7 +31,7 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.workers.replay.recording import Recording
-from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow, encode_row
+from bexp.workers.replay.rows import ComponentRow, RecordingHeader, WholeModelRow
 
 ATTENTION = {"cudnn": 0.62, "flash": 0.5, "efficient": 0.28, "math": 0.4}
 EXPERTS = {

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.recorded_candidates import Mask, compose, composed_tokens_per_second, fitting_rows
+from benchmarks.recording_file import covered_request
 from bexp.explorer.cost_model.components import Component
 from bexp.explorer.cost_model.composition import Composition, Floats
 from bexp.explorer.cost_model.step import combine_seconds
@@ -51,7 +52,7 @@ class GroundTruth:
         Raises:
             RecordingError: no candidate of it is feasible.
         """
-        request = recording.covered_request()
+        request = covered_request(recording)
         prune = recording.prune(request, request.shapes)
         table = prune.table
         assert table is not None, "a covered request has a space"

@@ -21,11 +21,6 @@ CLOCK_REASONS: dict[int, str] = {
     pynvml.nvmlClocksEventReasonDisplayClockSetting: "display_clock_setting",
 }
 """Bits of nvmlDeviceGetCurrentClocksEventReasons, which older drivers call throttle reasons."""
-SLOWDOWNS = ("hw_slowdown", "hw_thermal_slowdown", "sw_thermal_slowdown", "hw_power_brake_slowdown")
-"""Clock reasons of a device that is too hot, or that the board told to slow down.
-
-The software power cap is none of them: a large GPU under load runs at it all the time, in training as well.
-"""
 
 
 class Gpu:

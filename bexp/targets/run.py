@@ -73,7 +73,6 @@ class TargetRun:
             "num_parameters": sum(p.numel() for p in parameters),
             "parameter_bytes": sum(p.nbytes for p in parameters),
             "trainable_bytes": sum(p.nbytes for p in self._trained),
-            "largest_trainable_bytes": max(p.nbytes for p in self._trained),
             "saved_bytes": saved,
         }
 

@@ -110,7 +110,8 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
     flags = [part for part in module.modules() if hasattr(part, "gradient_checkpointing")]
     if not any(hasattr(layer, "gradient_checkpointing") for layer in layers):
         if policy != "full" or not flags:
-            raise SettingsError(f"{type(module).__name__} can recompute only all of its layers")
+            can = "can recompute only all of its layers" if flags else "cannot recompute its layers"
+            raise SettingsError(f"{type(module).__name__} {can}")
         chosen_parts = flags
     else:
         chosen_parts = [layer for i, layer in enumerate(layers) if i in chosen]

@@ -245,13 +245,11 @@ def _spread(each: Sequence[dict[str, float]]) -> dict[str, Any] | None:
 def describe_parameters(parameters: Sequence[torch.Tensor]) -> dict[str, Any]:
     """What the search must know of a model: its parameters and their bytes."""
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    sizes = [parameter.numel() * parameter.element_size() for parameter in trained]
     dtypes = [str(parameter.dtype).removeprefix("torch.") for parameter in trained or parameters]
     return {
         "num_parameters": sum(parameter.numel() for parameter in parameters),
         "parameter_bytes": sum(parameter.numel() * parameter.element_size() for parameter in parameters),
-        "trainable_bytes": sum(sizes),
-        "largest_trainable_bytes": max(sizes, default=0),
+        "trainable_bytes": sum(parameter.numel() * parameter.element_size() for parameter in trained),
         "dtype": max(set(dtypes), key=dtypes.count) if dtypes else "float32",
     }
 

@@ -313,8 +313,6 @@ def _runner_up(best: Recommendation, rival: RunnerUpCheck) -> str:
         name = f"{rival.mesh.describe()} {rival.candidate.model_copy(update={'sharding': None}).describe()}"
     if check is None:
         return f"{name}: {rival.outcome} as a whole model: {rival.reason or 'no reason given'}"
-    if best.candidate.is_whole:  # an earlier version ran it twice
-        return f"{name}: {rate_text(check.tokens_per_second)}{_gain(best, rival.gain)}"
     reached = f"{rate_text(check.tokens_per_second)} as a whole model"
     return f"{name}: {reached}, and its blocks compose {_composed_off(check)}{_gain(best, rival.gain)}"
 

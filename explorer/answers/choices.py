@@ -15,8 +15,6 @@ def second_figure(best: Recommendation, request: ExplorationRequest | None) -> I
     if other is None:
         if best.dividing_batch_sizes:
             yield no_dividing_text(best, request)
-        elif best.grad_accum_steps is not None:  # an earlier version stated no more
-            yield f"For {asked}: {size} divides it, in {_steps(best.grad_accum_steps, request)}"
         return
     steps = _steps(other.grad_accum_steps, request)
     if request is not None and request.keeps_batch:
@@ -29,16 +27,10 @@ def second_figure(best: Recommendation, request: ExplorationRequest | None) -> I
 
 
 def no_dividing_text(best: Recommendation, request: ExplorationRequest | None) -> str:
-    """Return that nothing divides the requested batch, and the nearest batch sizes that something divides.
-
-    An answer of an earlier version knows them for the recommended candidate alone.
-    """
+    """Return that nothing divides the requested batch, and the nearest batch sizes that something divides."""
     if best.dividing_batch_sizes:
         nearest = joined(best.dividing_batch_sizes)
         return f"no micro-batch that fits divides {_asked(request)}; the nearest batch sizes with one are {nearest}"
-    if best.nearest_batch_sizes:
-        nearest = joined(best.nearest_batch_sizes)
-        return f"{best.candidate.micro_batch_size} does not divide {_asked(request)}; it divides {nearest}"
     return "no batch_size was stated, so there is nothing to divide: `--batch-size N` states one"
 
 

@@ -25,8 +25,6 @@ from bexp.explorer.spec.request import ExplorationRequest
 
 FLOAT32_BYTES = 4
 INDEX_BYTES = 8
-SPARSE_BLOCK = 128
-"""Rows of a block of the back end `block_sparse`."""
 FUSED = "fused"
 """The back end that gathers and activates inside its products, and so keeps neither result."""
 OPTIMIZER_BUCKET_BYTES = 256 << 20
@@ -220,7 +218,7 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
     products = (2 if model.gated_mlp else 1) * wide
     between = hidden
     if component.experts != FUSED:
-        between += gathered + (2 if component.experts == "block_sparse" else 1) * wide
+        between += gathered + wide
     elif moe.capacity_factor is not None:  # these keep their input, which is the rows that are left
         between += gathered
     always = hidden + _router_bytes(component, model)
@@ -234,13 +232,9 @@ def _moe_ffn(component: Component, model: ModelSpec, request: ExplorationRequest
 
 
 def _expert_rows(component: Component, model: ModelSpec, request: ExplorationRequest) -> int:
-    """Return the rows that the experts' GEMMs process: the token-expert pairs that are kept, and their padding.
-
-    `block_sparse` pads to whole blocks: half a block an expert on average.
-    """
+    """Return the rows that the experts' GEMMs process: the token-expert pairs that are kept, and their padding."""
     assert model.moe is not None
-    rows = int(local_tokens(component, model) * model.moe.top_k * rows_of_pair(component, model, request))
-    return rows + (model.moe.num_experts * SPARSE_BLOCK // 2 if component.experts == "block_sparse" else 0)
+    return int(local_tokens(component, model) * model.moe.top_k * rows_of_pair(component, model, request))
 
 
 def rows_of_pair(component: Component, model: ModelSpec, request: ExplorationRequest) -> float:

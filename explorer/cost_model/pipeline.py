@@ -48,7 +48,7 @@ class TimedPass:
 
 @dataclass(frozen=True, slots=True)
 class PipelineRun:
-    """What a simulated step shows. `peak_bytes` and `most_held`, in micro-batches times stages, are those of each rank.
+    """What a simulated step shows. `peak_bytes` are those of each rank.
 
     `seconds` is the time until the last rank is done, `busy_seconds` what each rank computes of it.
     """
@@ -56,7 +56,6 @@ class PipelineRun:
     seconds: float
     busy_seconds: tuple[float, ...]
     peak_bytes: tuple[int, ...]
-    most_held: tuple[int, ...]
     passes: tuple[TimedPass, ...]
 
     @property
@@ -102,11 +101,11 @@ def simulate_pipeline(
             if place[rank] == len(order):
                 waiting.discard(rank)
         assert len(passes) > before, "no schedule waits for itself"
-    peaks, held = zip(*(_memory(order, stages, splits=splits) for order in orders), strict=True)
+    peaks = tuple(_peak_bytes(order, stages, splits=splits) for order in orders)
     busy = [0.0] * num_ranks
     for done in passes:
         busy[done.rank] += done.end - done.begin
-    return PipelineRun(max(free), tuple(busy), peaks, held, tuple(passes))
+    return PipelineRun(max(free), tuple(busy), peaks, tuple(passes))
 
 
 def pipeline_seconds(
@@ -152,15 +151,15 @@ def _seconds(action: PipelineAction, costs: StageCosts, *, splits: bool) -> floa
     return costs.backward - costs.weights if splits else costs.backward
 
 
-def _memory(order: Sequence[PipelineAction], stages: Sequence[StageCosts], *, splits: bool) -> tuple[int, int]:
-    """Return the most bytes of a rank, and how many activations of a micro-batch in a stage it holds at most."""
+def _peak_bytes(order: Sequence[PipelineAction], stages: Sequence[StageCosts], *, splits: bool) -> int:
+    """Return the most bytes that a rank holds."""
     frees = Pass.WEIGHTS if splits else Pass.BACKWARD
-    held = peak = number = most = 0
+    held = peak = 0
     for action in order:
         costs = stages[action.stage]
         if action.kind is Pass.FORWARD:
-            held, number = held + costs.saved_bytes, number + 1
-        peak, most = max(peak, held + costs.transient_bytes), max(most, number)
+            held += costs.saved_bytes
+        peak = max(peak, held + costs.transient_bytes)
         if action.kind is frees:
-            held, number = held - costs.saved_bytes, number - 1
-    return peak, most
+            held -= costs.saved_bytes
+    return peak

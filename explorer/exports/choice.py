@@ -16,7 +16,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.search.choices import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
+from bexp.explorer.search.legal_space import explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
@@ -74,7 +74,7 @@ def choose(trainer: Trainer, exploration: ExportSource, request: ExplorationRequ
     best, report = known.dividing or known, exploration.report
     steps = _accumulation(request, best.candidate)
     if request.batch_size is not None and not steps:
-        nearest = " or ".join(map(str, known.dividing_batch_sizes or known.nearest_batch_sizes))
+        nearest = " or ".join(map(str, known.dividing_batch_sizes))
         hint = f"; the nearest that can be is {nearest}" if nearest else ""
         raise ExportError(f"The batch_size {request.batch_size} is divided by no candidate that fits{hint}.")
     rate = known.expected_tokens_per_second if known.dividing is None else known.dividing.tokens_per_second
@@ -138,10 +138,7 @@ def _restore(request: ExplorationRequest, report: DeviceReport, exploration: Exp
     if not exploration.trials:
         return None
     models = explored_models(request, report)
-    try:
-        space = prune_space(models[0], request, report)
-    except EmptySpaceError:  # an earlier version admitted something
-        return None
+    space = prune_space(models[0], request, report)
     if space.table is None:
         return None
     history = TrialHistory(exploration.trials, request.budget, len(models))

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 FILE = Path(__file__).with_suffix(".txt")
-"""Written by `python -m bexp.workers.targets.transformers.model_types`."""
+"""Written by `python -m benchmarks.model_types`."""
 VERSION = "transformers"
 PADDING = 1
 """The id of padding that all types `after-padding` have by default."""

@@ -91,9 +91,7 @@ class DividingCandidate(Frozen):
     peak_bytes: int = Field(description="Allocated at the peak, composed of its components.")
     required_bytes: int = Field(description="The peak with fragmentation, the runtime's context and a margin.")
     whole_model: WholeModelCheck | None = Field(None, description="Null if it was not run as a whole model.")
-    composed_tokens_per_second: float | None = Field(
-        None, description="Composed of the measured components alone; null in an answer of an earlier version."
-    )
+    composed_tokens_per_second: float = Field(description="Composed of the measured components alone.")
     reused: ReusedComponents | None = Field(
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
@@ -206,9 +204,7 @@ class Recommendation(Frozen):
     memory_choices: tuple[MemoryChoice, ...] = Field(
         (), description="The fastest candidate, and the smallest peak within 1% and within 3% of it; once finished."
     )
-    composed_tokens_per_second: float | None = Field(
-        None, description="Composed of the measured components alone; null in an answer of an earlier version."
-    )
+    composed_tokens_per_second: float = Field(description="Composed of the measured components alone.")
     reused: ReusedComponents | None = Field(
         None, description="Components that earlier explorations measured; null if this one measured all that it used."
     )
@@ -221,7 +217,7 @@ class Recommendation(Frozen):
     run_noise: float | None = Field(
         None,
         description="Relative standard deviation between two runs of a micro-step, as its components show it; null for "
-        "a mesh, and in an answer of an earlier version.",
+        "a mesh.",
         exclude_if=is_null,
     )
     confidences: dict[str, int] = Field(

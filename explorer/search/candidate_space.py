@@ -105,8 +105,7 @@ class CandidateSpace(SearchSpace):
     def _communication(self) -> Iterator[Suggestion]:
         """Communication on all devices, once for each sharding, because no other component predicts it."""
         for communication in self._table.communications:
-            known = self._posterior.knowledge.measured.get(communication)
-            if known is not None and known.host_once_seconds is not None:  # earlier versions left out the host
+            if communication in self._posterior.knowledge.measured:
                 continue
             candidates = (*self._bases, *self._table.candidates)
             candidate = next(c for c in candidates if c.sharding is communication.sharding)

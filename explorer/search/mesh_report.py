@@ -98,6 +98,7 @@ def recommend_mesh(
             step_seconds=one.factor * step.seconds,
             peak_bytes=step.memory.total,
             required_bytes=required,
+            composed_tokens_per_second=step.tokens_per_second,
         ),
         headroom=request.headroom,
         composed_tokens_per_second=step.tokens_per_second,

@@ -56,30 +56,17 @@ def summarize_reports(
     A run counts if it used the candidate's micro-batch size and, as far as it says, its settings, on a device of the
     same name with the same version of torch, and if its speed is within `FURTHEST_OFF` of the composed one.
     """
-    composed = composed_tokens_per_second(best)
+    composed = best.composed_tokens_per_second
     summaries = [_summarize(exploration_id, best.candidate, composed, best.measured_peak_bytes, hardware, reports)]
     other = best.dividing
     if (
         other is not None
-        and other.composed_tokens_per_second is not None
         and not other.predicted
         and other.candidate.micro_batch_size != best.candidate.micro_batch_size  # else nothing tells their runs apart
     ):
         composed = other.composed_tokens_per_second
         summaries.append(_summarize(exploration_id, other.candidate, composed, other.peak_bytes, hardware, reports))
     return tuple(run for run in summaries if run is not None)
-
-
-def composed_tokens_per_second(best: Recommendation) -> float:
-    """Return the composed tokens/s of `best`, corrected by nothing; earlier versions stored it for whole models alone.
-
-    Without either, the corrected figure stands for it.
-    """
-    if best.composed_tokens_per_second is not None:
-        return best.composed_tokens_per_second
-    if best.whole_model is not None:
-        return best.whole_model.tokens_per_second / (1.0 + best.whole_model.step_error)
-    return best.tokens_per_second
 
 
 def _summarize(

@@ -5,11 +5,9 @@ from __future__ import annotations
 from bexp.explorer.cost_model.step import StepSeconds, combine_seconds
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.explorer.records.recommendation import WholeModelCheck
-from bexp.explorer.records.trial import Trial, TrialKind, count_processes
+from bexp.explorer.records.trial import Trial
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.spec.candidate import Candidate
-from bexp.explorer.spec.hardware import HardwareSpec
-from bexp.explorer.spec.request import ExplorationRequest
 
 
 def compare_whole_run(posterior: Posterior, row: int, trial: Trial | None) -> WholeModelCheck | None:
@@ -82,26 +80,13 @@ def _in_an_epoch(posterior: Posterior, row: int, whole: WholeModelMeasurement) -
 
 
 def _whole_step(posterior: Posterior, candidate: Candidate, whole: WholeModelMeasurement) -> StepSeconds:
-    """Return the step with the seconds of a whole-model run.
-
-    A run of an earlier version does not state its communication, and its optimizer seconds contain a plain exchange of
-    gradients. The composed seconds of both take their place.
-    """
-    optimizer, communication = whole.optimizer_seconds, whole.communication_seconds
-    if communication is None and _communicates(posterior.request, candidate, posterior.hardware):
-        composed = posterior.seconds(posterior.table.row[candidate])
-        optimizer, communication = composed.optimizer, composed.communication
+    """Return the step with the seconds of a whole-model run."""
     return combine_seconds(
         whole.micro_step_seconds,
-        optimizer,
+        whole.optimizer_seconds,
         candidate.micro_batch_size,
         posterior.table.model,
         posterior.request,
         context_parallel_size=candidate.context_parallel_size,
-        communication=(communication or 0.0) if posterior.table.communications else 0.0,
+        communication=(whole.communication_seconds or 0.0) if posterior.table.communications else 0.0,
     )
-
-
-def _communicates(request: ExplorationRequest, candidate: Candidate, hardware: HardwareSpec) -> bool:
-    """Return whether the devices that run a candidate's whole model exchange gradients."""
-    return request.mode == "train" and count_processes(TrialKind.WHOLE_MODEL, candidate, (), request, hardware) > 1

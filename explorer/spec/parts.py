@@ -118,7 +118,6 @@ class ModelParts(Frozen):
     num_parameters: Count
     parameter_bytes: Count
     trainable_bytes: Count
-    largest_trainable_bytes: Count = Field(0, description="Of the largest single parameter that is trained.")
     optimizer_state_bytes: Count | None = Field(
         None, description="Of the real state after a step, where it was read.", exclude_if=is_null
     )

@@ -90,10 +90,7 @@ class ComponentObservations:
 
     @cached_property
     def host_overhead(self) -> tuple[float, float]:
-        """Mean host seconds that communication takes in each micro-step, and once more a step.
-
-        Both are 0 if no run states them, as in earlier versions.
-        """
+        """Mean host seconds that communication takes in each micro-step, and once more a step; 0 for anything else."""
         overheads = [(r.host_seconds, r.host_once_seconds) for r in self.runs if r.host_once_seconds is not None]
         if not overheads:
             return 0.0, 0.0

@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.record import main, open_table, take_over
 from benchmarks.recorder import Recorder
+from benchmarks.recording_file import covered_request
 from benchmarks.replay.ground_truth import GroundTruth
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.cost_model.composition import Composition
@@ -99,7 +100,7 @@ def test_every_component_of_every_candidate_is_recorded_as_often_as_asked(tmp_pa
     table = space(recorded)
     assert {c: len(rows) for c, rows in recorded.components.items()} == dict.fromkeys(table.components, 3)
     assert [row.run for row in recorded.components[table.components[0]]] == [0, 1, 2]
-    assert recorded.covered_request() == request()
+    assert covered_request(recorded) == request()
     sizes = [c.micro_batch_size for c in measured(profiler)[: len(table.components)]]
     assert sizes == sorted(sizes)
 
@@ -133,7 +134,7 @@ def test_a_spent_budget_leaves_a_table_of_the_small_sizes(tmp_path: Path, monkey
 
     done, recorded = record(tmp_path / "t.jsonl", Slow(recording()), request(), seconds=0.4)
     assert not done
-    sizes = recorded.covered_request().space.micro_batch_sizes
+    sizes = covered_request(recorded).space.micro_batch_sizes
     assert 0 < len(sizes) < 5
     assert sizes == request().space.micro_batch_sizes[: len(sizes)]
 
@@ -238,12 +239,12 @@ def test_what_stays_contaminated_is_left_for_the_next_start(tmp_path: Path) -> N
     assert len(recorded.contaminated) == 3
     (lost,) = first.plans[5].components
     assert lost not in recorded.components
-    assert lost.micro_batch_size not in recorded.covered_request().space.micro_batch_sizes
+    assert lost.micro_batch_size not in covered_request(recorded).space.micro_batch_sizes
     second = TableProfiler(complete)
     done, recorded = record(path, second, request())
     assert done
     assert [plan.components for plan in second.plans] == [(lost,)]
-    assert recorded.covered_request() == request()
+    assert covered_request(recorded) == request()
 
 
 CONFIG = """

@@ -81,6 +81,7 @@ def make_recommendation(micro_batch_size: int = 2) -> Recommendation:
         step_seconds=1.0,
         micro_step_seconds=0.1,
         optimizer_seconds=0.05,
+        composed_tokens_per_second=1000.0,
         grad_accum_steps=256,
         predicted_peak_bytes=1 << 20,
         measured_peak_bytes=1 << 20,

@@ -9,10 +9,10 @@ import torch
 
 from bexp.measure import host_limits as host
 from bexp.measure.cuda_timing import CudaTimer
-from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.heap import trim
 from bexp.measure.timing import BlockTimer, HostTimer
 from bexp.transformers.settings import Allocator
+from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.rank_group import SINGLE_RANK, RankGroup
 
 TOLERATED_LEFTOVER_BYTES = 256 << 20

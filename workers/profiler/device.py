@@ -15,11 +15,11 @@ import torch
 from bexp.kernels.attention import attention_support
 from bexp.kernels.experts.registry import expert_backends
 from bexp.kernels.shapes import AttentionShape, ExpertsShape
-from bexp.measure.device_monitor import DeviceMonitor
 from bexp.measure.gpu_processes import GpuProcessMonitor
 from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.instruments.compilation import start_compiler
 from bexp.workers.instruments.device_instruments import Instruments, freeze_imports
+from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.failures import is_poisoned
 from bexp.workers.process.protocol import Command, Hello, Open, Refused
 from bexp.workers.profiler.hardware import used_bytes

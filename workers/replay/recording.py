@@ -1,8 +1,7 @@
-"""A recorded table: reading it, appending to it, and the requests that it covers."""
+"""A recorded table as it is read, and the requests that it covers."""
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -16,7 +15,7 @@ from bexp.explorer.spec.base import rule_of
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow, encode_row
+from bexp.workers.replay.rows import FORMAT, ROWS, VERSION, ComponentRow, RecordingHeader, WholeModelRow
 
 
 class RecordingError(ValueError):
@@ -45,7 +44,7 @@ class Recording:
             RecordingError: the file is no recorded table; the message names the line.
             OSError: the file cannot be read.
         """
-        lines = _whole_lines(path)
+        lines = whole_lines(path)
         header = _parse(path, 1, lines[0]) if lines else None
         if not isinstance(header, RecordingHeader):
             raise RecordingError(f"{path} is no recorded table: its first line is no header ({FORMAT} {VERSION})")
@@ -84,59 +83,8 @@ class Recording:
         lacking = (pruned.table.uses_CK[rows] & ~recorded_K[None, :]).any(axis=1)
         return tuple(sorted({int(m) for m in pruned.table.micro_batch_C[rows][lacking]}))
 
-    def covered_request(self) -> ExplorationRequest:
-        """The recorded request for its main model, with only those micro-batch sizes that were recorded completely.
 
-        Raises:
-            RecordingError: no size was recorded completely.
-        """
-        request = self.header.request.model_copy(update={"num_query_groups": None, "capacity_factors": None})
-        missing = set(self.missing_sizes(request, request.shapes))
-        if not missing:
-            return request
-        covered = tuple(m for m in request.space.micro_batch_sizes if m not in missing)
-        base = request.base_micro_batch_size
-        cut = request.model_copy(
-            update={"micro_batch_size": covered, "base_micro_batch_size": None if base in missing else base}
-        )
-        if not covered or self.prune(cut, cut.shapes).table is None:
-            raise RecordingError(f"the table '{self.header.name}' has no micro-batch size that was recorded in full")
-        return cut
-
-
-class RecordingFile:
-    """A table that is being written. Each row is on disk when `append` returns."""
-
-    def __init__(self, path: Path, header: RecordingHeader) -> None:
-        """Create the file, or continue it. An incomplete last line, left by a killed recorder, is cut off."""
-        self.path = path
-        if path.exists():
-            self.recording = Recording.read(path)
-            with path.open("r+b") as file:
-                file.truncate(sum(len(line) + 1 for line in _whole_lines(path)))
-            self._file = path.open("ab")
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            self.recording = Recording(header)
-            self._file = path.open("xb")
-            self._write(encode_row(header))
-
-    def append(self, row: ComponentRow | WholeModelRow) -> None:
-        """Write a row, and add it to `recording`."""
-        self._write(encode_row(row))
-        self.recording.add(row)
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
-    def _write(self, line: str) -> None:
-        self._file.write(line.encode())
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-
-def _whole_lines(path: Path) -> list[bytes]:
+def whole_lines(path: Path) -> list[bytes]:
     """The complete lines of a file."""
     *lines, _ = path.read_bytes().split(b"\n")
     return lines

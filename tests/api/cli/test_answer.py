@@ -186,16 +186,6 @@ def test_a_batch_that_does_not_divide_has_a_micro_batch_of_its_own() -> None:
     assert "no micro-batch that fits divides batch_size 24; the nearest batch sizes with one are 20 and 28" in text
 
 
-def test_an_answer_of_an_earlier_version_is_read_as_it_was() -> None:
-    new = {"dividing", "dividing_batch_sizes", "prefer", "headroom", "memory_choices"}
-    old = Recommendation.model_validate(RECOMMENDATION.model_dump(mode="json", exclude=new))
-    assert "For batch_size 24: 4 divides it, in 6 accumulation steps" in render_answer(answer_of(old), REQUEST)
-    odd = old.model_copy(update={"grad_accum_steps": None, "nearest_batch_sizes": (20, 28)})
-    text = render_answer(answer_of(odd), REQUEST)
-    assert "For batch_size" not in text
-    assert "the nearest that do: 20 and 28" in " ".join(text.split())
-
-
 def test_what_a_request_prefers_and_leaves_free_is_said() -> None:
     saving = RECOMMENDATION.model_copy(update={"prefer": "memory", "headroom": 0.2})
     text = " ".join(render_answer(answer_of(saving), REQUEST).split())

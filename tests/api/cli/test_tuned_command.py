@@ -129,7 +129,7 @@ def test_the_answer_is_the_candidate_that_keeps_the_batch() -> None:
     dividing = DividingCandidate(
         candidate=make_recommendation(2).candidate,
         **{"grad_accum_steps": 4, "tokens_per_second": 900.0, "loss": 0.1, "confidence": 50, "step_seconds": 1.0},
-        **{"peak_bytes": 1, "required_bytes": 1},
+        **{"peak_bytes": 1, "required_bytes": 1, "composed_tokens_per_second": 900.0},
     )
     of_both = fastest.model_copy(update={"grad_accum_steps": None, "dividing": dividing})
     assert _best(of_both) == (dividing.candidate, 900.0, 4)

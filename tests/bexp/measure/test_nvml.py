@@ -6,7 +6,8 @@ from typing import Any
 import pynvml
 import pytest
 
-from bexp.measure.nvml import CLOCK_REASONS, SLOWDOWNS, Gpu
+from bexp.explorer.records.measurement import SLOWDOWNS
+from bexp.measure.nvml import CLOCK_REASONS, Gpu
 
 
 def refuse(*_: Any) -> Any:

@@ -84,7 +84,7 @@ def test_the_size_that_divides_the_batch_is_exported(name: str) -> None:
 
 
 def test_a_batch_that_nothing_divides_is_refused_with_the_nearest() -> None:
-    nearest = exploration(candidate(24), known={"nearest_batch_sizes": (504, 528)})
+    nearest = exploration(candidate(24), known={"dividing_batch_sizes": (504, 528)})
     with pytest.raises(ExportError, match=r"batch_size 512 is divided by no candidate that fits; .* is 504 or 528"):
         plan(nearest)
     with pytest.raises(ExportError, match="is divided by no candidate that fits"):

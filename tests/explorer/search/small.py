@@ -157,6 +157,7 @@ def recommendation(of: Candidate | None = None, **changes: Any) -> Recommendatio
         "step_seconds": 0.5,
         "micro_step_seconds": 0.1,
         "optimizer_seconds": 0.05,
+        "composed_tokens_per_second": 1234.5,
         "grad_accum_steps": 4,
         "predicted_peak_bytes": 2**30,
         "measured_peak_bytes": 2**30,

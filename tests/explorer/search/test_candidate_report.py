@@ -153,13 +153,9 @@ def exchanging_state(sharding: str = "none") -> Posterior:
     return Posterior.of(table, candidates, req, hardware)
 
 
-def test_a_whole_model_that_did_not_time_its_exchange_is_completed_by_the_composed_one() -> None:
+def test_the_exchange_of_a_whole_model_is_a_part_of_its_step() -> None:
     state = exchanging_state()
-    composed = state.seconds(state.table.row[candidate(4)])
     model, req = state.table.model, state.request
-    silent = whole_model_tokens_per_second(state, candidate(4), whole(0.004))
-    completed = combine_seconds(0.004, composed.optimizer, 4, model, req, communication=composed.communication)
-    assert silent == pytest.approx(completed.tokens_per_second)
     timed = whole_model_tokens_per_second(state, candidate(4), whole(0.004, communication_seconds=0.003))
     assert timed == pytest.approx(combine_seconds(0.004, 0.001, 4, model, req, communication=0.003).tokens_per_second)
 

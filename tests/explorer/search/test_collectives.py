@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from bexp.explorer.cost_model.composition import Composition
-from bexp.explorer.records.measurement import WholeModelMeasurement
-from bexp.explorer.records.trial import Trial, TrialKind
-from bexp.explorer.search.posterior import Posterior
-from bexp.explorer.search.pruned_space import prune_space
-from bexp.explorer.search.whole_model_check import whole_model_tokens_per_second
 from tests.explorer.data_parallel import candidate, communicates_in, request, run
-from tests.explorer.simulator import SimulatedDevice, report
+from tests.explorer.simulator import SimulatedDevice
 
 
 @pytest.mark.parametrize("sharding", ["none", "zero1", "zero2", "zero3"])
@@ -58,58 +51,3 @@ def test_a_resumed_exploration_does_not_exchange_again() -> None:
     assert resumed is not None and found is not None
     assert resumed.candidate == found.candidate
     assert resumed.step_seconds == pytest.approx(found.step_seconds)
-
-
-def test_an_exploration_of_before_the_host_was_timed_exchanges_again() -> None:
-    req = request("zero1")
-    first = SimulatedDevice(req, noise=0.0)
-    first.host_overhead = (0.0, 0.3)
-    found, _, trials = run(req, first)
-
-    def without_host(trial: Trial) -> Trial:
-        parts = [c.model_copy(update={"host_once_seconds": None}) for c in trial.measurement.components]
-        return trial.model_copy(
-            update={"measurement": trial.measurement.model_copy(update={"components": tuple(parts)})}
-        )
-
-    again = SimulatedDevice(req, noise=0.0)
-    again.host_overhead = first.host_overhead
-    resumed, _, _ = run(req, again, history=tuple(map(without_host, trials[:3])))
-    assert [communicates_in(plan) for plan in again.plans].count(True) == 1
-    assert resumed is not None and found is not None
-    assert resumed.step_seconds == pytest.approx(found.step_seconds, rel=1e-3)
-
-
-def test_an_exploration_of_before_the_exchange_was_timed_goes_on() -> None:
-    req = request()
-    _, _, trials = run(req, SimulatedDevice(req, noise=0.0), num_devices=1)
-    old = tuple(t.model_copy(update={"number": i}) for i, t in enumerate(trials) if t.kind is TrialKind.COMPONENTS)
-    device = SimulatedDevice(req, noise=0.0)
-    found, reason, _ = run(req, device, history=old)
-    assert found is not None, reason
-    assert found.communication_seconds is not None
-    assert sum(communicates_in(plan) for plan in device.plans) == 1
-
-
-def test_a_whole_model_of_an_earlier_version_is_completed_by_what_is_composed() -> None:
-    req, rep = request(), report(experts=False, num_devices=4)
-    table = prune_space(req.shapes, req, rep).table
-    assert table is not None
-    state = Posterior.of(table, table.candidates, req, rep.hardware)
-    chosen = table.candidates[0]
-    composed = state.seconds(0)
-    assert composed.communication > 0
-    figures: dict[str, Any] = {
-        "micro_step_seconds": composed.micro_step,
-        "standard_error_seconds": 0.0,
-        "peak_bytes": 1,
-        "reserved_bytes": 1,
-        "repeats": 3,
-    }
-    old = WholeModelMeasurement(optimizer_seconds=composed.optimizer + 1.0, **figures)
-    new = WholeModelMeasurement(
-        optimizer_seconds=composed.optimizer, communication_seconds=composed.communication, **figures
-    )
-    for whole in (old, new):
-        found = whole_model_tokens_per_second(state, chosen, whole)
-        assert found == pytest.approx(composed.tokens_per_second)

@@ -5,11 +5,11 @@ from typing import Any
 
 import pytest
 
-from bexp.explorer.records.recommendation import DividingCandidate, WholeModelCheck
+from bexp.explorer.records.recommendation import DividingCandidate
 from bexp.explorer.records.run_report import ReportedRun, RunReport
 from bexp.explorer.search.reported_runs import is_same_training, peak_factor, summarize_reports
 from bexp.explorer.spec.request import ExplorationRequest
-from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request, whole
+from tests.explorer.search.small import MODEL, REPORT, candidate, recommendation, small_request
 
 HARDWARE = REPORT.hardware
 
@@ -29,10 +29,7 @@ def run(**changes: Any) -> RunReport:
 
 
 def test_reached_figures_are_compared_with_the_composed_ones() -> None:
-    check = WholeModelCheck(
-        measurement=whole(), tokens_per_second=1000.0, step_seconds=1.0, step_error=-0.2, peak_error=0.0
-    )
-    best = recommendation(tokens_per_second=1000.0, whole_model=check)  # composed: 1250 tokens/s
+    best = recommendation(tokens_per_second=1000.0, composed_tokens_per_second=1250.0)
     reports = [run(tokens_per_second=each) for each in (1100.0, 1200.0, 1150.0)]
     (found,) = summarize_reports("e1", best, HARDWARE, [*reports, run(peak_bytes=None), run(peak_bytes=3 << 29)])
     assert found.candidate == candidate(4)
@@ -69,8 +66,7 @@ def test_runs_of_the_candidate_that_divides_the_batch_count_for_that_one() -> No
     assert found.speed_ratio == pytest.approx(0.95)
     both = summarize_reports("e1", best, HARDWARE, [of_it, run()])
     assert [each.candidate for each in both] == [candidate(4), candidate(2)]
-    for unknown in (dividing(predicted=True), dividing(composed_tokens_per_second=None)):
-        assert not summarize_reports("e1", recommendation(dividing=unknown), HARDWARE, [of_it])
+    assert not summarize_reports("e1", recommendation(dividing=dividing(predicted=True)), HARDWARE, [of_it])
 
 
 @pytest.mark.parametrize(

@@ -21,9 +21,9 @@ from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.training import Sharding
 from bexp.kernels.attention import attention_backend
 from bexp.kernels.probe import failure_of
-from bexp.measure.device_monitor import DeviceMonitor
 from bexp.workers.instruments import phases
 from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.protocol import (
     Begin,

@@ -9,9 +9,9 @@ import torch
 from torch._C._distributed_c10d import PrefixStore
 
 from bexp.explorer.spec.base import Frozen
-from bexp.measure.device_monitor import DeviceMonitor
 from bexp.workers.devices.discovery import open_gpu
 from bexp.workers.instruments.device_instruments import freeze_imports
+from bexp.workers.instruments.device_monitor import DeviceMonitor
 from bexp.workers.process.protocol import Hello, Refused, RunTrial
 from bexp.workers.profiler.device import DeviceRefusedError, open_instruments
 from bexp.workers.profiler.distributed.message_queue import MessageQueue, join_store

@@ -19,7 +19,6 @@ from bexp.measure.passes import Passes
 from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.target import ComponentPasses, ProfiledTarget
 
 LONG_PASS_SECONDS = 0.25
@@ -151,7 +150,7 @@ def _measure(
         saved_bytes=memory.saved,
         forward_peak_bytes=memory.forward_peak,
         backward_peak_bytes=memory.backward_peak,
-        conditions=watched_conditions(watch),
+        conditions=watch.conditions(),
         **waited,
     )
 

@@ -25,7 +25,6 @@ from bexp.measure.timing import Timing, collector_paused
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.kernel_shapes import torch_dtype
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 from bexp.workers.training.data_parallel import DATA_PARALLEL_MICRO_STEPS
 
@@ -198,7 +197,7 @@ def measure_data_parallel_communication(
         forward_peak_bytes=0,
         backward_peak_bytes=0,
         slowdown=slowdown,
-        conditions=watched_conditions(watch),
+        conditions=watch.conditions(),
     )
 
 

@@ -16,7 +16,6 @@ from bexp.explorer.cost_model.components import Component, ExchangeSpec, Operati
 from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.reference.tensor_parallel import SequenceParallel
 
 ITEM_BYTES = 2
@@ -136,5 +135,5 @@ def measure_mesh_operation(
         saved_bytes=0,
         forward_peak_bytes=0,
         backward_peak_bytes=0,
-        conditions=watched_conditions(watch),
+        conditions=watch.conditions(),
     )

@@ -10,12 +10,11 @@ from bexp.explorer.records.measurement import ComponentMeasurement
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timing import Timing
 from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.device_monitor import Watch
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.target import Optimizer, OptimizerPart, ProfiledTarget
 
 
@@ -82,7 +81,7 @@ def measure_optimizer(
         saved_bytes=0,
         forward_peak_bytes=transient,
         backward_peak_bytes=transient,
-        conditions=watched_conditions(watch),
+        conditions=watch.conditions(),
     )
 
 

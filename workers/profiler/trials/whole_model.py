@@ -23,14 +23,13 @@ from bexp.explorer.spec.model import ModelSpec
 from bexp.explorer.spec.parts import ExploredModel
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.training import Sharding
-from bexp.measure.device_monitor import Watch
 from bexp.measure.memory_meters import byte_meter
 from bexp.measure.timestamps import Mark
 from bexp.measure.timing import collector_paused, standard_error
 from bexp.workers.instruments.device_instruments import Instruments
+from bexp.workers.instruments.device_monitor import Watch
 from bexp.workers.instruments.failures import UnsupportedTrialError
 from bexp.workers.instruments.phases import PhaseClock
-from bexp.workers.profiler.conditions import watched_conditions
 from bexp.workers.targets.reference.mesh_run import MeshTrainingRun
 from bexp.workers.targets.target import ProfiledTarget, TrainingRun
 
@@ -130,7 +129,7 @@ def run_mesh_model(
         peak_bytes=run.peak_bytes,
         reserved_bytes=run.reserved_bytes,
         repeats=len(steps),
-        conditions=watched_conditions(run.watch),
+        conditions=run.watch.conditions(),
         num_micro_batches=number,
     )
 
@@ -237,5 +236,5 @@ def _summarize(
         reserved_bytes=run.reserved_bytes,
         repeats=len(marks),
         communication_seconds=max(0.0, statistics.median(once)) if training.is_data_parallel else None,
-        conditions=watched_conditions(run.watch),
+        conditions=run.watch.conditions(),
     )

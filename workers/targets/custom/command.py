@@ -173,7 +173,6 @@ class CommandProcess:
             "num_parameters": found["num_parameters"],
             "parameter_bytes": found["parameter_bytes"],
             "trainable_bytes": found["trainable_bytes"],
-            "largest_trainable_bytes": found["largest_trainable_bytes"],
             "seq_length": length,
             "saved_bytes": length,
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),

@@ -240,7 +240,6 @@ class CustomTarget:
             num_parameters=parameters,
             parameter_bytes=introduction["parameter_bytes"],
             trainable_bytes=trainable,
-            largest_trainable_bytes=introduction["largest_trainable_bytes"],
             settings=tuple(self._choices),
             batch_size=introduction.get("batch_size"),
             micro_batch_size=introduction.get("micro_batch_size"),

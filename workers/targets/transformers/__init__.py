@@ -1,7 +1,7 @@
 """The classes of the installed transformers as a target: any causal language model, measured by its parts.
 
     resolved = resolve(raw, seq_length, settings=BuildSettings(...))     # resolved.py; UnsupportedModelError, config.py
-    resolved.describe()                                                  # JSON: kinds, figures, features with reasons
+    describe_parts(resolved, ...)                                        # ModelParts, describe.py
     builder = resolved.builder(device, padding="none")                   # PartsBuilder, builder.py
     part = builder.layer(kind, micro_batch_size)                         # LayerPart, layers.py
     outputs = part.forward(); part.backward(outputs); part.clear_gradients()
@@ -11,6 +11,6 @@
 
 A model is the **shell** (the real model with its layers stubbed: embedding, norm, head and loss as the library computes
 them) and one **layer of each kind**, replayed with the arguments that the model gives it. `self_check.py` compares both
-with the whole model on a tiny configuration of the same type. If `describe()["by_parts"]` is false, it is refused.
+with the whole model on a tiny configuration of the same type. If `check.by_parts` is false, it is refused.
 `settings.prepare` is called with every model that is built, before its first use.
 """

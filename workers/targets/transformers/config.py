@@ -35,7 +35,6 @@ class ResolvedConfig:
 
     config:      a PreTrainedConfig with `use_cache` off, no remote code and no quantization
     model_class: the class that AutoModelForCausalLM builds for it
-    ignored:     the keys of the raw configuration that were left out
     """
 
     model_type: str
@@ -43,7 +42,6 @@ class ResolvedConfig:
     model_class: type
     version: str
     seq_length: int
-    ignored: tuple[str, ...] = ()
 
     @property
     def text_config(self) -> Any:
@@ -99,8 +97,7 @@ def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
     model_type = raw.get("model_type")
     if not isinstance(model_type, str):
         raise UnsupportedModelError("the configuration has no model_type")
-    ignored = tuple(name for name in _NO_PART_OF_TRAINING if raw.get(name) is not None)
-    kept = {name: value for name, value in raw.items() if name not in ignored}
+    kept = {name: value for name, value in raw.items() if name not in _NO_PART_OF_TRAINING}
     config = _build_config(model_type, kept, raw.get("architectures"))
     depth = config_depth(config)
     if depth is not None and depth > MAX_LAYERS:
@@ -108,7 +105,7 @@ def resolve_config(raw: Mapping[str, Any], seq_length: int) -> ResolvedConfig:
     config.use_cache = False
     text_config = config.get_text_config(decoder=True)
     text_config.use_cache = False
-    return ResolvedConfig(model_type, config, _model_class(config, model_type), version, seq_length, ignored)
+    return ResolvedConfig(model_type, config, _model_class(config, model_type), version, seq_length)
 
 
 def with_values(config: Any, values: Mapping[str, Any]) -> Any:

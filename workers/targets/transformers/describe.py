@@ -6,28 +6,18 @@ from collections.abc import Mapping
 
 from bexp.explorer.spec.candidate import Recompute
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.parts import LayerPart, ModelParts, Part
+from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.target import TRANSFORMERS
-from bexp.transformers.experts import expert_modules
-from bexp.workers.targets.transformers.parts import KindFigures, ShellFigures
+from bexp.workers.targets.transformers.parts import num_bytes
 from bexp.workers.targets.transformers.resolved import ResolvedModel
 from bexp.workers.targets.transformers.weight_bytes import PartWeights, WeightsByKind, add_up
-
-GENEROUS_SAVED_WIDTHS = 34
-"""Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
-LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
-"""For each logit: what the library's loss keeps, and what it holds beyond that at its peak."""
 
 
 def describe_parts(
     resolved: ResolvedModel, *, tiles: str | None, checkpointing: str | None, named: Mapping[str, str | None]
 ) -> ModelParts:
     """The parts of a model. The arguments say why it has no tiles, checkpoints, or policies by name."""
-    figures = resolved.kind_figures
-    kinds = [_layer_part(resolved, each) for each in figures]
     parameters = list({id(p): p for p in resolved.model.parameters()}.values())
-    sizes = [p.numel() * p.element_size() for p in parameters]
-    trained = [size for size, p in zip(sizes, parameters, strict=True) if p.requires_grad]
     policies = [Recompute.NONE]
     if checkpointing is None:
         policies += [policy for policy in Recompute if policy.layer_share > 0]
@@ -41,13 +31,12 @@ def describe_parts(
         dtype=DType.BFLOAT16,
         seq_length=resolved.config.seq_length,
         layers=resolved.kinds,
-        kinds=tuple(kinds),
-        shell=_shell_part(resolved.shell_figures, figures[0].hidden_bytes_per_token),
-        output_bytes_per_token=figures[0].hidden_bytes_per_token,
+        kinds=resolved.layer_parts,
+        shell=resolved.shell_part,
+        output_bytes_per_token=resolved.hidden_bytes_per_token,
         num_parameters=sum(p.numel() for p in parameters),
-        parameter_bytes=sum(sizes),
-        trainable_bytes=sum(trained),
-        largest_trainable_bytes=max(trained, default=0),
+        parameter_bytes=num_bytes(parameters),
+        trainable_bytes=num_bytes(p for p in parameters if p.requires_grad),
         policies=tuple(policies),
         tiles=tiles is None,
         unavailable={name: reason for name, reason in refused.items() if reason is not None},
@@ -70,30 +59,3 @@ def with_quantized_weights(parts: ModelParts, found: PartWeights) -> ModelParts:
 
 def _total(weights: WeightsByKind) -> int:
     return sum(one.num_bytes for one in weights.values())
-
-
-def _layer_part(resolved: ResolvedModel, figures: KindFigures) -> LayerPart:
-    saved = figures.saved_bytes_per_token or GENEROUS_SAVED_WIDTHS * figures.hidden_bytes_per_token
-    return LayerPart(
-        name=figures.name,
-        description=f"{figures.class_name}, {len(figures.indices)} times",
-        has_experts=bool(expert_modules(resolved.layers[figures.indices[0]])),
-        num_parameters=figures.num_parameters,
-        parameter_bytes=figures.parameter_bytes,
-        trainable_bytes=figures.trainable_bytes,
-        flops_per_token=figures.flops_per_token,
-        flops_per_sequence=figures.attention_flops_per_token * resolved.config.seq_length,
-        saved_bytes_per_token=saved,
-        transient_bytes_per_token=saved / 2,
-    )
-
-
-def _shell_part(figures: ShellFigures, hidden_bytes_per_token: int) -> Part:
-    return Part(
-        num_parameters=figures.num_parameters,
-        parameter_bytes=figures.parameter_bytes,
-        trainable_bytes=figures.trainable_bytes,
-        flops_per_token=figures.flops_per_token,
-        saved_bytes_per_token=LOGIT_BYTES * figures.vocab_size + 4 * hidden_bytes_per_token,
-        transient_bytes_per_token=LOGIT_TRANSIENT_BYTES * figures.vocab_size,
-    )

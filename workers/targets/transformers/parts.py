@@ -1,14 +1,16 @@
-"""The figures of a model's parts: how often each occurs, its parameters, and what a token costs there."""
+"""The parts of a model: the parameters of each, and what a token costs there."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
+
+from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.transformers.experts import expert_modules
 
 _LINEAR_MIXER = re.compile(r".*(Linear|Lightning|Mamba|DeltaNet|ShortConv|Retention|Rwkv|LSTM|Recurrent).*")
 _ATTENTION = re.compile(r".*(Attention|Attn|MLA).*")
@@ -16,98 +18,52 @@ _NUM_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "moe_top_k", "top_k_experts")
 
 
-@dataclass(frozen=True)
-class KindFigures:
-    """One kind of layer; a token's figures are for one layer and one forward pass.
-
-    indices:               the places of its layers in the model
-    num_parameters:        of one layer, each tensor once
-    parameter_bytes:       of one layer, on its device
-    flops_per_token:       2 for each weight that a token is multiplied with (top_k of the experts)
-    attention_flops_per_token: of the scores and their product with the values, causal, at the sequence length
-    saved_bytes_per_token: an estimate of what the backward pass keeps: the tiny layer's count, scaled by the widths of
-                           the matrices; it serves to leave out what cannot fit, and is generous to neither side
-    hidden_bytes_per_token: of the hidden states at the layer's border
-    """
-
-    name: str
-    class_name: str
-    indices: tuple[int, ...]
-    num_parameters: int
-    num_trainable_parameters: int
-    parameter_bytes: int
-    trainable_bytes: int
-    flops_per_token: float
-    attention_flops_per_token: float
-    saved_bytes_per_token: float | None
-    hidden_bytes_per_token: int
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self) | {"indices": list(self.indices), "count": len(self.indices)}
+LOGIT_BYTES, LOGIT_TRANSIENT_BYTES = 4, 8
+"""For each logit: what the library's loss keeps, and what it holds beyond that at its peak."""
 
 
-@dataclass(frozen=True)
-class ShellFigures:
-    """What is outside the layers: embedding, norm, head."""
-
-    num_parameters: int
-    num_trainable_parameters: int
-    parameter_bytes: int
-    trainable_bytes: int
-    vocab_size: int
-    tied_weights: bool
-    flops_per_token: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
-
-
-def shell_figures(model: Any, layers: Sequence[nn.Module], config: Any) -> ShellFigures:
-    """The figures of `model` without `layers`; a tied head is counted once, and its FLOPs are counted."""
+def shell_part(model: Any, layers: Sequence[nn.Module], config: Any, hidden_bytes_per_token: int) -> Part:
+    """What is outside of `layers`: embedding, norm, head; a tied head is counted once, and its FLOPs are counted."""
     inside = {id(parameter) for layer in layers for parameter in layer.parameters()}
-    outside = [parameter for parameter in model.parameters() if id(parameter) not in inside]
-    head = model.get_output_embeddings()
-    embedding = model.get_input_embeddings()
-    weight = getattr(head, "weight", None)
-    return ShellFigures(
-        num_parameters=_numel(outside),
-        num_trainable_parameters=_numel(parameter for parameter in outside if parameter.requires_grad),
-        parameter_bytes=num_bytes(outside),
-        trainable_bytes=num_bytes(parameter for parameter in outside if parameter.requires_grad),
-        vocab_size=int(config.vocab_size),
-        tied_weights=weight is not None and weight is getattr(embedding, "weight", None),
+    weight = getattr(model.get_output_embeddings(), "weight", None)
+    return Part(
+        **_sizes(parameter for parameter in model.parameters() if id(parameter) not in inside),
         flops_per_token=2.0 * weight.numel() if isinstance(weight, Tensor) else 0.0,
+        saved_bytes_per_token=LOGIT_BYTES * config.vocab_size + 4 * hidden_bytes_per_token,
+        transient_bytes_per_token=LOGIT_TRANSIENT_BYTES * config.vocab_size,
     )
 
 
-def kind_figures(
-    name: str,
-    indices: Sequence[int],
-    layer: nn.Module,
-    config: Any,
-    *,
-    seq_length: int,
-    saved_bytes_per_token: float | None,
-    hidden_bytes_per_token: int,
-) -> KindFigures:
-    """The figures of `layer`, which stands for the layers of its kind and may lie on the meta device."""
-    parameters = list(layer.parameters())
-    attention = 0.0 if not has_attention(layer) else _attention_flops(layer, config, seq_length)
-    return KindFigures(
+def layer_part(
+    name: str, count: int, layer: nn.Module, config: Any, *, seq_length: int, saved_bytes_per_token: float
+) -> LayerPart:
+    """One layer of a kind, which may lie on the meta device and stands for `count` layers; each tensor counts once.
+
+    A token's FLOPs are 2 for each weight that it is multiplied with (top_k of the experts), and those of a sequence
+    attention's scores and their product with the values, causal. `saved_bytes_per_token` estimates what the backward
+    pass keeps.
+    """
+    attention = _attention_flops(layer, config, seq_length) if has_attention(layer) else 0.0
+    return LayerPart(
         name=name,
-        class_name=type(layer).__name__,
-        indices=tuple(indices),
-        num_parameters=_numel(parameters),
-        num_trainable_parameters=_numel(parameter for parameter in parameters if parameter.requires_grad),
-        parameter_bytes=num_bytes(parameters),
-        trainable_bytes=num_bytes(parameter for parameter in parameters if parameter.requires_grad),
+        description=f"{type(layer).__name__}, {count} times",
+        has_experts=bool(expert_modules(layer)),
+        **_sizes(layer.parameters()),
         flops_per_token=2.0 * sum(share * weight.numel() for weight, share in used_matrices(layer, config)),
-        attention_flops_per_token=attention,
+        flops_per_sequence=attention * seq_length,
         saved_bytes_per_token=saved_bytes_per_token,
-        hidden_bytes_per_token=hidden_bytes_per_token,
+        transient_bytes_per_token=saved_bytes_per_token / 2,
     )
+
+
+def _sizes(parameters: Iterable[Tensor]) -> dict[str, int]:
+    """The sizes of distinct parameters, by the fields of a `Part`."""
+    distinct = list({id(parameter): parameter for parameter in parameters}.values())
+    return {
+        "num_parameters": sum(parameter.numel() for parameter in distinct),
+        "parameter_bytes": num_bytes(distinct),
+        "trainable_bytes": num_bytes(parameter for parameter in distinct if parameter.requires_grad),
+    }
 
 
 def used_matrices(layer: nn.Module, config: Any) -> list[tuple[Tensor, float]]:
@@ -189,8 +145,3 @@ def _first_count(config: Any, names: Sequence[str]) -> int | None:
 
 def _is_count(value: Any) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
-
-
-def _numel(tensors: Iterable[Tensor]) -> int:
-    unique = {id(tensor): tensor for tensor in tensors}
-    return sum(tensor.numel() for tensor in unique.values())

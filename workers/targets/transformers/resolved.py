@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost_model.text_batches import TextBatch
-from bexp.explorer.formats.model_types import PADDING, reserved_positions
+from bexp.explorer.formats.model_types import reserved_positions
+from bexp.explorer.spec.parts import LayerPart, Part
+from bexp.transformers.experts import expert_modules
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.builder import PartsBuilder
 from bexp.workers.targets.transformers.config import (
@@ -22,25 +24,24 @@ from bexp.workers.targets.transformers.config import (
     resolve_config,
     with_values,
 )
-from bexp.workers.targets.transformers.feature_checks import find_experts
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.packing import find_leak
 from bexp.workers.targets.transformers.parts import (
-    KindFigures,
-    ShellFigures,
     dtype_bytes,
-    kind_figures,
+    layer_part,
     matrix_width,
-    shell_figures,
+    shell_part,
 )
 from bexp.workers.targets.transformers.self_check import FEATURES, SelfCheck, find_group_problem, self_check
 from bexp.workers.targets.transformers.shrink import shrink
 from bexp.workers.targets.transformers.tiny import tiny_config
 
-_LIMIT = 16  # positions of the tiny model
-_SHORTER = 12  # tokens that it takes: some types keep positions for themselves
-_LONGER = 24  # tokens that it may not take
+GENEROUS_SAVED_WIDTHS = 34
+"""Hidden widths that a layer keeps for each token where nothing better is known (Korthikanti et al., 2022)."""
+TINY_POSITIONS = 16
+MORE_TOKENS = 24
+"""Tokens that a model with so many positions may not take."""
 
 
 def require_positions(resolved: ResolvedConfig) -> None:
@@ -53,7 +54,7 @@ def require_positions(resolved: ResolvedConfig) -> None:
     reserved = reserved_positions(resolved.text_config.to_dict())
     if not isinstance(stated, int) or resolved.seq_length <= stated - reserved:
         return
-    reason = _failure_with(resolved, _LONGER)
+    reason = failure_with(resolved, MORE_TOKENS)
     if reason is not None:
         less = f" less {reserved} that no token has" if reserved else ""
         raise UnsupportedModelError(
@@ -62,21 +63,8 @@ def require_positions(resolved: ResolvedConfig) -> None:
         )
 
 
-def ends_at_its_positions(resolved: ResolvedConfig) -> bool:
-    """Whether the class runs as many tokens as it has positions, and no more: a tiny model of the type shows it."""
-    stated = getattr(resolved.text_config, "max_position_embeddings", None)
-    return isinstance(stated, int) and not _failure_with(resolved, _SHORTER) and bool(_failure_with(resolved, _LONGER))
-
-
-def starts_after_padding(resolved: ResolvedConfig) -> bool:
-    """Whether the first token's position is the one after the id of padding: a tiny model of the type shows it."""
-    padding = getattr(resolved.text_config, "pad_token_id", None)
-    if padding != PADDING or not _failure_with(resolved, _LIMIT):
-        return False
-    return not _failure_with(resolved, _LIMIT - PADDING - 1)
-
-
-def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
+def failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
+    """Return why a tiny model of the type, with TINY_POSITIONS, does not run so many tokens; None if it does."""
     config = with_values(resolved.config, _with_limit(shrink(resolved.config.to_dict(), 2), resolved.config))
     tiny = replace(resolved, config=config, seq_length=num_tokens)
     cpu = torch.device("cpu")
@@ -90,13 +78,13 @@ def _failure_with(resolved: ResolvedConfig, num_tokens: int) -> str | None:
 
 
 def _with_limit(values: dict[str, Any], config: Any) -> dict[str, Any]:
-    """`values` with `_LIMIT` positions, by the class's own name for them, also in a nested text configuration."""
+    """`values` with TINY_POSITIONS, by the class's own name for them, also in a nested text configuration."""
     text_config = config.get_text_config(decoder=True)
     name = getattr(text_config, "attribute_map", {}).get("max_position_embeddings", "max_position_embeddings")
     limited = {key: dict(value) if isinstance(value, dict) else value for key, value in values.items()}
     for part in [limited, *(value for value in limited.values() if isinstance(value, dict))]:
         if isinstance(part.get(name), int):
-            part[name] = _LIMIT
+            part[name] = TINY_POSITIONS
     return limited
 
 
@@ -169,14 +157,23 @@ class ResolvedModel:
         return find_leak(self.tiny, self.settings, device, attention, flattened=flattened)
 
     @cached_property
-    def kind_figures(self) -> tuple[KindFigures, ...]:
-        """The figures of each kind, in order of first occurrence."""
-        return tuple(self._figures(name) for name in dict.fromkeys(self.kinds))
+    def layer_parts(self) -> tuple[LayerPart, ...]:
+        """One layer of each kind, in order of first occurrence."""
+        return tuple(self._layer_part(name) for name in dict.fromkeys(self.kinds))
+
+    @property
+    def shell_part(self) -> Part:
+        """What is outside the layers."""
+        config = self.model.config.get_text_config(decoder=True)
+        return shell_part(self.model, self.layers, config, self.hidden_bytes_per_token)
 
     @cached_property
-    def shell_figures(self) -> ShellFigures:
-        """The figures of what is outside the layers."""
-        return shell_figures(self.model, self.layers, self.model.config.get_text_config(decoder=True))
+    def hidden_bytes_per_token(self) -> int:
+        """Bytes of the hidden states at a layer's border: the tiny model's streams, with the full model's width."""
+        tiny_width = self.tiny.text_config.hidden_size if self.check.hidden_per_token else 0
+        streams = self.check.hidden_per_token // tiny_width if tiny_width else 1
+        width = int(self.model.config.get_text_config(decoder=True).hidden_size)
+        return max(streams, 1) * width * dtype_bytes(self.settings.hidden_dtype)
 
     @property
     def attention_implementations(self) -> dict[str, str | None]:
@@ -186,7 +183,7 @@ class ResolvedModel:
     @property
     def experts_implementations(self) -> dict[str, str | None]:
         """The library's experts implementations: None for one that can be set; empty for a model without experts."""
-        if not find_experts(self.model):
+        if not expert_modules(self.model):
             return {}
         return {name: self._refusal("get_correct_experts_implementation", name) for name in _EXPERTS}
 
@@ -201,26 +198,6 @@ class ResolvedModel:
             followed_outputs=self._followed_outputs(),
         )
 
-    def describe(self) -> dict[str, Any]:
-        """Everything above as JSON."""
-        parameters = {id(parameter): parameter for parameter in self.model.parameters()}.values()
-        return {
-            "model_type": self.config.model_type,
-            "model_class": self.config.model_class.__name__,
-            "library": {"transformers": self.config.version, "torch": torch.__version__},
-            "ignored": list(self.config.ignored),
-            "seq_length": self.config.seq_length,
-            "num_parameters": sum(parameter.numel() for parameter in parameters),
-            "num_trainable_parameters": sum(one.numel() for one in parameters if one.requires_grad),
-            "layer_order": list(self.kinds),
-            "kinds": [figures.as_dict() for figures in self.kind_figures],
-            "shell": self.shell_figures.as_dict(),
-            "by_parts": self.check.by_parts and bool(self.kinds),
-            "features": {name: self.check.failures.get(name) for name in FEATURES},
-            "attention_implementations": self.attention_implementations,
-            "experts_implementations": self.experts_implementations,
-        }
-
     @cached_property
     def tiny(self) -> ResolvedConfig:
         """The configuration of the self-check."""
@@ -232,36 +209,30 @@ class ResolvedModel:
             build_model(self.tiny, BuildSettings(dtype=torch.float32, prepare=self.settings.prepare), META)
         )
 
-    def _figures(self, name: str) -> KindFigures:
-        indices = [index for index, kind in enumerate(self.kinds) if kind == name]
-        config = self.model.config.get_text_config(decoder=True)
-        number = dtype_bytes(self.settings.dtype)
-        hidden = self._hidden_per_token(config) * dtype_bytes(self.settings.hidden_dtype)
-        return kind_figures(
+    def _layer_part(self, name: str) -> LayerPart:
+        index, config = self.kinds.index(name), self.model.config.get_text_config(decoder=True)
+        saved = self._saved_bytes(index, config) or GENEROUS_SAVED_WIDTHS * self.hidden_bytes_per_token
+        return layer_part(
             name,
-            indices,
-            self.layers[indices[0]],
+            self.kinds.count(name),
+            self.layers[index],
             config,
             seq_length=self.config.seq_length,
-            saved_bytes_per_token=self._saved_bytes(indices[0], config, number),
-            hidden_bytes_per_token=hidden,
+            saved_bytes_per_token=saved,
         )
 
-    def _hidden_per_token(self, config: Any) -> int:
-        """The tiny model's hidden states, with the full model's width."""
-        tiny_width = self.tiny.text_config.hidden_size if self.check.hidden_per_token else 0
-        streams = self.check.hidden_per_token // tiny_width if tiny_width else 1
-        return max(streams, 1) * int(config.hidden_size)
+    def _saved_bytes(self, index: int, config: Any) -> float | None:
+        """What the tiny layer of the same place keeps, scaled to the full layer's widths and number format.
 
-    def _saved_bytes(self, index: int, config: Any, number: int) -> float | None:
-        """What the tiny layer of the same place keeps, scaled to the full layer's widths and number format."""
+        It serves to leave out what cannot fit, and is generous to neither side.
+        """
         if index >= len(self.check.kinds):
             return None
         kept = self.check.saved_bytes_per_token.get(self.check.kinds[index])
         tiny_width = matrix_width(self._tiny_layers[index], self.tiny.text_config)
         if kept is None or not tiny_width:
             return None
-        return kept / 4 * number * matrix_width(self.layers[index], config) / tiny_width
+        return kept / 4 * dtype_bytes(self.settings.dtype) * matrix_width(self.layers[index], config) / tiny_width
 
     def _followed_outputs(self) -> dict[str, tuple[int, ...]]:
         by_kind = {}

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.transformers.settings import SettingsError
 from bexp.workers.targets.transformers.batch import make_batch
 from bexp.workers.targets.transformers.comparison import DifferenceError
 from bexp.workers.targets.transformers.config import ResolvedConfig, one_line, quiet_library
@@ -115,9 +116,7 @@ class _Check:
         self._try(
             "checkpointing", lambda: check_checkpointing(self.model, self.comparison.layers, self._batch(2)), needed
         )
-        self._try(
-            "batch_tiles", lambda: check_batch_tiles(self.model, self.comparison.layers, self._batches(2)), needed
-        )
+        self._try("batch_tiles", lambda: check_batch_tiles(self.model, self._batches(2)), needed)
         self._try(
             "experts_interface",
             lambda: check_experts_interface(self.tiny, self.settings, self.model, self._batch(2)),
@@ -132,7 +131,7 @@ class _Check:
             return
         try:
             check()
-        except DifferenceError as error:
+        except (DifferenceError, SettingsError) as error:
             self.found.failures[name] = str(error)
         except Exception as error:  # noqa: BLE001 - whatever a model's code raises is the reason
             self.found.failures[name] = one_line(error)

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from bexp.explorer.cost_model.text_batches import TextBatch
+from bexp.workers.targets.transformers.describe import describe_parts
 from bexp.workers.targets.transformers.model import BuildSettings
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 
@@ -41,13 +42,11 @@ def test_layers_that_differ_by_their_mask_alone_are_different_kinds(resolved: Re
 
 
 def test_parts_hold_every_parameter_of_the_model_once(resolved: ResolvedModel) -> None:
-    described = resolved.describe()
-    inside = sum(kind["num_parameters"] * kind["count"] for kind in described["kinds"])
+    parts = describe_parts(resolved, tiles=None, checkpointing=None, named={})
+    inside = sum(parts.layers.count(kind.name) * kind.num_parameters for kind in parts.kinds)
     whole = resolved.builder(CPU).whole()
-    assert inside + described["shell"]["num_parameters"] == sum(p.numel() for p in whole.parameters())
-    assert described["num_parameters"] == sum(p.numel() for p in whole.parameters())
-    assert described["shell"]["tied_weights"]
-    assert described["by_parts"]
+    assert inside + parts.shell.num_parameters == parts.num_parameters == sum(p.numel() for p in whole.parameters())
+    assert resolved.check.by_parts
 
 
 @pytest.mark.parametrize(("precision", "dtype"), [("pure", torch.bfloat16), ("autocast", torch.float32)])
@@ -77,8 +76,7 @@ def test_preparation_reaches_every_model_that_is_built() -> None:
             parameter.requires_grad_("self_attn" in name)
 
     resolved = resolve(SLIDING, 24, settings=BuildSettings(prepare=freeze))
-    figures = resolved.kind_figures[0]
-    assert 0 < figures.num_trainable_parameters < figures.num_parameters
+    assert 0 < resolved.layer_parts[0].trainable_bytes < resolved.layer_parts[0].parameter_bytes
     part = resolved.builder(CPU).layer(resolved.kinds[0], 1)
     part.backward(part.forward())
     assert {name.split(".")[0] for name, p in part.module.named_parameters() if p.grad is not None} == {"self_attn"}

@@ -10,9 +10,10 @@ from typing import Self
 
 import psutil
 
+from bexp.explorer.records.measurement import SLOWDOWNS, Conditions
 from bexp.measure.gpu_processes import ForeignProcesses, GpuProcessMonitor
 from bexp.measure.host_time import CoreWatch
-from bexp.measure.nvml import SLOWDOWNS, Gpu
+from bexp.measure.nvml import Gpu
 
 POLL_SECONDS = 0.05
 POLL_SHARE = 0.05
@@ -20,32 +21,6 @@ POLL_SHARE = 0.05
 LEAST_HOST_SECONDS = 0.1
 """The kernel counts CPU time in hundredths of a second, too coarse for a timing shorter than this."""
 CALM_POLL_SECONDS = 0.25
-
-
-@dataclass(frozen=True, slots=True)
-class DeviceConditions:
-    """The state of a device during the timed repeats; a field is None if the device does not report it.
-
-    `sm_clock_mhz` and `memory_clock_mhz` (MHz) and `power_watts` are medians. `sm_clock_min_mhz` is the lowest clock
-    that was seen, `sm_clock_max_mhz` the highest that the device has, and `temperature_celsius` the highest value seen.
-    `clock_reasons` are all of NVML's reasons for the clocks that occurred. `foreign_processes` and `foreign_bytes` are
-    other processes, and their memory, that appeared since the job began. `foreign_busy_share` is the share (0..1) of
-    the device's time that others used, `host_busy_share` the share of the host's CPU time. `core_wait_share` is the
-    time that this process's threads waited for a core, added up and at most 1; None where the host is not the device.
-    """
-
-    sm_clock_mhz: float | None = None
-    sm_clock_min_mhz: float | None = None
-    sm_clock_max_mhz: float | None = None
-    memory_clock_mhz: float | None = None
-    power_watts: float | None = None
-    temperature_celsius: float | None = None
-    clock_reasons: tuple[str, ...] = ()
-    foreign_processes: int = 0
-    foreign_bytes: int = 0
-    foreign_busy_share: float | None = None
-    host_busy_share: float | None = None
-    core_wait_share: float | None = None
 
 
 class DeviceMonitor:
@@ -153,11 +128,11 @@ class Watch:
         now = time.monotonic()
         self._next_poll = now + max(POLL_SECONDS, (now - started) / POLL_SHARE)
 
-    def conditions(self) -> DeviceConditions:
+    def conditions(self) -> Conditions:
         """The conditions of everything that was watched."""
         samples, foreign = self._samples, self._foreign_processes
         elapsed, others = self._host
-        return DeviceConditions(
+        return Conditions(
             sm_clock_mhz=_median(samples.sm_clocks),
             sm_clock_min_mhz=min(samples.sm_clocks, default=None),
             sm_clock_max_mhz=self._gpu.sm_clock_max_mhz() if self._gpu is not None else None,

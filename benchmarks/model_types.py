@@ -1,6 +1,6 @@
 """What every model type of the installed transformers is, for a service that has no such library.
 
-`python -m bexp.workers.targets.transformers.model_types` writes explorer/formats/model_types.txt.
+`python -m benchmarks.model_types` writes explorer/formats/model_types.txt.
 """
 
 from __future__ import annotations
@@ -11,15 +11,17 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import bexp.explorer.formats.model_types as read
-from bexp.explorer.formats.model_types import ModelKind
+from bexp.explorer.formats.model_types import PADDING, ModelKind
 from bexp.workers.targets.transformers.config import (
     ResolvedConfig,
     UnsupportedModelError,
     library_version,
     resolve_config,
 )
-from bexp.workers.targets.transformers.resolved import ends_at_its_positions, starts_after_padding
+from bexp.workers.targets.transformers.resolved import MORE_TOKENS, TINY_POSITIONS, failure_with
 
+FEWER_TOKENS = 12
+"""Tokens that a model with TINY_POSITIONS takes: some types keep positions for themselves."""
 _ENCODERS = ("MASKED_LM", "TEXT_ENCODING")
 _SEQUENCES = ("SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ")
 _VISION_LANGUAGE = ("IMAGE_TEXT_TO_TEXT", "VISUAL_QUESTION_ANSWERING", "ZERO_SHOT_IMAGE_CLASSIFICATION")
@@ -102,6 +104,24 @@ def find_tiny(names: Iterable[str], holds: Callable[[ResolvedConfig], bool]) -> 
             continue  # it has no causal language model, or none at a tiny size
         sys.stderr.write(f"{name}\n")
     return found
+
+
+def ends_at_its_positions(resolved: ResolvedConfig) -> bool:
+    """Whether the class runs as many tokens as it has positions, and no more: a tiny model of the type shows it."""
+    stated = getattr(resolved.text_config, "max_position_embeddings", None)
+    return (
+        isinstance(stated, int)
+        and not failure_with(resolved, FEWER_TOKENS)
+        and bool(failure_with(resolved, MORE_TOKENS))
+    )
+
+
+def starts_after_padding(resolved: ResolvedConfig) -> bool:
+    """Whether the first token's position is the one after the id of padding: a tiny model of the type shows it."""
+    padding = getattr(resolved.text_config, "pad_token_id", None)
+    if padding != PADDING or not failure_with(resolved, TINY_POSITIONS):
+        return False
+    return not failure_with(resolved, TINY_POSITIONS - PADDING - 1)
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.recording_file import RecordingFile, component_row, covered_request, encode_row
 from bexp.explorer.cost_model.components import Component, ComponentKind
 from bexp.explorer.records.measurement import (
     BatchFigures,
@@ -16,8 +17,8 @@ from bexp.explorer.records.measurement import (
     PhaseSeconds,
     judge,
 )
-from bexp.workers.replay.recording import Recording, RecordingError, RecordingFile
-from bexp.workers.replay.rows import ROWS, ComponentRow, encode_row
+from bexp.workers.replay.recording import Recording, RecordingError
+from bexp.workers.replay.rows import ROWS, ComponentRow
 from tests.simulated_tables import write
 from tests.workers.replay.samples import empty, figures, recording, row, table_of
 
@@ -54,7 +55,7 @@ def test_every_figure_of_a_component_is_recorded() -> None:
     found = ComponentMeasurement(component=table.components[0], repeats=3, slowdown=0.25, **figures)
     assert found.model_fields_set >= ComponentFigures.model_fields.keys(), "no figure is left out of this test"
     trial = Measurement(candidate=table.candidates[0], outcome=Outcome.OK, components=(found,))
-    read = ROWS.validate_json(encode_row(ComponentRow.of(found.component, 0, trial, replaced=False)))
+    read = ROWS.validate_json(encode_row(component_row(found.component, 0, trial, replaced=False)))
     assert isinstance(read, ComponentRow)
     assert read.measurement() == found
 
@@ -69,7 +70,7 @@ def test_a_row_keeps_the_outcome_of_its_trial() -> None:
         failed_component=table.components[0],
         phases=PhaseSeconds(process_start=9.0, timed=2.0),
     )
-    kept = ComponentRow.of(table.components[0], 0, failed, replaced=True)
+    kept = component_row(table.components[0], 0, failed, replaced=True)
     assert (kept.outcome, kept.reason, kept.figures, kept.replaced) == (
         Outcome.CRASHED,
         "illegal access",
@@ -121,7 +122,7 @@ def test_sizes_that_are_not_recorded_in_full_are_left_out() -> None:
     recorded = recording()
     gone = next(c for c in recorded.components if c.micro_batch_size == 8)
     del recorded.components[gone]
-    covered = recorded.covered_request()
+    covered = covered_request(recorded)
     assert covered.space.micro_batch_sizes == (1, 2, 4, 16)
     assert recorded.missing_sizes(covered, covered.shapes) == ()
 
@@ -130,7 +131,7 @@ def test_nothing_is_covered_without_the_optimizer() -> None:
     recorded = recording()
     del recorded.components[next(c for c in recorded.components if c.micro_batch_size == 0)]
     with pytest.raises(RecordingError, match="no micro-batch size"):
-        recorded.covered_request()
+        covered_request(recorded)
 
 
 HOT = Conditions(
@@ -155,7 +156,7 @@ def measured(recorded: Recording, conditions: Conditions) -> Measurement:
 def test_a_row_keeps_the_conditions_in_short() -> None:
     recorded = empty()
     component = table_of(recorded).components[0]
-    line = encode_row(ComponentRow.of(component, 0, measured(recorded, CALM), replaced=False))
+    line = encode_row(component_row(component, 0, measured(recorded, CALM), replaced=False))
     assert json.loads(line)["conditions"] == {
         "sm_clock_mhz": 1200,
         "sm_clock_min_mhz": 1100,
@@ -167,7 +168,7 @@ def test_a_row_keeps_the_conditions_in_short() -> None:
     read = ROWS.validate_json(line)
     assert isinstance(read, ComponentRow)
     assert read.measurement().contamination is None
-    plain = encode_row(ComponentRow.of(component, 0, measured(recorded, Conditions()), replaced=False))
+    plain = encode_row(component_row(component, 0, measured(recorded, Conditions()), replaced=False))
     assert "conditions" not in json.loads(plain)
 
 
@@ -180,7 +181,7 @@ def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
     recorded = empty()
     plain = table_of(recorded).candidates[0]
     measurement = Measurement(candidate=plain, outcome=Outcome.OK, components=(found,))
-    read = ROWS.validate_json(encode_row(ComponentRow.of(component, 0, measurement, replaced=False)))
+    read = ROWS.validate_json(encode_row(component_row(component, 0, measurement, replaced=False)))
     assert isinstance(read, ComponentRow)
     assert read.measurement() == found
 
@@ -188,7 +189,7 @@ def test_a_row_keeps_what_the_host_does_about_an_exchange() -> None:
 def test_contaminated_rows_are_kept_and_stand_for_nothing(tmp_path: Path) -> None:
     recorded = empty()
     component = table_of(recorded).components[0]
-    contaminated = ComponentRow.of(component, 0, measured(recorded, HOT), replaced=False)
+    contaminated = component_row(component, 0, measured(recorded, HOT), replaced=False)
     assert contaminated.outcome is Outcome.CONTAMINATED
     assert contaminated.reason == "the device is throttled: hw_thermal_slowdown"
     assert contaminated.figures is None

@@ -3,9 +3,9 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from bexp.workers.targets.transformers.survey_document import render
+from benchmarks.models_page import render
 
-DOCS = Path(__file__).parents[4] / "docs"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def test_the_page_of_models_is_current_with_its_data() -> None:

@@ -1,21 +1,43 @@
-"""One model type of the survey, from its class's defaults to a line of JSON."""
+"""Tries every causal language model type of the installed transformers at a tiny size on the CPU.
+
+    python -m benchmarks.model_survey [--processes 2] [--again TYPE ...]
+
+It writes docs/models.json and docs/models.md. Rows that are there for the same versions are kept unless `--again` names
+them, so an interrupted run goes on. Each type has a process of its own, which may crash or hang.
+"""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
+import subprocess
 import sys
 import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from typing import Any
 
 import torch
 
-from bexp.workers.targets.transformers.config import UnsupportedModelError, one_line, quiet_library, resolve_config
-from bexp.workers.targets.transformers.feature_checks import find_experts
+from benchmarks.environment import ROOT
+from benchmarks.models_page import render
+from bexp.transformers.experts import expert_modules
+from bexp.workers.targets.transformers.config import (
+    UnsupportedModelError,
+    library_version,
+    one_line,
+    quiet_library,
+    resolve_config,
+)
 from bexp.workers.targets.transformers.kinds import find_layers, kind_names
 from bexp.workers.targets.transformers.model import META, BuildSettings, build_model
 from bexp.workers.targets.transformers.self_check import FEATURES, self_check
 from bexp.workers.targets.transformers.tiny import TINY_SEQ_LENGTH, tiny_config
 
+DATA, PAGE = ROOT / "docs" / "models.json", ROOT / "docs" / "models.md"
+DEADLINE_SECONDS = 300.0
+"""For one type, with the imports of torch and transformers on a busy machine."""
 # Each of these types fails to build or to run with its class's defaults alone.
 _MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
     "dbrx": {"attn_config": {"rope_theta": 10_000.0, "clip_qkv": 8.0}},
@@ -25,6 +47,51 @@ _MISSING_DEFAULTS: dict[str, dict[str, Any]] = {
     "xmod": {"default_language": "en_XX"},
     "reformer": {"axial_pos_shape": [4, 4], "axial_pos_embds_dim": [16, 48], "max_position_embeddings": 16},
 }
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Try the types that have no row yet, and write the data and the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.model_survey", description="Tries every model type.")
+    parser.add_argument("--processes", type=int, default=2)
+    parser.add_argument("--again", nargs="*", default=None, help="types to try again; none named: all")
+    parser.add_argument("--only", metavar="TYPE", help="print the row of one type, and write nothing")
+    options = parser.parse_args(arguments)
+    if options.only is not None:
+        torch.set_num_threads(1)
+        print(json.dumps(survey_type(options.only)))
+        return 0
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # noqa: PLC0415 - is optional
+
+    versions = {"transformers": library_version(), "torch": torch.__version__}
+    document = json.loads(DATA.read_text())
+    rows: dict[str, Any] = document["models"] if document["versions"] == versions else {}
+    types = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    again = set(types if options.again == [] else options.again or ())
+    with ThreadPoolExecutor(options.processes) as threads:
+        tried = [threads.submit(try_apart, name) for name in types if name not in rows or name in again]
+        for each in as_completed(tried):
+            row = each.result()
+            rows[row.pop("model_type")] = row
+            DATA.write_text(json.dumps({"versions": versions, "models": dict(sorted(rows.items()))}, indent=1) + "\n")
+            print(f"{len(rows)} of {len(types)}", file=sys.stderr)
+    PAGE.write_text(render(json.loads(DATA.read_text())))
+    return 0
+
+
+def try_apart(name: str) -> dict[str, Any]:
+    """Return the row of a type from a process of its own; one that says so if that is late or dies."""
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}
+    command = [sys.executable, "-m", "benchmarks.model_survey", "--only", name]
+    try:
+        ended = subprocess.run(command, env=environment, capture_output=True, timeout=DEADLINE_SECONDS, check=True)
+    except subprocess.TimeoutExpired:
+        reason = f"took longer than {DEADLINE_SECONDS:.0f} s"
+    except subprocess.CalledProcessError as error:
+        reason = f"the process ended with status {error.returncode}"
+    else:
+        row: dict[str, Any] = json.loads(ended.stdout.splitlines()[-1])
+        return row
+    return {"model_type": name, "status": "not", "reason": reason}
 
 
 def survey_config(model_type: str) -> dict[str, Any]:
@@ -59,14 +126,6 @@ def survey_type(model_type: str) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Reads model types from the standard input, one a line, and writes a row of JSON for each."""
-    torch.set_num_threads(1)
-    for line in sys.stdin:
-        sys.stdout.write(json.dumps(survey_type(line.strip())) + "\n")
-        sys.stdout.flush()
-
-
 def _checked(model_type: str) -> dict[str, Any]:
     resolved = resolve_config(survey_config(model_type), TINY_SEQ_LENGTH)
     row: dict[str, Any] = {"model_class": resolved.model_class.__name__}
@@ -84,7 +143,7 @@ def _checked(model_type: str) -> dict[str, Any]:
     model = build_model(tiny, BuildSettings(), META)
     row["kinds"] = list(dict.fromkeys(check.kinds))
     row["features"] = [name for name in FEATURES if name not in check.failures]
-    row["has_experts"] = bool(find_experts(model))
+    row["has_experts"] = bool(expert_modules(model))
     row["tied_weights"] = _is_tied(model)
     return row | {"status": "parts" if check.by_parts else "whole"}
 
@@ -95,4 +154,4 @@ def _is_tied(model: Any) -> bool:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,14 +2,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from types import SimpleNamespace
 
 import psutil
 import pytest
 
-from bexp.measure import device_monitor
-from bexp.measure.device_monitor import DeviceConditions, DeviceMonitor, Watch
+from bexp.explorer.records.measurement import Conditions
+from bexp.workers.instruments import device_monitor
+from bexp.workers.instruments.device_monitor import DeviceMonitor, Watch
 from tests.workers.profiler.fakes import FakeGpu
 
 SECONDS, SHARE = device_monitor.POLL_SECONDS, device_monitor.POLL_SHARE
@@ -26,7 +26,7 @@ def set_clock(monkeypatch: pytest.MonkeyPatch, **clock: Callable[..., object]) -
     monkeypatch.setattr(device_monitor, "time", SimpleNamespace(**clock))
 
 
-def watched(gpu: FakeGpu, polls: int = 3) -> DeviceConditions:
+def watched(gpu: FakeGpu, polls: int = 3) -> Conditions:
     watch = DeviceMonitor(gpu, gpu.foreign_processes()).watch()
     with watch:
         for _ in range(polls):
@@ -50,8 +50,10 @@ def test_memory_that_others_took_in_one_part_counts_for_the_whole() -> None:
 def test_what_nvml_does_not_tell_is_null() -> None:
     gpu = FakeGpu(clocks=[None], watts=None, celsius=None, reasons=(), pids=None, others=None)
     found = watched(gpu)
-    assert replace(found, host_busy_share=None) == DeviceConditions(sm_clock_max_mhz=1980, memory_clock_mhz=3201)
-    assert Watch(None, None).conditions() == DeviceConditions()
+    assert found.model_copy(update={"host_busy_share": None}) == Conditions(
+        sm_clock_max_mhz=1980, memory_clock_mhz=3201
+    )
+    assert Watch(None, None).conditions() == Conditions()
 
 
 def test_polls_are_rare(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -66,7 +68,7 @@ def test_the_cpu_time_of_others_is_recorded(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(device_monitor, "_host_seconds", lambda: next(moments))
     with DeviceMonitor().watch() as watch:
         pass
-    assert watch.conditions() == DeviceConditions(host_busy_share=0.75)
+    assert watch.conditions() == Conditions(host_busy_share=0.75)
 
 
 def test_waits_until_the_device_is_calm_but_not_forever(monkeypatch: pytest.MonkeyPatch) -> None:

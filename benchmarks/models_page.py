@@ -29,8 +29,7 @@ def render(document: Mapping[str, Any]) -> str:
     lines = [
         "# Causal language models of transformers",
         "",
-        f"Generated from `models.json` ({versions}) by "
-        "`python -m bexp.workers.targets.transformers.survey`. Do not edit.",
+        f"Generated from `models.json` ({versions}) by `python -m benchmarks.model_survey`. Do not edit.",
         "",
         f"The library knows {len(rows)} types. {counts['parts']} are measured by parts, {counts['whole']} train but "
         f"have no such parts, {counts['not']} do not train at all. Each was built from its class's defaults at a "

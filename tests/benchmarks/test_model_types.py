@@ -6,9 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks.model_types import ends_at_its_positions, find_tiny, main, starts_after_padding
 from bexp.explorer.formats import model_types as read
-from bexp.workers.targets.transformers.model_types import find_tiny, main
-from bexp.workers.targets.transformers.resolved import ends_at_its_positions, starts_after_padding
 
 pytest.importorskip("transformers")
 
