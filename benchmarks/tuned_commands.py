@@ -11,8 +11,8 @@ The commands are in `benchmarks/commands`; none of them knows bexp. For each the
   until it runs out of memory, then downwards until it is 10% slower than the best; `--rounds` times in turns. Of padded
   texts, the first micro-steps of each width take longer, and a few steps meet more of them than an epoch does: its
   `samples_per_second` follow from the micro-steps by a fit, and `own_samples_per_second` are those of the stop-watch;
-- `longest`: the command at the answer's size with nothing but the longest texts, 50 micro-batches of them. No 50 of
-  100,000 micro-batches that are drawn from the same texts need more memory.
+- `longest`, where texts are padded: the command at the answer's size with nothing but the longest texts, 50
+  micro-batches of them. No 50 of 100,000 micro-batches that are drawn from the same texts need more memory.
 
 `--processes 2` starts each command with torchrun, on as many devices. Batches and speeds are those of one device.
 
@@ -35,7 +35,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.commands.texts import real_lengths
-from benchmarks.environment import describe_environment, write_results
+from benchmarks.environment import describe_commit, describe_environment, write_results
 from benchmarks.trainer_runs import varied_seconds
 
 BATCHES = {"full": 64, "adapters": 16, "reward": 64, "encoder": 256, "plain": 64}
@@ -46,8 +46,8 @@ LONGEST_TEXTS = {"full": (2048, 1), "reward": (1024, 2), "encoder": (512, 1), "p
 """Tokens of the longest text, and texts of a sample, of the commands that pad."""
 LONGEST_TINY = 128
 EPOCHS = 20
-STEPS, MICRO_STEPS = 6, 14
-"""At least, of a run."""
+STEPS, STEPS_ALIKE, MICRO_STEPS = 6, 4, 14
+"""At least, of a run. Where all micro-steps are alike, a few show as much."""
 FAR = 0.9
 """Sizes below one that has this share of the best speed are not tried."""
 LONGEST = 50
@@ -63,6 +63,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.tuned_commands", description=__doc__)
     parser.add_argument("commands", nargs="*", metavar="NAME")
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--commit", default=describe_commit(), help="that runs, where there is no repository")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--device", default="cuda:0", help="cuda:0 or cpu")
     parser.add_argument("--processes", type=int, default=1)
@@ -75,7 +76,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory() as folder:
         for name in options.commands or BATCHES:
             key = name if options.processes == 1 else f"{name}, {options.processes} processes"
-            row = results["commands"].setdefault(key, {"batch_size": BATCHES[name], "sweep": []})
+            fresh = {"batch_size": BATCHES[name], "commit": options.commit, "sweep": []}
+            row = results["commands"].setdefault(key, fresh)
             for part, measure in parts(name, row, options, Path(folder)):
                 if time.monotonic() > ends_at:
                     return 1
@@ -95,7 +97,7 @@ def parts(name: str, row: Row, options: argparse.Namespace, folder: Path) -> Ite
         yield "start_seconds", lambda: command.run(answer or 1, steps=1)["seconds"]
     while len(row["sweep"]) < options.rounds:
         yield "sweep", lambda: [*row["sweep"], command.sweep(answer or 1)]
-    if "longest" not in row and answer is not None:
+    if name in LONGEST_TEXTS and "longest" not in row and answer is not None:
         yield "longest", lambda: command.run(answer, steps=LONGEST * answer // row["batch_size"] or 1, longest=True)
 
 
@@ -166,6 +168,8 @@ class Command:
         return figures | {"failed": "out of memory"}
 
     def _steps(self, size: int) -> int:
+        if self._name not in LONGEST_TEXTS:
+            return STEPS_ALIKE
         return max(STEPS, -(-MICRO_STEPS * size // self._batch_size))
 
     def _in_an_epoch(self, size: int, own: Row) -> Row:
