@@ -19,6 +19,7 @@ CONTENDERS = ("unchanged", "compiled", "liger", "library_loss", "stock", "recomm
 EARLIER = {"unchanged": "sweep", "compiled": "compiled_sweep", "stock": "stock", "recommended": "recommended"}
 """The contenders of rows of one run each, and their names there."""
 HOW = {"gradient_checkpointing": "checkpointed", "torch_compile": "compiled"}
+OUT_OF_MEMORY = "out of memory"
 UNSUPPORTED = ("LookupError", "SettingsError")
 """Errors whose messages say what a model or a machine lacks."""
 SHOWN_BOUND = 0.3
@@ -84,6 +85,27 @@ def checkpointed(result: Row) -> Iterable[Row]:
             if run.get("gradient_checkpointing"):
                 change = run["tokens_per_second"] / plain["tokens_per_second"] - 1
                 yield {"model": row["model"], "plain": plain, "checkpointed": run, "change": change}
+
+
+def tuned(result: Row) -> Iterable[Row]:
+    """Return each training command with its answer, and what a sweep of the same command reached."""
+    for name, row in result["commands"].items():
+        runs = [run for made in row["sweep"] for run in made]
+        sizes: dict[int, list[Row]] = {}
+        for run in runs:
+            sizes.setdefault(run["micro_batch_size"], []).append(run)
+        fits = {size: made for size, made in sizes.items() if not any("failed" in run for run in made)}
+        speeds = {size: statistics.median(run["samples_per_second"] for run in made) for size, made in fits.items()}
+        told = [f"{size}: {speeds[size]:.1f}" if size in fits else f"{size}: {OUT_OF_MEMORY}" for size in sorted(sizes)]
+        answer, number = row["tune"]["micro_batch_size"], len(row["tune"]["starts"])
+        yield row | {
+            "name": name,
+            "starts": number,
+            "sweep": "; ".join(told),
+            "of_best": speeds[answer] / max(speeds.values()),
+            "beyond": row["tune"]["seconds"] - number * row["start_seconds"],
+            "longest": f"{row['longest']['peak_bytes'] / 2**30:.1f} GiB" if "longest" in row else "all are alike",
+        }
 
 
 def trainer_summary(result: Row) -> Iterable[Row]:

@@ -93,7 +93,7 @@ class Clock:
         self._began: float | None = None
         self._ended = 0.0
         self._micro_steps: list[MicroStep] = []
-        self._met: set[int | None] = set()
+        self._met: set[object] = set()
         self._optimizer_steps: list[float] = []
         self._num_restarts = 0
         self.is_over = False
@@ -110,9 +110,11 @@ class Clock:
         """A micro-step has ended: that of the micro-batch with this number, which has so many positions."""
         now = self._now()
         seconds = now - self._ended
-        is_known = self.micro_batches is not None and positions is not None
-        is_first = is_known and positions not in self._met and seconds < LONG_SECONDS
-        self._met.add(positions)
+        is_first = False
+        if self.micro_batches is not None and number is not None and positions is not None:
+            widths = {positions, *self.micro_batches.widths_of_others(number)}
+            is_first = not widths <= self._met and seconds < LONG_SECONDS
+            self._met |= widths
         self._micro_steps.append(
             MicroStep(seconds, self._began is not None and not is_first, number, positions, is_first)
         )
@@ -126,7 +128,7 @@ class Clock:
         self._ended = now
         self._num_steps += 1
         ran = 0.0 if self._first is None else now - self._first
-        is_long = self.micro_batches is None and self._micro_steps[-1].seconds >= LONG_SECONDS
+        is_long = self.micro_batches is None and any(step.seconds >= LONG_SECONDS for step in self._micro_steps[-1:])
         warm_up_steps, fewest_steps = (1, 1) if is_long else (self._warm_up_steps, FEWEST_STEPS)
         warm = self._num_steps >= warm_up_steps and ran >= WARM_UP_SECONDS and self._has_met_others()
         elapsed = 0.0 if self._began is None else now - self._began

@@ -106,6 +106,7 @@ class MicroBatches:
         self._padding: int | None = None
         self._size = size
         self._own = slice(rank * size, (rank + 1) * size)
+        self._rank, self._num_processes = rank, processes
         self._tokens = np.array(lengths.tokens, np.float64)
         self._widths = np.array(lengths.widths, np.float64)
         whole = size * processes
@@ -169,33 +170,48 @@ class MicroBatches:
         population = self._work(self._simulated.reshape(-1, self._size), padding)
         seconds = np.array([step.seconds for step, *_ in used])
         mean, error = expect(self._work(places, padding), seconds, is_drawn, population)
-        return mean + self._new_width_seconds(steps, population[:, 0]), error
+        return mean + self._new_width_seconds(steps, population[:, 0].reshape(-1, self._num_processes)), error
+
+    def widths_of_others(self, number: int) -> list[tuple[int, float]]:
+        """The processes beside this one, each with the longest row of its part of a micro-batch."""
+        widths = self._widths[self._whole(number)].reshape(-1, self._size).max(axis=1)
+        return [(rank, float(width)) for rank, width in enumerate(widths) if rank != self._rank]
 
     def _new_width_seconds(self, steps: Sequence[MicroStep], positions: Figures) -> float:
         """What the first micro-batches of a width add to one in the mean over an epoch, at least.
 
-        Samples that were not read may have other widths, and each of several processes plans for itself. Kernels may be
-        planned anew for each width, as cuDNN's attention is. The first micro-step of each shows it, and those that
-        repeat it do not. Early ones also load kernels and grow the allocator's cache, so that a low quartile counts.
+        `positions` are those of each process's part, a row for each micro-batch. Samples that were not read may have
+        other widths. Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for
+        the one that does. The first micro-step of each shows it, and those that repeat it do not. Early ones also load
+        kernels and grow the allocator's cache, so that a low quartile counts.
         """
-        firsts = {step.positions: step.seconds for step in steps if step.is_first}
-        later: dict[int | None, list[float]] = {}
+        firsts: dict[object, float] = {}
+        later: dict[object, list[float]] = {}
         for step in steps:
-            if not step.is_first:
-                later.setdefault(step.positions, []).append(step.seconds)
+            width = (step.positions, *self.widths_of_others(step.number or 0))
+            if step.is_first:
+                firsts.setdefault(width, step.seconds)
+            else:
+                later.setdefault(width, []).append(step.seconds)
         longer = [seconds - statistics.median(later[width]) for width, seconds in firsts.items() if width in later]
         if len(longer) < FEWEST_PAIRS:
             return 0.0
-        one_epoch = positions[: max(1, len(self._tokens) // self._size)]
-        number = max(len(one_epoch), (self.lengths.number or 0) // self._size)
-        return len(np.unique(one_epoch)) / number * max(0.0, sorted(longer)[len(longer) // 4])
+        whole = self._size * self._num_processes
+        one_epoch = positions[: max(1, len(self._tokens) // whole)]
+        number = max(len(one_epoch), (self.lengths.number or 0) // whole)
+        new = {place for own in one_epoch.T for place in np.unique(own, return_index=True)[1]}
+        return len(new) / number * max(0.0, sorted(longer)[len(longer) // 4])
 
     def _places(self, number: int) -> Places:
         """The places of the samples of a micro-batch of this process."""
+        return self._whole(number)[self._own]
+
+    def _whole(self, number: int) -> Places:
+        """The places of the samples of a micro-batch, in all processes."""
         number %= self.sampler.num_batches
         if number in self._longest_at:
-            return self._longest[self._own]
-        return self.drawn(number - sum(at < number for at in self._longest_at))[self._own]
+            return self._longest
+        return self.drawn(number - sum(at < number for at in self._longest_at))
 
     def _find_padding(self, places: Places, seen: Figures) -> int | None:
         """How micro-batches are made, by the positions that were seen; None if in no way that is known."""

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 class MicroStep:
     """A micro-step, the number of its micro-batch, and the positions that were computed, as far as they are known.
 
-    `is_first` says that the micro-batches are known, and that this is the first of its width: it is not timed.
+    `is_first` says that the micro-batches are known, and that this is the first of its width, in this process or in
+    another one, for which this one waits: it is not timed.
     """
 
     seconds: float

@@ -107,6 +107,30 @@ def test_a_width_that_is_new_takes_longer_as_often_as_an_epoch_has_new_ones(long
     assert found[0] - plain[0] == pytest.approx(0.5 * share, rel=0.15)
 
 
+def test_a_width_that_is_new_to_another_process_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measuring, "PRECISE_SECONDS", 0)
+    lengths, rng = texts(), np.random.default_rng(2)
+    micro_batches = MicroBatches(lengths, shuffled(lengths), SIZE, processes=2)
+    order, met, clock = list(micro_batches.sampler), set(), VirtualClock()
+    clock.micro_batches = micro_batches
+    clock.begin_micro_step()
+    for number in range(2 * (WORST_TIMES + 20)):
+        places = order[2 * number * SIZE : 2 * (number + 1) * SIZE]
+        parts = [padded(lengths, places[:SIZE]), padded(lengths, places[SIZE:])]
+        clock.at += 0.2 + 0.5 * any((rank, part) not in met for rank, part in enumerate(parts))
+        met |= set(enumerate(parts))
+        clock.end_micro_step(number, parts[0])
+        if number % 2:
+            clock.end_step()
+    timed = [step.seconds for step in clock._micro_steps if step.is_timed]
+    assert max(timed) == pytest.approx(0.2)
+    widths = np.array(lengths.widths)[rng.permutation(5000)].reshape(-1, 2, SIZE).max(axis=2)
+    new = {place for own in widths.T for place in np.unique(own, return_index=True)[1]}
+    found = micro_batches.expect(clock._micro_steps)
+    assert found is not None
+    assert found[0] - 0.2 == pytest.approx(0.5 * len(new) / len(widths), rel=0.15)
+
+
 def test_no_noise_leaves_no_doubt_of_the_coefficients_but_some_error() -> None:
     rng = np.random.default_rng(0)
     work = np.column_stack([x := rng.uniform(10, 1000, 14), x * x])

@@ -15,7 +15,7 @@ from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
-from bexp.storage.workers import register_worker
+from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
 from tests.api.cli.samples import REQUEST, TINY
 from tests.contracts.samples import make_worker
@@ -76,6 +76,7 @@ def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue:
     assert f"exploration {job.id} goes on: another worker runs it" in done.stderr
     assert not get_job(queue.database, job.id).cancel_requested
     queue.finish(claim.lease, JobState.CANCELLED)
+    forget_worker(queue.database, other.id)
 
 
 @pytest.mark.parametrize("ends_after", [1.0, 3600.0])
