@@ -29,6 +29,8 @@ AGAIN = range(WORST_TIMES + 6, 100_000, 15)
 """Where the longest micro-batch comes again: its first times load kernels and grow the allocator's cache."""
 CYCLE = 13
 """Micro-batches that are drawn, and then come again: their widths are new only once. So many are spread most evenly."""
+planned: dict[int, float] = {}
+"""What the first micro-step of a width takes longer in this process, by the size."""
 FEWEST_PAIRS = 2
 """The first micro-batch of all has a new width as well, and so much more to do that it shows nothing."""
 GOLDEN = (5**0.5 - 1) / 2
@@ -183,7 +185,8 @@ class MicroBatches:
         `positions` are those of each process's part, a row for each micro-batch. Samples that were not read may have
         other widths. Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for
         the one that does. The first micro-step of each shows it, and those that repeat it do not. Early ones also load
-        kernels and grow the allocator's cache, so that a low quartile counts.
+        kernels and grow the allocator's cache, so that a low quartile counts. A size that is measured again meets the
+        same widths, which are planned by then: what it took at first counts.
         """
         firsts: dict[object, float] = {}
         later: dict[object, list[float]] = {}
@@ -196,11 +199,12 @@ class MicroBatches:
         longer = [seconds - statistics.median(later[width]) for width, seconds in firsts.items() if width in later]
         if len(longer) < FEWEST_PAIRS:
             return 0.0
+        each = planned.setdefault(self._size, max(0.0, sorted(longer)[len(longer) // 4]))
         whole = self._size * self._num_processes
         one_epoch = positions[: max(1, len(self._tokens) // whole)]
         number = max(len(one_epoch), (self.lengths.number or 0) // whole)
         new = {place for own in one_epoch.T for place in np.unique(own, return_index=True)[1]}
-        return len(new) / number * max(0.0, sorted(longer)[len(longer) // 4])
+        return len(new) / number * each
 
     def _places(self, number: int) -> Places:
         """The places of the samples of a micro-batch of this process."""

@@ -15,6 +15,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler
 from bexp.explorer.cost_model.epochs import Epoch
 from bexp.explorer.cost_model.expectation import LEAST_ERROR, Figures, expect
 from bexp.tune import measuring
+from bexp.tune import micro_batches as tune_micro_batches
 from bexp.tune.hf_trainer import _epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of, positions_of
@@ -88,6 +89,11 @@ def test_thirteen_micro_steps_tell_the_mean_over_all_data(seconds: Seconds, mult
     assert np.mean(within) >= 0.9
 
 
+@pytest.fixture(autouse=True)
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tune_micro_batches, "planned", {})
+
+
 @pytest.mark.parametrize("longest", [2048, 128])
 def test_a_width_that_is_new_takes_longer_as_often_as_an_epoch_has_new_ones(longest: int) -> None:
     """Also if most micro-batches have the same width, the longest."""
@@ -98,9 +104,13 @@ def test_a_width_that_is_new_takes_longer_as_often_as_an_epoch_has_new_ones(long
     steps = [replace(step, is_first=step.positions not in met[:i]) for i, step in enumerate(known)]
     steps = [replace(step, is_timed=not step.is_first and i >= WORST_TIMES) for i, step in enumerate(steps)]
     planned = [replace(step, seconds=step.seconds + 0.5) if step.is_first else step for step in steps]
-    plain, found = micro_batches.expect(steps), micro_batches.expect(planned)
+    plain = micro_batches.expect(steps)
+    tune_micro_batches.planned.clear()
+    found, again = micro_batches.expect(planned), micro_batches.expect(steps)
     assert plain is not None
     assert found is not None
+    assert again is not None
+    assert again[0] == pytest.approx(found[0], rel=1e-3), "this process has planned them"
     widths = np.array(lengths.widths)[rng.permutation(5000)].reshape(-1, SIZE).max(axis=1)
     share = len(np.unique(widths)) / len(widths)
     assert share > (0.3 if longest == 2048 else 0.05)
