@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial, wraps
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
@@ -54,6 +55,14 @@ class Followed:
     micro_batches: MicroBatches | None = None
     number: int | None = None
     positions: int | None = None
+    early: list[tuple[float, int, int | None]] | None = field(default_factory=list)
+    """When each micro-batch was taken before the first optimizer step, its number and its positions; then None."""
+
+    def early_steps(self) -> list[tuple[float, int, int | None]]:
+        """The seconds, the number and the positions of each micro-step until now, the first time that this is asked."""
+        early, self.early = self.early or [], None
+        ends = [*(taken for taken, *_ in early[1:]), _now()]
+        return [(end - taken, number, width) for (taken, number, width), end in zip(early, ends, strict=True)]
 
     def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:
         """Yield the batches of one epoch, or begin one anew whenever a size was set; note each of them."""
@@ -66,12 +75,23 @@ class Followed:
                 if sized.lengths.is_known:
                     self.lengths, self.micro_batches = sized.lengths, sized.micro_batches
                     self.number, self.positions = number, positions_of(batch)
+                    if self.early is not None:
+                        self.early.append((_now(), number, self.positions))
                 yield batch
                 if turn != sized.turn:
                     break
 
 
 followed = Followed()
+
+
+def _now() -> float:
+    """The time when a GPU, if one is in use, has done what it was given."""
+    import torch  # noqa: PLC0415 - it is complete by now
+
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def patch(module: ModuleType) -> None:

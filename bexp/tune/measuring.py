@@ -109,7 +109,11 @@ class Clock:
     def end_micro_step(self, number: int | None = None, positions: int | None = None) -> None:
         """A micro-step has ended: that of the micro-batch with this number, which has so many positions."""
         now = self._now()
-        seconds = now - self._ended
+        self.note(now - self._ended, number, positions)
+        self._ended = now
+
+    def note(self, seconds: float, number: int | None, positions: int | None) -> None:
+        """Note a micro-step, which may have ended before this clock began."""
         is_first = False
         if self.micro_batches is not None and number is not None and positions is not None:
             widths = {positions, *self.micro_batches.widths_of_others(number)}
@@ -118,7 +122,6 @@ class Clock:
         self._micro_steps.append(
             MicroStep(seconds, self._began is not None and not is_first, number, positions, is_first)
         )
-        self._ended = now
 
     def end_step(self) -> None:
         """An optimizer step has ended, and the loop may be over."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
+from collections.abc import Sequence
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -92,16 +93,24 @@ class _Loop:
 
         torch.Tensor.backward = timed  # type: ignore[method-assign]  # the loop calls it by this name
         self._device = parameters[0].device
+        early = followed.early_steps()
         if self._sized is None:
-            self._begin_clock(followed.lengths is not None, followed.micro_batches)
+            self._begin_clock(followed.lengths is not None, followed.micro_batches, early)
 
-    def _begin_clock(self, ran_longest: bool, micro_batches: MicroBatches | None) -> None:
+    def _begin_clock(
+        self,
+        ran_longest: bool,
+        micro_batches: MicroBatches | None,
+        early_steps: Sequence[tuple[float, int, int | None]] = (),
+    ) -> None:
         from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
         from bexp.tune.measuring import ACCUMULATION, Clock, Ranks  # noqa: PLC0415 - needs torch
 
         steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
         clock = self._clock = Clock(self._device, Ranks(), steps)
         clock.micro_batches, clock.ran_longest = micro_batches, ran_longest
+        for early in early_steps:
+            clock.note(*early)
         clock.begin_micro_step()
 
     def _end(self, clock: Clock) -> None:

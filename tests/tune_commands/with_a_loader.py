@@ -38,6 +38,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--accumulate", type=int, default=2)
     parser.add_argument("--seconds_per_token", type=float, default=0.0)
+    parser.add_argument("--seconds_per_new_width", type=float, default=0.0)
     parser.add_argument("--accelerate", action="store_true")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -51,9 +52,13 @@ def main() -> None:
         accelerator = Accelerator()
         model, optimizer, loader = accelerator.prepare(model, optimizer, loader)
         backward = accelerator.backward
+    widths = set[int]()
     for _ in range(100):
         for number, batch in enumerate(loader, 1):
+            width = batch["input_ids"].shape[1]
             time.sleep(options.seconds_per_token * batch["input_ids"].numel())
+            time.sleep(options.seconds_per_new_width * (width not in widths))
+            widths.add(width)
             logits = model(batch["input_ids"])
             loss = nn.functional.cross_entropy(logits.flatten(0, 1), batch["input_ids"].flatten())
             backward(loss / options.accumulate)

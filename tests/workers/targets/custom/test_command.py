@@ -119,6 +119,18 @@ def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
         assert 0.95 * truth < found.micro_step_seconds < 2.0 * truth, "the model takes little beside them"
 
 
+def test_widths_that_are_new_in_the_first_step_of_a_loop_count(commands: Commands) -> None:
+    """The step has 16 micro-batches, and all that a trial draws are among them."""
+    given = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}", "--seconds_per_new_width", "0.1")
+    process = commands(str(SCRIPTS / "with_a_loader.py"), *given, batch_size=64)
+    open_(process)
+    found = measure(process, 4)
+    lengths = np.array([len(with_a_loader.Texts(200)[place]["input_ids"]) for place in range(200)])
+    rng = np.random.default_rng(0)
+    share = np.mean([len(np.unique(rng.permutation(lengths).reshape(-1, 4).max(axis=1))) / 50 for _ in range(20)])
+    assert 0.085 * share < found.micro_step_seconds < 0.15 * share, "the model takes little beside them"
+
+
 @pytest.mark.parametrize(
     ("script", "said"),
     [
