@@ -97,7 +97,7 @@ def _of_keys(history: History, stored: Mapping[str, Stored], by_job: Mapping[str
     for call in named(history.calls, "submit"):
         by_key.setdefault((call.owner, str(call.key)), []).append(call)
     for (owner, key), calls in by_key.items():
-        yield from _of_lists(by_job, owner, key, [call for call in history.calls if call.listed is not None])
+        yield from _of_lists(by_job, stored, owner, key, [call for call in history.calls if call.listed is not None])
         born = {job.id: job.created for job in stored.values() if (job.owner, job.key) == (owner, key)}
         for call in calls:
             if call.seen is not None:
@@ -115,12 +115,19 @@ def _of_keys(history: History, stored: Mapping[str, Stored], by_job: Mapping[str
                 yield f"{key} of {owner} made two explorations, {first} and {second}"
 
 
-def _of_lists(by_job: Mapping[str, Sequence[Call]], owner: str, key: str, lists: Sequence[Call]) -> Iterator[str]:
-    """A list by a label has the owner's explorations with it, and no other."""
+def _of_lists(
+    by_job: Mapping[str, Sequence[Call]], stored: Mapping[str, Stored], owner: str, key: str, lists: Sequence[Call]
+) -> Iterator[str]:
+    """A list by a label has the owner's explorations with it, and no other.
+
+    Whose an exploration is, an answer or the database says; nobody says it of one that was deleted unanswered.
+    """
+    of_others = {job.id for job in stored.values() if (job.owner, job.key) != (owner, key)}
     told: dict[str, float] = {}
     for job_id, calls in by_job.items():
         ends = [c.ended for c in calls if c.seen and (c.seen.owner, c.seen.labels.get("key")) == (owner, key)]
         told |= {job_id: min(ends)} if ends else {}
+        of_others |= {job_id} if not ends and any(c.seen for c in calls) else set()
     for call in lists:
         assert call.listed is not None
         if (call.owner, call.key) != (owner, key):
@@ -129,8 +136,7 @@ def _of_lists(by_job: Mapping[str, Sequence[Call]], owner: str, key: str, lists:
             deletions = named(by_job[job_id], "delete", "prune")
             if told[job_id] < call.started and not any(d.may_be_done and d.started < call.ended for d in deletions):
                 yield f"{job_id} is not in the list of its label: {call.describe()}"
-        strangers = call.listed & by_job.keys() - told.keys()
-        if strangers:
+        if strangers := call.listed & of_others:
             yield f"{sorted(strangers)} are in the list of another label or owner: {call.describe()}"
 
 

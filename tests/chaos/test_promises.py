@@ -51,6 +51,9 @@ KEPT: dict[str, Callable[[], list[str]]] = {
     "a run report": lambda: judge(call("report", 6.0, 201, number=7)),
     "no answer from an API that was killed": lambda: judge(UNANSWERED, is_disturbed=True),
     "a list": lambda: judge(LIST),
+    "a list with one whose submission had no answer": lambda: judge(
+        replace(LIST, listed=frozenset({"j", "lost"})), replace(call("prune", 5.0, 204), job_id="lost")
+    ),
 }
 
 BROKEN: dict[str, tuple[str, Callable[[], list[str]]]] = {
@@ -79,6 +82,10 @@ BROKEN: dict[str, tuple[str, Callable[[], list[str]]]] = {
     "a late answer": ("no answer within", lambda: judge(replace(AGAIN, ended=20.0))),
     "a server error": ("unexpected answer", lambda: judge(call("get", 6.0, 500))),
     "another owner's job": ("unexpected answer", lambda: judge(call("peek", 6.0, 200, QUEUED))),
+    "a list with one of another label": (
+        "of another label or owner",
+        lambda: judge(replace(LIST, listed=frozenset({"j", "other"})), stored=(STORED, replace(OTHER, key="l"))),
+    ),
     "a list that lacks it": ("not in the list", lambda: judge(replace(LIST, listed=frozenset()))),
 }
 
