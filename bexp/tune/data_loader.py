@@ -61,7 +61,7 @@ class Followed:
     def early_steps(self) -> list[tuple[float, int, int | None]]:
         """The seconds, the number and the positions of each micro-step until now, the first time that this is asked."""
         early, self.early = self.early or [], None
-        ends = [*(taken for taken, *_ in early[1:]), _now()]
+        ends = [*(taken for taken, *_ in early[1:]), *([_now()] if early else [])]
         return [(end - taken, number, width) for (taken, number, width), end in zip(early, ends, strict=True)]
 
     def follow(self, iterate: Callable[[], Iterable[Any]], sized: SizedLoader) -> Iterator[Any]:

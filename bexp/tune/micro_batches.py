@@ -185,8 +185,8 @@ class MicroBatches:
         `positions` are those of each process's part, a row for each micro-batch. Samples that were not read may have
         other widths. Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for
         the one that does. The first micro-step of each shows it, and those that repeat it do not. Early ones also load
-        kernels and grow the allocator's cache, so that a low quartile counts. A size that is measured again meets the
-        same widths, which are planned by then: what it took at first counts.
+        kernels and grow the allocator's cache, up to three times as long, so that the least counts. A size that is
+        measured again meets the same widths, which are planned by then: what it took at first counts.
         """
         firsts: dict[object, float] = {}
         later: dict[object, list[float]] = {}
@@ -199,7 +199,7 @@ class MicroBatches:
         longer = [seconds - statistics.median(later[width]) for width, seconds in firsts.items() if width in later]
         if len(longer) < FEWEST_PAIRS:
             return 0.0
-        each = planned.setdefault(self._size, max(0.0, sorted(longer)[len(longer) // 4]))
+        each = planned.setdefault(self._size, max(0.0, min(longer)))
         whole = self._size * self._num_processes
         one_epoch = positions[: max(1, len(self._tokens) // whole)]
         number = max(len(one_epoch), (self.lengths.number or 0) // whole)

@@ -8,6 +8,7 @@ each size, as is one of several processes that is no Trainer's.
 from __future__ import annotations
 
 import json
+import math
 import os
 import shutil
 import signal
@@ -42,6 +43,7 @@ LONGEST_FOLDER = 70
 EVALUATION_SECONDS = 60.0
 """How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
+FIRST_SIZE = 4
 TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
 NO_STEP = "it ended before its first optimizer step"
 NO_SIZE = (
@@ -160,12 +162,11 @@ class CommandProcess:
         return values
 
     def _describe(self, until: float) -> dict[str, Any]:
-        own = self._measure_first(self._coming or int(self._hello.get("micro_batch_size") or 1), until)
+        own = self._measure_first(self._coming or int(self._hello.get("micro_batch_size") or self._first_size), until)
         found, lengths = self._hello, self._hello.get("lengths") or {}
         samples = lengths.get("samples")
         length = max(1, round(lengths.get("mean") or 1))
         size, accumulation = found.get("micro_batch_size"), found.get("grad_accum_steps") or 1
-        base = None if self._command.has_size or not size else own
         batch = self._command.batch_size or (size * accumulation if size and not self._command.has_size else None)
         return {
             "class_name": found["class_name"],
@@ -177,11 +178,16 @@ class CommandProcess:
             "saved_bytes": length,
             "seconds_per_token": self._figures[own]["micro_step_seconds"] / (own * length),
             "batch_size": batch,
-            "micro_batch_size": base,
+            "micro_batch_size": own,
             "samples": samples | {"tail": self._data["tail"]} if samples and self._data["ran_longest"] else None,
             "processes": self._data["processes"],
             "evaluation": self._evaluate(until),
         }
+
+    @property
+    def _first_size(self) -> int:
+        """What is measured first if the command has no size of its own: smaller ones take long, and show less."""
+        return math.gcd(FIRST_SIZE, self._command.batch_size or FIRST_SIZE)
 
     def _evaluate(self, until: float) -> dict[str, Any] | None:
         """What the Trainer needs to evaluate, if it can be asked. Its failure is none of the training."""

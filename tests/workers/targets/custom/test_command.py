@@ -17,7 +17,7 @@ from bexp.tune.measuring import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
 from bexp.workers.devices.lock import DeviceLocks
 from bexp.workers.instruments.failures import TrialFailedError
-from bexp.workers.targets.custom.command import NO_APPLY, NO_SIZE, CommandProcess
+from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.tune_commands import with_a_loader, with_trainer
 
@@ -160,7 +160,7 @@ def test_a_loop_with_its_size_in_the_command_is_started_for_each_size(commands: 
     )
     open_(process)
     described = process.ask("describe", SECONDS)
-    assert (described["batch_size"], described["micro_batch_size"]) == (64, None)
+    assert (described["batch_size"], described["micro_batch_size"]) == (64, FIRST_SIZE)
     assert described["num_parameters"] == 256 * 512 * 2 + 512 + 256
     assert measure(process, 1).repeats >= 3 * 64
     assert measure(process, 32).repeats >= 3 * 2
