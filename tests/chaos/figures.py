@@ -30,7 +30,9 @@ import sqlalchemy as sa
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
+from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.schema import upgrade
+from bexp.storage.stored_bytes import sum_stored_bytes
 from bexp.storage.tables import events, jobs
 from bexp.storage.trials import read_trials
 from tests.chaos.clients import Clients
@@ -89,6 +91,7 @@ def time_posts(bench: Bench) -> dict[str, Any]:
     """Time submissions by several clients, while many explorations are stored and many wait."""
     _fill(bench.database)
     _await_notes(bench.database)
+    _count_bytes(bench.database)
     seconds: list[float] = []
     statuses: set[int] = set()
     document = make_request(device_kind="cuda", fresh=True).model_dump(mode="json")
@@ -150,6 +153,16 @@ def _await_notes(database: Database) -> None:
                 return
         time.sleep(0.1)
     raise TimeoutError("the housekeeper has not noted why explorations wait")
+
+
+def _count_bytes(database: Database) -> None:
+    """Count what each exploration takes, which a submission does once for those that have ended since the last one."""
+    uncounted = sa.select(jobs.c.owner).where(jobs.c.stored_bytes.is_(None)).limit(1)
+    while True:
+        with database.begin() as connection:
+            if (owner := connection.scalar(uncounted)) is None:
+                return
+            sum_stored_bytes(database, connection, owner, MAX_STORED_BYTES)
 
 
 def time_health(bench: Bench) -> dict[str, Any]:
