@@ -14,7 +14,8 @@ The commands are in `benchmarks/commands`; none of them knows bexp. For each the
 - `longest`, where texts are padded: the command at the answer's size with nothing but the longest texts, 50
   micro-batches of them. No 50 of 100,000 micro-batches that are drawn from the same texts need more memory.
 
-`--processes 2` starts each command with torchrun, on as many devices. Batches and speeds are those of one device.
+`--processes 2` starts each command with torchrun, on as many devices. Batches and speeds are those of one device, and
+so are the new widths of a sweep.
 
 The file is written after each part. A second start measures what is missing.
 """

@@ -57,6 +57,8 @@ class LocalRun:
         given = (("--device", device), ("--target", target if file is not None else None))
         parts = [part for name, value in given if value for part in (name, value)]
         self._again = shlex.join(["bexp", "resume", job_id, *parts])
+        if local_target is not None:
+            self._again = f"bexp tune --resume {job_id} -- COMMAND"
         self._options = [*chosen, *(["--group"] if group else [])]
         self._more_environment = {} if file is None else {"BEXP_LOCAL_TARGET": file}
         self._has_started = False

@@ -129,7 +129,9 @@ def tune(
     if write is not None:
         check_writable(tuned, write)
     check_devices(device)
-    devices = () if device is None else named_devices(device)
+    devices = tuple(sorted(set(named_devices(device)), key=lambda name: (len(name), name)))
+    if device is not None and not devices:
+        raise CommandError(ExitCode.USAGE, "--device is cpu, cuda:0 or cuda:0-1: a recording runs no command")
     with _described(command, tried, batch_size, devices) as reference:
         fields = options.collect_fields(
             micro_batch_size=micro_batch_size,
@@ -138,7 +140,8 @@ def tune(
             confidence_target=confidence_target,
             labels=labels,
         )
-        request = _build(command, tried, batch_size, fields, reference, options.device_kind(device))
+        kind = options.device_kind(device)
+        request = _build(command, tried, batch_size, fields, reference, kind, max(1, len(devices)))
         with open_stored() as stored:
             old = None if resume is None else _resumable(stored, resume, request)
             job_id = new_job_id() if old is None else old.id
@@ -211,8 +214,9 @@ def _build(
     fields: dict[str, Any],
     reference: str,
     device_kind: str | None,
+    num_devices: int,
 ) -> ExplorationRequest:
-    whole = json.dumps([list(command), str(Path.cwd()), batch_size]).encode()
+    whole = json.dumps([list(command), str(Path.cwd()), batch_size, num_devices]).encode()
     shown: dict[str, Any] = {
         "command": shlex.join(hide_secrets(command)),
         "digest": hashlib.sha256(whole).hexdigest()[:32],  # tells another command from the same one

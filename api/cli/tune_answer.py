@@ -76,7 +76,7 @@ class TuneAnswer:
         length, own_size = parts.get("seq_length") or 1, parts.get("micro_batch_size")
         batch = batch_size or parts.get("batch_size")
         own = {name: values[0] for name, values in tries.items()} | {SIZE: own_size}
-        if own_size and batch_size is None:
+        if own_size and batch and batch_size is None:
             own[STEPS] = batch // own_size
         peaks: dict[Candidate, int] = {}
         for trial in stored.trials(job_id):
@@ -124,7 +124,7 @@ class TuneAnswer:
         for number, line in enumerate(applied):
             yield row("" if number else "before train()", line)
         if self.base.candidate != self.best.candidate:
-            is_own = self.base.candidate.micro_batch_size == self.own[SIZE]
+            is_own = self.base.candidate.micro_batch_size == self.own[SIZE] and not self._has_size(command)
             yield row("before" if is_own else "base", str(self.base))
             yield row("after", str(self.best))
 

@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from bexp.tune.data_loader import FIRST_SIZE, SizedLoader, followed
 from bexp.tune.lengths import Lengths
-from bexp.tune.link import SIZE, asked
+from bexp.tune.link import SIZE, CannotSetError, asked, refusing
 from bexp.tune.measuring import ACCUMULATION, serving
 from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 
@@ -22,7 +22,9 @@ def patch(module: ModuleType) -> None:
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
-        replaced = [_resized(self, each) for each in given]
+        is_compiled = self.state.dynamo_plugin.backend.value != "NO" or any(hasattr(e, "_orig_mod") for e in given)
+        with refusing():
+            replaced = [_resized(self, each, is_compiled=is_compiled) for each in given]
         loaders = [each.loader if isinstance(each, SizedLoader) else each for each in replaced]
         prepared = prepare(self, *loaders, **named)
         for each, sized in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
@@ -35,11 +37,18 @@ def patch(module: ModuleType) -> None:
         setattr(module.Accelerator, name, lambda *_, **__: None)
 
 
-def _resized(accelerator: Any, given: Any) -> Any:
-    """Return a loader of the trial's size for the first loader of a training; anything else as it is."""
+def _resized(accelerator: Any, given: Any, *, is_compiled: bool) -> Any:
+    """Return a loader of the trial's size for the first loader of a training; anything else as it is.
+
+    A model that is compiled is compiled for any size once it meets a second one, so that it has one in each process.
+    """
     is_loader = isinstance(given, DataLoader) and given.batch_size is not None
     if not is_loader or asked or serving or isinstance(given.dataset, IterableDataset):
         return given
+    if accelerator.split_batches and accelerator.num_processes > 1:
+        raise CannotSetError(
+            "with split_batches the size is that of all processes: put {micro_batch_size} where the command takes it"
+        )
     lengths = Lengths.of(given.dataset)
     asked.update(
         kind="accelerate's loop",
@@ -55,9 +64,10 @@ def _resized(accelerator: Any, given: Any) -> Any:
             return given.sampler, None
         return order_of(given.sampler, epoch, lengths, size, processes=number, rank=rank)
 
-    first = given.batch_size if number > 1 else min(FIRST_SIZE, given.batch_size)
+    is_set_once = number > 1 or is_compiled
+    first = given.batch_size if is_set_once else min(FIRST_SIZE, given.batch_size)
     sized = SizedLoader(given, int(os.environ.get(SIZE) or first), lengths, order)
-    followed.sized = sized if number == 1 else None
+    followed.sized = None if is_set_once else sized
     return sized
 
 

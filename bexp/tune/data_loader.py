@@ -31,7 +31,7 @@ class SizedLoader:
     """A training's loader of data, made anew with a size and an order of its own; both can change between two steps."""
 
     def __init__(self, loader: DataLoader[Any], size: int, lengths: Lengths, order: Ordered) -> None:
-        self.lengths = lengths
+        self.lengths, self.size = lengths, size
         self._order = order
         sampler, self.micro_batches = order(size)
         self.loader = with_sampler(loader, size, sampler)
@@ -42,7 +42,7 @@ class SizedLoader:
     def set(self, size: int) -> None:
         """Have the next micro-batches be the first of another size."""
         self._batches.sampler, self.micro_batches = self._order(size)
-        self._batches.batch_size = size
+        self._batches.batch_size = self.size = size
         self.turn += 1
 
 

@@ -187,6 +187,7 @@ def _measure(
     trainer._created_lr_scheduler = False
     trainer.accelerator.free_memory()  # now, and not when the clock of the peak runs
     clock = Clock(arguments.device, ranks, WORST_TIMES // ACCUMULATION)
+    clock.are_alike = lengths.are_alike
     numbers = itertools.count()
 
     class Steps(TrainerCallback):

@@ -69,6 +69,11 @@ class Lengths:
         return bool(self.tokens)
 
     @property
+    def are_alike(self) -> bool:
+        """Whether no sample that was read is longer than another."""
+        return len(set(self.widths)) < 2
+
+    @property
     def mean(self) -> float:
         """Tokens of a sample in the mean; 1 where they are not known, so that rates are in samples."""
         return sum(self.tokens) / len(self.tokens) if self.tokens else 1.0

@@ -42,7 +42,8 @@ def patch(module: ModuleType) -> None:
         bound = signature(fit).bind(self, model, *given, **named)
         bound.arguments["ckpt_path"] = None
         data = [bound.arguments.get(name) for name in ("datamodule", "train_dataloaders")]
-        _prepare(self, getattr(model, "_orig_mod", model), data, import_module(package))  # not what compiled it
+        is_compiled = hasattr(model, "_orig_mod")
+        _prepare(self, getattr(model, "_orig_mod", model), data, import_module(package), is_compiled=is_compiled)
         fit(*bound.args, **bound.kwargs)
         os._exit(0)  # what the command does at its end is not for a trial
 
@@ -51,7 +52,7 @@ def patch(module: ModuleType) -> None:
         setattr(trainer, name, wraps(getattr(trainer, name))(lambda *_, **__: []))
 
 
-def _prepare(trainer: Any, model: Any, data: list[Any], package: Any) -> None:
+def _prepare(trainer: Any, model: Any, data: list[Any], package: Any, *, is_compiled: bool) -> None:
     """Switch off all that a training does beside its steps, and have its loader resized as soon as it is made."""
     configure = model.configure_callbacks
     model.configure_callbacks = lambda: _kept(configure())
@@ -68,7 +69,7 @@ def _prepare(trainer: Any, model: Any, data: list[Any], package: Any) -> None:
 
     def process_resized(loader: Any) -> Any:
         with refusing():
-            return process(_resized(trainer, loader, stated))
+            return process(_resized(trainer, loader, stated, is_compiled=is_compiled))
 
     trainer.strategy.process_dataloader = process_resized
 
@@ -103,7 +104,7 @@ def _never_end(trainer: Any, _: Any) -> None:
         schedule.frequency = 1 << 30
 
 
-def _resized(trainer: Any, loader: Any, stated: int | None) -> Any:
+def _resized(trainer: Any, loader: Any, stated: int | None, *, is_compiled: bool = False) -> Any:
     """Return a loader of the trial's size, or one that is as it is if the size stands in the command."""
     os.environ["RANK"] = str(trainer.global_rank)  # Lightning starts processes without it
     size = _size_of(loader) if isinstance(loader, DataLoader) else None
@@ -128,7 +129,7 @@ def _resized(trainer: Any, loader: Any, stated: int | None) -> Any:
         return loader
     if isinstance(loader.dataset, IterableDataset):
         return with_sampler(loader, int(os.environ.get(SIZE) or size), None)
-    is_set_once = stated is not None or trainer.world_size > 1
+    is_set_once = stated is not None or is_compiled or trainer.world_size > 1  # compiled for one size, not for any
     first = size if is_set_once else min(FIRST_SIZE, size)
     sized = _rebuilt(loader, int(os.environ.get(SIZE) or first), lengths)
     followed.sized = None if is_set_once else sized

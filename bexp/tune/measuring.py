@@ -81,7 +81,8 @@ class Ranks:
 class Clock:
     """Times the micro-steps and the optimizer steps of one size, and reads the peak; the first steps do not count.
 
-    `micro_batches` are those that the steps take, if these vary in length. `ran_longest` is told to the trial.
+    `micro_batches` are those that the steps take, if these vary in length and are known. `ran_longest` is told to the
+    trial. `are_alike` is False if samples vary in length. With `forgets_first_peak` the peak is that after a step.
     """
 
     def __init__(self, device: torch.device, ranks: Ranks, warm_up_steps: int) -> None:
@@ -99,6 +100,8 @@ class Clock:
         self.is_over = False
         self.micro_batches: MicroBatches | None = None
         self.ran_longest = False
+        self.are_alike = True
+        self.forgets_first_peak = False
         reset_peak(self._device)
 
     def begin_micro_step(self) -> None:
@@ -131,7 +134,9 @@ class Clock:
         self._ended = now
         self._num_steps += 1
         ran = 0.0 if self._first is None else now - self._first
-        is_long = self.micro_batches is None and any(step.seconds >= LONG_SECONDS for step in self._micro_steps[-1:])
+        if self._num_steps == 1 and self.forgets_first_peak:
+            reset_peak(self._device)
+        is_long = self.are_alike and any(step.seconds >= LONG_SECONDS for step in self._micro_steps[-1:])
         warm_up_steps, fewest_steps = (1, 1) if is_long else (self._warm_up_steps, FEWEST_STEPS)
         warm = self._num_steps >= warm_up_steps and ran >= WARM_UP_SECONDS and self._has_met_others()
         elapsed = 0.0 if self._began is None else now - self._began

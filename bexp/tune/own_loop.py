@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +19,7 @@ from bexp.tune.placeholders import APPLY
 
 if TYPE_CHECKING:
     from bexp.tune.data_loader import SizedLoader
+    from bexp.tune.lengths import Lengths
     from bexp.tune.link import Link
     from bexp.tune.measuring import Clock
     from bexp.tune.micro_batches import MicroBatches
@@ -39,13 +40,14 @@ class _Loop:
         self._link: Link | None = None
         self._sized: SizedLoader | None = None
         self._device: Any = None
+        self._early: list[tuple[float, int, int | None]] = []
         self._clock: Clock | None = None
 
-    def before_step(self, optimizer: Any, *_: Any) -> None:
+    def before_step(self, optimizer: Any, given: tuple[Any, ...] = (), named: Mapping[str, Any] | None = None) -> None:
         """An optimizer is about to step: the first of all is the one that is followed."""
         if self._first is None:
             self._first = weakref.ref(optimizer)  # a Trainer drops it with its state before the next size
-            self._begin(optimizer)
+            self._begin(optimizer, has_closure=len(given) > 1 or bool((named or {}).get("closure")))
 
     def after_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
@@ -58,7 +60,7 @@ class _Loop:
         elif self._sized is not None:
             self._measure_next()  # the first step has shown what there is, and nothing more
 
-    def _begin(self, optimizer: Any) -> None:
+    def _begin(self, optimizer: Any, *, has_closure: bool) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
         from bexp.tune.data_loader import followed  # noqa: PLC0415 - where it is followed
@@ -94,23 +96,21 @@ class _Loop:
         torch.Tensor.backward = timed  # type: ignore[method-assign]  # the loop calls it by this name
         self._device = parameters[0].device
         early = followed.early_steps()
+        self._early = early[:-1] if has_closure else early  # the last one is run within this step
         if self._sized is None:
-            self._begin_clock(followed.lengths is not None, followed.micro_batches, early)
+            self._begin_clock(followed.lengths, followed.micro_batches)
 
-    def _begin_clock(
-        self,
-        ran_longest: bool,
-        micro_batches: MicroBatches | None,
-        early_steps: Sequence[tuple[float, int, int | None]] = (),
-    ) -> None:
+    def _begin_clock(self, lengths: Lengths | None, micro_batches: MicroBatches | None) -> None:
         from bexp.tune.lengths import WORST_TIMES  # noqa: PLC0415 - needs torch
         from bexp.tune.measuring import ACCUMULATION, Clock, Ranks  # noqa: PLC0415 - needs torch
 
         steps = WORST_TIMES // min(ACCUMULATION, asked.get("grad_accum_steps", ACCUMULATION))
         clock = self._clock = Clock(self._device, Ranks(), steps)
-        clock.micro_batches, clock.ran_longest = micro_batches, ran_longest
-        for early in early_steps:
+        clock.micro_batches, clock.ran_longest = micro_batches, lengths is not None and lengths.is_known
+        clock.are_alike = lengths is None or lengths.are_alike
+        for early in self._early:
             clock.note(*early)
+        self._early = []
         clock.begin_micro_step()
 
     def _end(self, clock: Clock) -> None:
@@ -125,10 +125,18 @@ class _Loop:
     def _measure_next(self) -> None:
         """Wait for the next size, and begin with it. The process ends when the trial wants no more of it."""
         assert self._link is not None, "it has said what it is"
+        from bexp.tune.data_loader import followed  # noqa: PLC0415 - where it is followed
+
         command = self._link.receive()
         assert self._sized is not None, "only such a loop is asked for a size"
+        if command["micro_batch_size"] != self._sized.size:
+            self._early = []
+        is_first = self._clock is None
         self._sized.set(command["micro_batch_size"])
-        self._begin_clock(self._sized.lengths.is_known, self._sized.micro_batches)
+        followed.number = followed.positions = None  # until the loop takes the first of the new ones
+        self._begin_clock(self._sized.lengths, self._sized.micro_batches)
+        assert self._clock is not None, "it has begun"
+        self._clock.forgets_first_peak = not is_first  # the loop still holds what the last size has left
 
 
 def _refuse_choice(kind: str) -> None:

@@ -27,14 +27,13 @@ import psutil
 from bexp.explorer.records.measurement import Outcome
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.tune.placeholders import APPLY
-from bexp.workers.devices.discovery import device_key
-from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks, lock_folder
+from bexp.workers.devices.lock import DeviceBusyError
 from bexp.workers.instruments.failures import TargetKilledError, TrialFailedError
 from bexp.workers.process.exit_status import classify_exit, count_kernel_oom_kills, is_unexplained
 from bexp.workers.targets.custom.descendants import started_with
 from bexp.workers.targets.custom.group import cause_of, forget_failures
 from bexp.workers.targets.custom.process import last_lines
-from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of
+from bexp.workers.targets.custom.training_command import TrainingCommand, environment_of, locks_of
 from bexp.workers.targets.custom.training_line import TrainingLine
 
 TAIL_LINES, LAST_LINES = 100, 6
@@ -45,7 +44,7 @@ EVALUATION_SECONDS = 60.0
 END_SECONDS = 10.0
 FIRST_SIZE = 4
 TRAINER, OWN_LOOP = "transformers' Trainer", "a loop of its own"
-NO_STEP = "it ended before its first optimizer step"
+NO_STEP, TOO_FEW_STEPS = "it ended before its first optimizer step", "it ended before its steps could be timed"
 NO_SIZE = (
     "its loop is none of transformers' Trainer, Lightning's and accelerate's, so its size cannot be set: put "
     "{micro_batch_size} where the command takes it"
@@ -62,7 +61,6 @@ class CommandProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._choice: dict[str, Any] = {}
         self._devices = command.devices
-        self._locks: DeviceLocks | None = None  # of the devices that the profiler does not own
         self._hello: dict[str, Any] = {}
         self._figures: dict[int, dict[str, Any]] = {}
         self._coming: int | None = None  # the size whose figures this start will tell
@@ -75,6 +73,7 @@ class CommandProcess:
         self._kills = 0  # by the kernel, before what is waited for
         self._data: dict[str, Any] = {}  # what the measured size says of the data and of the processes
         self._has_ended = False
+        self._has_begun = self._has_served = False  # this start has said what it is, and has told figures
 
     @property
     def pid(self) -> int:
@@ -127,30 +126,24 @@ class CommandProcess:
         self._has_ended = True
         self._stop()
         self._line.close()
-        if self._locks is not None:
-            self._locks.release()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _open(self, until: float, *, device: str, choice: Mapping[str, Any] | None, **_: Any) -> dict[str, Any]:
         first = {name: values[0] for name, values in self._command.tries.items()}
         self._choice = dict(choice or first)
-        self._lock_others(device, until)
+        self._devices = self._command.devices or (device,)
+        try:
+            locks_of(tuple(each for each in self._devices if each not in (device, "cpu"))).acquire(
+                timeout_seconds=until - time.monotonic()
+            )
+        except DeviceBusyError as error:
+            raise TrialFailedError(Outcome.UNSUPPORTED, str(error)) from error
         if not self._command.has_size:
             self._start(None, until)
         found = dict(self._command.tries)
         if APPLY in found and choice is None:
             found[APPLY] = self._applicable()
         return {"dimensions": found}
-
-    def _lock_others(self, owned: str, until: float) -> None:
-        """Keep other profilers from the devices of this command, of which the profiler itself owns one."""
-        self._devices = self._command.devices or (owned,)
-        keys = [device_key(each, os.environ) for each in self._devices if each not in (owned, "cpu")]
-        self._locks = self._locks or DeviceLocks(keys, directory=lock_folder(os.environ))
-        try:
-            self._locks.acquire(timeout_seconds=until - time.monotonic())
-        except DeviceBusyError as error:
-            raise TrialFailedError(Outcome.UNSUPPORTED, str(error)) from error
 
     def _applicable(self) -> list[str]:
         """What `bexp.apply` can do to the model of this command."""
@@ -228,20 +221,32 @@ class CommandProcess:
             return self._figures.pop(size)
         if self._restarts and self._coming != size:
             self._start(size, until)
-        if self._hello["takes_sizes"]:  # also one whose size stands in the command waits to be asked
-            self._line.send({"command": "measure", "micro_batch_size": size})
-        reply = self._receive(until)
+        reply = self._figures_of(size, until)
         outcome = Outcome(reply.pop("outcome"))
         if outcome is not Outcome.OK:
             raise TrialFailedError(*self._explained(outcome, reply["reason"]))
         self._data = reply.pop("data")
+        self._has_served = True
         if self._restarts:
             self._stop()
         return reply
 
+    def _figures_of(self, size: int, until: float) -> dict[str, Any]:
+        """Ask for the figures of a size. A loop that came to its own end after other sizes is started once more."""
+        if self._hello["takes_sizes"]:  # also one whose size stands in the command waits to be asked
+            self._line.send({"command": "measure", "micro_batch_size": size})
+        try:
+            return self._receive(until)
+        except TrialFailedError:
+            if not self._has_served or self._popen is None or self._popen.returncode != 0:
+                raise
+        self._start(None, until)
+        return self._figures_of(size, until)
+
     def _start(self, size: int | None, until: float) -> None:
         """Start the command, and wait for its training to say what it is."""
         self._stop()
+        self._has_begun = self._has_served = False
         forget_failures(self._folder)
         arguments, left = self._command.filled(self._choice, size)
         scratch = self._folder / "scratch"
@@ -269,6 +274,7 @@ class CommandProcess:
         self._reader = threading.Thread(target=self._read_output, args=(self._popen,), name="command", daemon=True)
         self._reader.start()
         self._hello = self._receive(until)
+        self._has_begun = True
         if self._hello["event"] == "refused":
             raise TrialFailedError(Outcome.UNSUPPORTED, self._hello["reason"])
         if size is None and self._hello["kind"] == OWN_LOOP:
@@ -306,7 +312,8 @@ class CommandProcess:
             raise TrialFailedError(*cause)
         output = " | ".join(last_lines(self._tail, LAST_LINES))
         if status == 0:
-            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command does not train: {NO_STEP}{self._last_lines()}")
+            why = TOO_FEW_STEPS if self._has_begun else NO_STEP
+            raise TrialFailedError(Outcome.UNSUPPORTED, f"the command does not train: {why}{self._last_lines()}")
         ended = classify_exit("the command", status, output, count_kernel_oom_kills() > self._kills)
         raise (TargetKilledError if is_unexplained(status, ended[0], output) else TrialFailedError)(*ended)
 

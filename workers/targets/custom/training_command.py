@@ -7,12 +7,15 @@ import json
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from bexp.child_process import PACKAGES_FOLDER
 from bexp.tune.environment import on_devices, with_hook
 from bexp.tune.placeholders import fill, stands_in
+from bexp.workers.devices.discovery import device_key
+from bexp.workers.devices.lock import DeviceLocks, lock_folder
 from bexp.workers.process.environment import CHILD_DEFAULTS, CPU_DEFAULTS
 from bexp.workers.process.kernel_cache import LIBRARY_FOLDERS
 
@@ -73,3 +76,12 @@ def environment_of(devices: Sequence[str]) -> dict[str, str]:
     path = [entry for entry in kept.get("PYTHONPATH", "").split(os.pathsep) if entry and entry != str(PACKAGES_FOLDER)]
     kept |= SILENT | {"PYTHONPATH": os.pathsep.join(path)}
     return on_devices(with_hook(kept), devices)
+
+
+@cache
+def locks_of(devices: tuple[str, ...]) -> DeviceLocks:
+    """Return the locks that keep other profilers from the devices of a command which the profiler does not own itself.
+
+    This process takes them once, and keeps them: another one would take them between two starts of the command.
+    """
+    return DeviceLocks([device_key(device, os.environ) for device in devices], directory=lock_folder(os.environ))

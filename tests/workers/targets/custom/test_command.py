@@ -15,10 +15,10 @@ import pytest
 from bexp.explorer.records.measurement import Outcome, WholeModelMeasurement
 from bexp.tune.measuring import FEWEST_VARIED
 from bexp.tune.placeholders import APPLY_VALUES
-from bexp.workers.devices.lock import DeviceLocks
+from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
-from bexp.workers.targets.custom.training_command import TrainingCommand
+from bexp.workers.targets.custom.training_command import TrainingCommand, locks_of
 from tests.tune_commands import with_a_loader, with_trainer
 
 SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"
@@ -187,6 +187,7 @@ def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) ->
     assert measure(process, 4).repeats >= 6
     assert measure(process, 16).micro_step_seconds > 0
     assert process.pid == first, "one start serves all"
+    assert measure(process, 8).repeats > 0
     process.end()
     assert not psutil.pid_exists(first)
     assert not out.exists()
@@ -202,7 +203,8 @@ def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
 
     def said() -> str:
         arguments = (sys.executable, "-c", script)
-        process = CommandProcess(TrainingCommand(arguments, str(tmp_path), {}, devices=("cuda:0", "cuda:2")))
+        given = TrainingCommand(arguments, str(tmp_path), {}, devices=("cuda:0", "cuda:2"))
+        process = CommandProcess(given)
         try:
             with pytest.raises(TrialFailedError) as caught:
                 process.ask("open", 3.0, device="cuda:0", choice=None)
@@ -210,10 +212,13 @@ def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
         finally:
             process.end()
 
-    assert "sees MIG-a,MIG-c" in said()
-    assert other.acquire(timeout_seconds=0), "the first command has ended"
+    assert other.acquire(timeout_seconds=0)
     assert "MIG-c is in use by another profiler" in said()
     other.release()
+    assert "sees MIG-a,MIG-c" in said()
+    with pytest.raises(DeviceBusyError):
+        other.acquire(timeout_seconds=0)  # between two starts of the command, too
+    locks_of(("cuda:2",)).release()
 
 
 def test_a_loop_whose_size_cannot_be_set_says_how_to_name_it(commands: Commands) -> None:
