@@ -296,6 +296,10 @@ def test_micro_steps_that_are_long_and_alike_are_few() -> None:
     clock = VirtualClock()
     assert clock.run(itertools.chain([8.0], itertools.repeat(5.0))) == 5.0, "the first one also loads kernels"
     assert clock.at == 8.0 + 3 * 5.0
+    clock = VirtualClock()
+    clock.are_alike = False  # the first ones are the longest, and no other is known
+    clock.run(itertools.repeat(5.0))
+    assert clock.at > 30.0
 
 
 def test_the_mean_of_unknown_lengths_is_timed_until_it_is_known() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -135,3 +136,18 @@ def test_the_answer_is_the_candidate_that_keeps_the_batch() -> None:
     assert _best(of_both) == (dividing.candidate, 900.0, 4)
     assert _best(of_both.model_copy(update={"dividing": None})) == (fastest.candidate, 1000.0, None)
     assert _best(of_both.model_copy(update={"grad_accum_steps": 8})) == (fastest.candidate, 1000.0, 8)
+
+
+def test_a_batch_that_nobody_states_has_no_steps() -> None:
+    """The size stands in the command, and the first that was measured is no size of its own."""
+    parts = {"micro_batch_size": 4, "seq_length": 1}
+    stored: Any = SimpleNamespace(
+        result=lambda _: SimpleNamespace(recommendation=make_recommendation()),
+        get=lambda _: SimpleNamespace(report={"parts": parts}),
+        trials=lambda _: [],
+    )
+    answer = TuneAnswer.find(stored, "j", {}, None)
+    assert answer is not None
+    assert answer.own == {SIZE: 4}
+    rows = "\n".join(answer.rows(TunedCommand(["python", "t.py", "{micro_batch_size}"])))
+    assert "before  " not in rows

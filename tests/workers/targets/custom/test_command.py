@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -119,15 +120,25 @@ def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(
         assert 0.95 * truth < found.micro_step_seconds < 2.0 * truth, "the model takes little beside them"
 
 
-def test_widths_that_are_new_in_the_first_step_of_a_loop_count(commands: Commands) -> None:
-    """The step has 16 micro-batches, and all that a trial draws are among them."""
-    given = ("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}", "--seconds_per_new_width", "0.1")
-    process = commands(str(SCRIPTS / "with_a_loader.py"), *given, batch_size=64)
+@pytest.mark.parametrize(
+    ("given", "size", "batch_size"),
+    [
+        (("--batch", "{micro_batch_size}", "--accumulate", "{grad_accum_steps}"), 4, 64),
+        (("--accelerate", "--batch", "2"), 2, 4),
+    ],
+)
+def test_widths_that_are_new_before_the_first_step_of_a_loop_count(
+    commands: Commands, given: tuple[str, ...], size: int, batch_size: int
+) -> None:
+    """A step of the plain loop has all that a trial draws; accelerate's first one has the size that is asked for."""
+    script = str(SCRIPTS / "with_a_loader.py")
+    process = commands(script, *given, "--seconds_per_new_width", "0.1", batch_size=batch_size)
     open_(process)
-    found = measure(process, 4)
+    found = measure(process, size)
     lengths = np.array([len(with_a_loader.Texts(200)[place]["input_ids"]) for place in range(200)])
     rng = np.random.default_rng(0)
-    share = np.mean([len(np.unique(rng.permutation(lengths).reshape(-1, 4).max(axis=1))) / 50 for _ in range(20)])
+    epochs = [rng.permutation(lengths).reshape(-1, size).max(axis=1) for _ in range(20)]
+    share = np.mean([len(np.unique(widths)) / len(widths) for widths in epochs])
     assert 0.085 * share < found.micro_step_seconds < 0.15 * share, "the model takes little beside them"
 
 
@@ -219,6 +230,38 @@ def test_a_command_on_several_devices_sees_them_all_and_keeps_others_from_them(
     with pytest.raises(DeviceBusyError):
         other.acquire(timeout_seconds=0)  # between two starts of the command, too
     locks_of(("cuda:2",)).release()
+
+
+@pytest.mark.parametrize("num_ends", [1, 2])
+def test_a_loop_that_ends_by_itself_after_other_sizes_is_started_once_more(
+    commands: Commands, monkeypatch: pytest.MonkeyPatch, num_ends: int
+) -> None:
+    process, starts = commands("train.py"), list[int | None]()
+    told = {"outcome": "ok", "data": {}, "micro_step_seconds": 1.0}
+    replies = iter([told, *[None] * num_ends, told])
+
+    def start(size: int | None, _: float) -> None:
+        starts.append(size)
+        process._hello, process._has_served = {"takes_sizes": True, "num_devices": 1}, False
+
+    def receive(_: float) -> dict[str, Any]:
+        if (reply := next(replies)) is None:
+            raise TrialFailedError(Outcome.UNSUPPORTED, "it ended")
+        return dict(reply)
+
+    monkeypatch.setattr(process, "_popen", SimpleNamespace(returncode=0, poll=lambda: None))
+    monkeypatch.setattr(process._line, "send", lambda _: None)
+    monkeypatch.setattr(process, "_start", start)
+    monkeypatch.setattr(process, "_receive", receive)
+    monkeypatch.setattr(process, "_stop", lambda: None)
+    start(None, 0.0)
+    assert process._measure(2, 0.0)["micro_step_seconds"] == 1.0
+    if num_ends == 1:
+        assert process._measure(4, 0.0)["micro_step_seconds"] == 1.0
+    else:
+        with pytest.raises(TrialFailedError, match="it ended"):
+            process._measure(4, 0.0)
+    assert starts == [None, None]
 
 
 def test_a_loop_whose_size_cannot_be_set_says_how_to_name_it(commands: Commands) -> None:
