@@ -95,7 +95,7 @@ def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(
             1e-4,
             [4],
         ),
-        (with_a_loader.Texts(200), ("with_a_loader.py", "--accelerate"), 1e-4, [4, 8, 2]),
+        (with_a_loader.Texts(200), ("with_a_loader.py", "--accelerate"), 1e-4, [4, 8]),
     ],
 )
 def test_seconds_are_those_of_all_data_if_its_lengths_are_very_unequal(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 import sys
 from pathlib import Path
 
@@ -51,7 +53,7 @@ def test_the_slowest_and_the_fullest_process_count_and_are_told(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    training = Training(tmp_path, "accelerate", "--slower", "0.05", "--fuller", "200")
+    training = Training(tmp_path, "accelerate", "--slower", "0.02", "--fuller", "200")
     try:
         spread = training.ask("describe", SECONDS)["processes"]
         figures = training.ask("measure", SECONDS, micro_batch_size=2)
@@ -60,7 +62,7 @@ def test_the_slowest_and_the_fullest_process_count_and_are_told(
     assert (spread["number"], spread["slowest"], spread["fullest"]) == (2, 1, 1)
     assert spread["slower"] > 1.5, "the other one takes a few ms, and waits in each second micro-step"
     assert spread["fuller"] > 1.3
-    assert figures["micro_step_seconds"] > 0.05
+    assert figures["micro_step_seconds"] > 0.02
     assert figures["peak_bytes"] > 500 * 2**20
 
 
@@ -72,8 +74,24 @@ def test_a_process_that_cannot_say_why_it_ended_is_named(tmp_path: Path, monkeyp
             training.ask("describe", SECONDS)
     finally:
         training.end()
-    said = "rank 1 exited with status 1: the data is corrupt"
-    assert (caught.value.outcome, str(caught.value)) == (Outcome.CRASHED, said)
+    assert caught.value.outcome is Outcome.CRASHED
+    assert re.fullmatch(r"rank 1 (exited with status 1|ended first): the data is corrupt", str(caught.value))
+
+
+def test_a_process_that_has_lost_the_one_that_ended_first_is_not_the_cause(tmp_path: Path) -> None:
+    """torchrun notices the end of the first only after that of the second."""
+    lost = {"rank": 0, "outcome": "crashed", "reason": "RuntimeError: Connection closed by peer [127.0.0.1]:12433"}
+    (tmp_path / "socket.failed-0").write_text(json.dumps(lost))
+    output = ["the data is corrupt", "[rank0]: RuntimeError: ...", "terminate called without an active exception"]
+    output += ["W1126 Sending process 18089 closing signal SIGTERM"]
+    output += ["Failures:", "  rank      : 1 (local_rank: 1)", "  exitcode  : -15 (pid: 18089)  (SIGTERM)"]
+    output += [
+        "Root Cause (first observed failure):",
+        "  rank      : 0 (local_rank: 0)",
+        "  exitcode  : -6 (pid: 18088)",
+    ]
+    expected = (Outcome.CRASHED, "rank 1 ended first: the data is corrupt")
+    assert cause_of(tmp_path, output, kernel_killed=False) == expected
 
 
 def test_the_kernel_that_ends_a_process_lacks_memory(tmp_path: Path) -> None:
