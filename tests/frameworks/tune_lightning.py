@@ -110,7 +110,7 @@ def main() -> None:
 
     lengths = [len(Texts(200)[place]["input_ids"]) for place in range(200)]
     found = measured(folder, "--texts", "--processes", "2")
-    assert found["samples"] == {"number": 200, "num_read": 200, "longest": max(lengths), "rows": 1}
+    assert found["samples"] == {"number": 200, "num_read": 200, "longest": max(lengths), "rows": 1, "tail": None}
     assert found["seq_length"] == round(sum(lengths) / 200)
 
     for given, why in ((("--data", "stream"), "has no batch_size"), (("--by_hand",), "by hand")):
