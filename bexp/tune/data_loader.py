@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # this module is loaded while torch itself is
 
 _OURS = "_bexp_loader"
 FIRST_SIZE = 2
-"""Of the one step before a trial names a size: it fits in memory, and is enough for a batch normalisation."""
+"""Of the one step before a trial names a size: small, so that it fits, and enough for a batch normalisation."""
 
 
 Ordered = Callable[[int], "tuple[Any, MicroBatches | None]"]

@@ -184,9 +184,9 @@ class MicroBatches:
 
         `positions` are those of each process's part, a row for each micro-batch. Samples that were not read may have
         other widths. Kernels may be planned anew for each width, as cuDNN's attention is, and all processes wait for
-        the one that does. The first micro-step of each shows it, and those that repeat it do not. Early ones also load
-        kernels and grow the allocator's cache, up to three times as long, so that the least counts. A size that is
-        measured again meets the same widths, which are planned by then: what it took at first counts.
+        the one that does. The first micro-step of each shows it, and those that repeat it do not. Early ones
+        took up to three times as long on a GPU, probably because they also load kernels, so that the least counts. A
+        size that is measured again meets the same widths, which are planned by then: what it took at first counts.
         """
         firsts: dict[object, float] = {}
         later: dict[object, list[float]] = {}

@@ -91,7 +91,7 @@ def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     def look(_: str) -> SimpleNamespace:
         return SimpleNamespace(is_final=clock.now >= ends_after)
 
-    LocalRun(REQUEST, "job", "cpu").cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]
+    LocalRun(REQUEST, "job", "cpu").cancel(SimpleNamespace(cancel=look, get=look))  # type: ignore[arg-type]  # all it asks
     assert clock.now == pytest.approx(min(ends_after, local_run.CANCEL_SECONDS), abs=0.2)
 
 
