@@ -1,17 +1,19 @@
 """What the jobs of an owner take in the database.
 
-Each job's row has the count. It is void while the job is new, and again from the job's end or a report of a real run
-on; the owner's next submission counts anew. Meanwhile a running job counts as it was when it was queued.
+Each job's row has the count. It is that of a queued job until the job ends or a real run is reported. From then on it
+is void, and the owner's next submission counts anew.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from functools import cache
+from typing import Any
 
 import sqlalchemy as sa
 from sqlalchemy.sql.dml import ReturningUpdate
 
-from bexp.storage.database import Database
+from bexp.storage.database import Database, dump_json
 from bexp.storage.tables import events, jobs, labels, recommendations, run_reports, trials
 
 JOB_BYTES = 750
@@ -38,13 +40,21 @@ def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, 
 
     Jobs whose count is void are counted first, at most MOST_COUNTED of them, unless the others take `enough` already.
     """
-    counted = sa.select(sa.func.sum(jobs.c.stored_bytes)).where(jobs.c.owner == owner)
-    stored = int(connection.scalar(counted) or 0)
-    if stored >= enough:
+    is_void = sa.func.count() > sa.func.count(jobs.c.stored_bytes)
+    counted = sa.select(sa.func.sum(jobs.c.stored_bytes), is_void).where(jobs.c.owner == owner)
+    total, any_void = connection.execute(counted).one()
+    stored = int(total or 0)
+    if stored >= enough or not any_void:
         return stored
     given = {"of_owner": owner, "most": MOST_COUNTED}
     counted_now = connection.scalars(_count_void(database.is_postgresql), given)
     return stored + sum(map(int, counted_now))
+
+
+def count_queued(request: Mapping[str, Any], texts: Iterable[str], labels: Mapping[str, str]) -> int:
+    """Return the bytes that a queued job takes whose events have these texts and no data."""
+    rows = [*(dump_json({}) + text for text in texts), *(key + value for key, value in labels.items())]
+    return JOB_BYTES + len(dump_json(request).encode()) + sum(ROW_BYTES + len(row.encode()) for row in rows)
 
 
 @cache  # it takes longer to make than to execute, and a submission has the write lock meanwhile

@@ -23,6 +23,7 @@ from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import Caller
 from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.reuse import find_answer_of_live
+from bexp.storage.stored_bytes import count_queued
 from bexp.storage.tables import jobs, labels
 
 
@@ -80,12 +81,13 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         EventDraft(code=EventCode.QUEUED, message=f"Exploration {job_id} of {request.explored.name} is queued"),
         *(EventDraft(code=EventCode.WARNING, message=f"Configuration: {text}") for text in request.notices),
     ]
+    document = request.model_dump(mode="json")
     values = {
         "id": job_id,
         "state": JobState.QUEUED.value,
         "owner": owner,
         "priority": given.priority,
-        "request": request.model_dump(mode="json"),
+        "request": document,
         "model_name": request.explored.name,
         "device_kind": request.device_kind,
         "confidence_target": request.budget.confidence_target,
@@ -101,7 +103,9 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         "request_key": request_key(request),
     }
     stored = find_answer_of_live(database, request, owner)
-    if stored is not None:
+    if stored is None:
+        values["stored_bytes"] = count_queued(document, [draft.message for draft in drafts], request.labels)
+    else:
         values |= {**stored.values, "state": JobState.SUCCEEDED.value}
         drafts += stored.drafts
     try:
