@@ -92,10 +92,11 @@ class RequestedSpace:
 
     @property
     def _all_policies(self) -> tuple[Recompute, ...]:
+        always_compiles = self.always_compiles  # which takes longer than all else here
         return tuple(
             policy
             for policy in ON_DEVICE
-            if not (self.always_compiles and policy.by_operation)
+            if not (always_compiles and policy.by_operation)
             and (policy is not Recompute.EXPERTS or self.asked.explored.may_have_experts)
         )
 

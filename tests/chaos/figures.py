@@ -30,6 +30,7 @@ import sqlalchemy as sa
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.queue import Queue
+from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES
 from bexp.storage.schema import upgrade
 from bexp.storage.stored_bytes import sum_stored_bytes
@@ -38,8 +39,8 @@ from bexp.storage.trials import read_trials
 from tests.chaos.clients import Clients
 from tests.chaos.databases import PostgresServer, SqliteFile
 from tests.chaos.followers import follow_jobs
-from tests.chaos.processes import LEASE_SECONDS, Service
-from tests.chaos.result import percentile, read_commit, write_document
+from tests.chaos.processes import Service
+from tests.chaos.result import above, read_commit, spread, write_document
 from tests.chaos.soak import soak
 from tests.contracts.samples import make_progress, make_request, make_worker
 
@@ -52,7 +53,9 @@ CROWD_PATHS = ("/openapi.json", "/web/charts.js", "/healthz", "/readyz", "/v1/ex
 OTHER_USER = 65534
 CROWD_LIMIT_SECONDS = 0.5
 LOG_LIMIT_BYTES_A_MINUTE = 1e6
+LEASE_SECONDS = QueueSettings().lease.total_seconds()
 RECOVERY_LIMIT_SECONDS = LEASE_SECONDS + 5.0
+RECOVERY_END_SECONDS = 4 * LEASE_SECONDS
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,7 @@ def open_bench(number: int, *, postgres: bool, num_workers: int) -> Iterator[Ben
         database = open_database(chosen.url, DatabaseLimits())
         stack.callback(database.dispose)
         upgrade(database)
-        service = Service(chosen.url, folder, num_workers, cold_share=0.0)
+        service = Service(chosen.url, folder, num_workers, cold_share=0.0, lease_seconds=LEASE_SECONDS)
         stack.callback(service.end)
         clients = Clients(service, database, Random(0))
         stack.callback(clients.close)
@@ -111,17 +114,17 @@ def time_posts(bench: Bench) -> dict[str, Any]:
                 statuses.add(answer.status)
 
     api = psutil.Process(bench.service.api.pid)
-    used = sum(api.cpu_times()[:2])
+    used = sum(api.cpuspread()[:2])
     threads = [threading.Thread(target=submit) for _ in range(NUM_CLIENTS)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    told = {"finished": NUM_FINISHED, "queued": NUM_QUEUED, "clients": NUM_CLIENTS, **_times(seconds)}
-    told["cpu_seconds_of_one"] = round((sum(api.cpu_times()[:2]) - used) / len(seconds), 4)
+    told = {"finished": NUM_FINISHED, "queued": NUM_QUEUED, "clients": NUM_CLIENTS, **spread(seconds)}
+    told["cpu_seconds_of_one"] = round((sum(api.cpuspread()[:2]) - used) / len(seconds), 4)
     limit = POST_LIMITS_SECONDS[bench.kind]
     wrong = [] if statuses == {202} else [f"answers {sorted(statuses)}"]
-    return told | {"violations": wrong + _above("p99 of a submission", told["p99"], limit)}
+    return told | {"violations": wrong + above("p99 of a submission", told["p99"], limit)}
 
 
 def _fill(database: Database) -> None:
@@ -184,9 +187,9 @@ def time_health(bench: Bench) -> dict[str, Any]:
                         idle[index] = _half_open(bench.service.port, stack)
             time.sleep(0.05)
     grown = 60 * (bench.log.stat().st_size - size) / (time.monotonic() - start)
-    told = {"connections": NUM_IDLE, "log_bytes_a_minute": round(grown), **_times(seconds)}
-    wrong = _above("p99 of /healthz", told["p99"], HEALTH_LIMIT_SECONDS)
-    return told | {"violations": wrong + _above("the log's bytes a minute", grown, LOG_LIMIT_BYTES_A_MINUTE)}
+    told = {"connections": NUM_IDLE, "log_bytes_a_minute": round(grown), **spread(seconds)}
+    wrong = above("p99 of /healthz", told["p99"], HEALTH_LIMIT_SECONDS)
+    return told | {"violations": wrong + above("the log's bytes a minute", grown, LOG_LIMIT_BYTES_A_MINUTE)}
 
 
 def _half_open(port: int, stack: ExitStack) -> socket.socket:
@@ -215,11 +218,11 @@ def time_beside_a_crowd(bench: Bench) -> dict[str, Any]:
         ended.set()
         crowd.join()
         everything += seconds
-        found[path] = _times(seconds) | {"crowd_received_megabytes": round(answered[0] / 1e6)}
+        found[path] = spread(seconds) | {"crowd_received_megabytes": round(answered[0] / 1e6)}
         wrong += [] if statuses == {200} else [f"answers {sorted(statuses)} beside {path}"]
-        wrong += _above(f"p99 of a list beside {path}", found[path]["p99"], CROWD_LIMIT_SECONDS)
+        wrong += above(f"p99 of a list beside {path}", found[path]["p99"], CROWD_LIMIT_SECONDS)
     told = {"connections": NUM_CROWD, "requests_a_connection": NUM_PIPELINED, "beside": found, "violations": wrong}
-    return _times(everything) | told
+    return spread(everything) | told
 
 
 def _crowd(port: int, path: str, ended: threading.Event, answered: list[int]) -> None:
@@ -265,23 +268,26 @@ def time_recovery(bench: Bench) -> dict[str, Any]:
         (worker,) = [worker for worker in bench.service.workers if f"-{worker.pid}-" in owner]
         worker.kill()
         killed = time.monotonic()
-        while get_job(bench.database, job_id).attempt == before.attempt and time.monotonic() - killed < 60:
+        while (
+            get_job(bench.database, job_id).attempt == before.attempt
+            and time.monotonic() - killed < RECOVERY_END_SECONDS
+        ):
             time.sleep(0.02)
         seconds.append(time.monotonic() - killed)
         bench.service.tend()
         bench.clients.cancel(job_id)
         numbers = [stored.trial.number for stored in read_trials(bench.database, job_id, limit=10_000)]
         wrong += [] if numbers == list(range(len(numbers))) else [f"{job_id}: a trial is stored twice, or is missing"]
-    told = {"lease_seconds": LEASE_SECONDS, **_times(seconds)}
-    return told | {"violations": wrong + _above("the longest recovery", told["max"], RECOVERY_LIMIT_SECONDS)}
+    told = {"lease_seconds": LEASE_SECONDS, **spread(seconds)}
+    return told | {"violations": wrong + above("the longest recovery", told["max"], RECOVERY_LIMIT_SECONDS)}
 
 
 def time_cancels(bench: Bench) -> dict[str, Any]:
     """Time from the cancel of a running exploration to its end."""
     found = [bench.clients.time_cancel() for _ in range(bench.number)]
-    told = _times([seconds for seconds in found if seconds is not None])
+    told = spread([seconds for seconds in found if seconds is not None])
     late = [f"{found.count(None)} did not start, or did not end"] if None in found else []
-    return told | {"violations": late + _above("p99 of a cancel", told["p99"], 5.0)}
+    return told | {"violations": late + above("p99 of a cancel", told["p99"], 5.0)}
 
 
 def follow(bench: Bench) -> dict[str, Any]:
@@ -298,22 +304,12 @@ FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
     "posts": (time_posts, 1_600, 0),
     "health": (time_health, 400, 0),
     "crowd": (time_beside_a_crowd, 100, 0),
-    "recovery": (time_recovery, 20, 2),
+    "recovery": (time_recovery, 10, 2),
     "cancels": (time_cancels, 200, 2),
     "followers": (follow, 2000, 0),
     "soak": (stay_small, 60, 2),
 }
 """By name: how it is taken, how often by default, and with how many workers."""
-
-
-def _times(seconds: list[float]) -> dict[str, Any]:
-    ordered = sorted(seconds)
-    figures = {"p50": percentile(ordered, 0.5), "p99": percentile(ordered, 0.99), "max": ordered[-1]}
-    return {"num": len(ordered)} | {name: round(value or 0.0, 4) for name, value in figures.items()}
-
-
-def _above(what: str, found: float, limit: float) -> list[str]:
-    return [f"{what} is {found:.3g}, and the limit {limit:g}"] if found > limit else []
 
 
 def main() -> int:

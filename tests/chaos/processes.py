@@ -47,6 +47,7 @@ class Service:
         *,
         require_token: bool = False,
         failpoints_folder: Path | None = None,
+        lease_seconds: float = LEASE_SECONDS,
     ) -> None:
         self.database_url = database_url
         self.disturbances: list[list[float]] = []
@@ -66,7 +67,7 @@ class Service:
         self._environment = {key: value for key, value in os.environ.items() if not key.startswith(left_out)}
         self._environment |= {
             "BEXP_DATABASE_URL": database_url,
-            "BEXP_LEASE_SECONDS": str(LEASE_SECONDS),
+            "BEXP_LEASE_SECONDS": str(lease_seconds),
             "BEXP_POLL_SECONDS": "0.3",
             "BEXP_RETRY_SECONDS": "0.2",
             "BEXP_MAX_ATTEMPTS": "1000",  # an exploration that is struck all the time is not given up

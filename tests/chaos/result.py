@@ -73,6 +73,18 @@ def percentile(ordered: Sequence[float], share: float) -> float | None:
     return ordered[min(len(ordered) - 1, int(share * len(ordered)))] if ordered else None
 
 
+def spread(seconds: Sequence[float]) -> dict[str, Any]:
+    """Return how many times there are, their median, the 99th percentile and the longest."""
+    ordered = sorted(seconds)
+    figures = {"p50": percentile(ordered, 0.5), "p99": percentile(ordered, 0.99), "max": ordered[-1]}
+    return {"num": len(ordered)} | {name: round(value or 0.0, 4) for name, value in figures.items()}
+
+
+def above(what: str, found: float, limit: float) -> list[str]:
+    """Return a violation if a figure is above its limit."""
+    return [f"{what} is {found:.3g}, and the limit {limit:g}"] if found > limit else []
+
+
 def read_commit() -> str:
     """Return BEXP_COMMIT, or the commit of the checkout, where there is one."""
     if named := os.environ.get("BEXP_COMMIT"):
