@@ -16,7 +16,7 @@ from bexp.explorer.records.recommendation import Recommendation
 from bexp.explorer.search.choices import best_among, dividing_rows
 from bexp.explorer.search.confidence import confidence_score
 from bexp.explorer.search.history import TrialHistory
-from bexp.explorer.search.legal_space import explored_models
+from bexp.explorer.search.legal_space import EmptySpaceError, explored_models
 from bexp.explorer.search.posterior import Posterior
 from bexp.explorer.search.pruned_space import prune_space
 from bexp.explorer.search.restored import restore_knowledge
@@ -134,11 +134,17 @@ def _choose_mesh(
 
 
 def _restore(request: ExplorationRequest, report: DeviceReport, exploration: ExportSource) -> Posterior | None:
-    """Return what the stored trials say of the main variant's candidates; None if nothing was measured."""
-    if not exploration.trials:
-        return None
+    """Return what the stored trials say of the main variant's candidates.
+
+    None if nothing was measured, or if what another version of this program stored has no candidates for this one.
+    """
     models = explored_models(request, report)
-    space = prune_space(models[0], request, report)
+    if not exploration.trials or not models:
+        return None
+    try:
+        space = prune_space(models[0], request, report)
+    except EmptySpaceError:
+        return None
     if space.table is None:
         return None
     history = TrialHistory(exploration.trials, request.budget, len(models))

@@ -33,6 +33,7 @@ import psutil
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer as SearchAnswer
 from bexp.explorer.records.recommendation import VariantAnswer
+from bexp.explorer.spec.hardware import BackendSupport
 from bexp.storage.database import DATABASE_TROUBLE, Database, open_database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import LeaseLostError
@@ -204,6 +205,8 @@ class Worker:
         device, targets = rng.choice(("cpu", "cuda")), {"bexp": "1", "transformers": "5"}
         if device == "cuda":
             report = make_report("A GPU", "cuda")
+        if rng.random() < 0.5:  # the others are as a version would store them whose back ends have other names
+            report = report.model_copy(update={"expert_backends": (BackendSupport(name="loop", usable=True),)})
         limit = report.hardware.memory_limit_bytes
         info = make_worker(
             f"w-{device}",

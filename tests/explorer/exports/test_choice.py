@@ -123,6 +123,17 @@ def test_nothing_is_exported_if_nothing_that_was_explored_can_be_told(name: str)
     assert plan(found.source, "accelerate").compiled_layers
 
 
+@pytest.mark.parametrize("changed", [{"parts": None}, {"expert_backends": ()}, {"attention_backends": ()}])
+def test_what_another_version_stored_of_a_device_takes_no_candidate_from_it(changed: dict[str, Any]) -> None:
+    """Exploring there again would admit nothing: its parts are not described, or its back ends have other names."""
+    found = simulated(132, losses=["library", "chunked"])
+    assert not chosen(found, TrainerName.TRANSFORMERS).is_own
+    assert found.source.report is not None
+    stored = replace(found.source, report=found.source.report.model_copy(update=changed))
+    assert plan(stored, "python").micro_batch_size == plan(found.source, "python").micro_batch_size
+    assert choose(TRAINERS[TrainerName.TRANSFORMERS], stored, found.request, found.known).is_own
+
+
 @pytest.mark.parametrize(
     ("best", "asked", "words"),
     [
