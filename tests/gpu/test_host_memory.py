@@ -48,13 +48,13 @@ def candidate(**fields: Any) -> Candidate:
 
 def peaks(recompute: str) -> tuple[float, int]:
     """The composed peak of a step, and that of the whole model."""
+    gc.collect()
+    before = torch.cuda.memory_allocated()  # what an earlier policy has left
     asked = request(recompute=["none", "full", "offload"], losses=["chunked"])
     target, chosen = TransformersTarget(asked, Instruments(DEVICE)), candidate(recompute=recompute)
     parts = target.report(HARDWARE).parts
     assert parts is not None
     assert recompute in parts.policies
-    gc.collect()
-    before = torch.cuda.memory_allocated()  # what an earlier policy has left
     with target.training_run(chosen, parts, asked) as run_of_all:
         run_of_all.begin()
         torch.cuda.synchronize()
