@@ -271,6 +271,29 @@ def chaos(result: Row) -> Iterable[Row]:
         }
 
 
+def fuzz(result: Row) -> Iterable[Row]:
+    """Return fuzzed requests, those of one commit and database together, and the sum; of times, the worst round's."""
+    groups: dict[tuple[str, str], list[Row]] = {}
+    for row in result["rounds"]:
+        groups.setdefault((row["commit"], row["database"]), []).append(row)
+        groups.setdefault(("all", "both"), []).append(row)
+    worst = ("median_seconds", "p99_9_seconds", "slowest_seconds", "memory_growth_bytes")
+    for (commit, database), rows in sorted(groups.items(), key=lambda group: group[0][0] == "all"):
+        statuses: Counter[str] = sum((Counter(row["statuses"]) for row in rows), Counter())
+        requests = sum(row["requests"] for row in rows)
+        yield {
+            "commit": commit,
+            "database": database,
+            "rounds": len(rows),
+            "requests": requests,
+            "accepted": sum(row["accepted_share"] * row["requests"] for row in rows) / requests,
+            "unavailable": statuses["503"],
+            "requests_a_second": requests / sum(row["seconds"] for row in rows),
+            "broken": sum(row["num_violations"] for row in rows),
+            **{name: max(row[name] for row in rows) for name in worst},
+        }
+
+
 def mutants(_: Row, pattern: str) -> Iterable[Row]:
     """Return how many sampled changes of each folder the tests noticed, and the sum. Those of lines taken out count."""
     counts: dict[str, Counter[str]] = {}

@@ -2,9 +2,9 @@
 
 A service of its own process answers connections that are kept, each with several requests at a time, of owners with
 tokens and quotas. A worker in this process claims and ends explorations meanwhile. Each request is a valid one, or one
-with one change. The result is JSON, written again every 20 s. The status is 1 if an answer was a server error other
-than 503, was late, was not as the OpenAPI document says, named another owner, or was accepted where it had to be
-refused; if the service logged an error; or if its memory grew.
+with one change. The result is JSON, a round of FILE: SIGTERM ends it cleanly, and several may run side by side. The
+status is 1 if an answer was a server error other than 503, was late, was not as the OpenAPI document says, named
+another owner, or was accepted where it had to be refused; if the service logged an error; or if its memory grew.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ from tests.chaos.fuzz_changes import Request, Tenant
 from tests.chaos.fuzz_requests import CANCEL, DELETE, RESUME, SUBMIT, Requests
 from tests.chaos.processes import ROOT
 from tests.chaos.result import read_commit, write_document
+from tests.chaos.rounds import add_rounds
 from tests.contracts.samples import make_progress, make_recommendation, make_report, make_worker
 
 NUM_CONNECTIONS = 8
@@ -57,7 +58,7 @@ PIPELINED = (1, 1, 2, 4, 8)
 MOST_GROWTH_BYTES = 50 << 20
 WARM_UP = 5000
 """Requests after which memory is measured for the first time, when caches are filled."""
-WRITE_SECONDS = 20.0
+WATCH_SECONDS = 20.0
 START_SECONDS = 60.0
 KEPT_JOBS = 200
 QUOTAS = {"owner-tight": Quota(max_queued=3), "owner-full": Quota(max_stored_bytes=1)}
@@ -146,7 +147,7 @@ class Fuzz:
     async def _watch(self, note: Callable[[], None]) -> None:
         while not self._ended.is_set():
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._ended.wait(), WRITE_SECONDS)
+                await asyncio.wait_for(self._ended.wait(), WATCH_SECONDS)
             note()
 
     def found(self) -> dict[str, Any]:
@@ -267,7 +268,7 @@ def served(database_url: str, folder: Path) -> Iterator[tuple[int, psutil.Proces
         process.wait(START_SECONDS)
 
 
-def fuzz(num: int, seed: int, seconds: float, *, postgres: bool = False, output: Path | None = None) -> dict[str, Any]:
+def fuzz(num: int, seed: int, seconds: float, *, postgres: bool = False) -> dict[str, Any]:
     """Fuzz a fresh service; return the result."""
     with tempfile.TemporaryDirectory(prefix="bexp-fuzz-") as folder:
         there = PostgresServer(Path(folder)) if postgres else SqliteFile(Path(folder))
@@ -283,8 +284,6 @@ def fuzz(num: int, seed: int, seconds: float, *, postgres: bool = False, output:
             def note() -> None:
                 if one.num > WARM_UP:
                     one.memory_bytes.append(process.memory_info().rss)
-                if output is not None:
-                    write_document(one.found(), output)
 
             asyncio.run(one.run(num, seconds, note))
         for line in log.read_text().splitlines():
@@ -318,11 +317,14 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=60.0, help="end earlier than after all requests")
     parser.add_argument("--postgres", action="store_true", help="on PostgreSQL (pgserver) instead of SQLite")
     parser.add_argument("--seed", type=int, default=None, help="default: the time")
-    parser.add_argument("--output", type=Path, help="a file for the JSON; default: standard output")
+    parser.add_argument("--output", type=Path, help="a file that it is added to; default: standard output")
     options = parser.parse_args()
     seed = int(time.time()) if options.seed is None else options.seed
-    found = fuzz(options.requests, seed, 60 * options.minutes, postgres=options.postgres, output=options.output)
-    return write_document(found, options.output)
+    found = fuzz(options.requests, seed, 60 * options.minutes, postgres=options.postgres)
+    if options.output is None:
+        return write_document(found, None)
+    add_rounds(options.output, [found])
+    return 1 if found["violations"] else 0
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
 import secrets
 import signal
 import threading
@@ -37,8 +39,7 @@ def run_rounds(num: int, plan: Plan, path: Path, *, run: RunCampaign = run_campa
                 if ending.is_set():
                     break
                 both = [replace(plan, seed=secrets.randbelow(1 << 31), postgres=each) for each in (False, True)]
-                rounds += pool.map(lambda plan: _run_campaign(plan, ending, run), both)
-                _write(path, rounds)
+                rounds = add_rounds(path, list(pool.map(lambda plan: _run_campaign(plan, ending, run), both)))
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -50,6 +51,21 @@ def read_rounds(path: Path) -> list[dict[str, Any]]:
     return list(json.loads(path.read_text())["rounds"]) if path.exists() else []
 
 
+def add_rounds(path: Path, rounds: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Add rounds to a file, one process at a time, and return all that it holds then."""
+    folder = os.open(path.parent, os.O_RDONLY)
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX)
+        found = [*read_rounds(path), *rounds]
+        lines = ",\n".join(map(json.dumps, found))
+        new = path.with_suffix(".new")
+        new.write_text(f'{{"rounds": [\n{lines}\n]}}\n')
+        new.replace(path)
+    finally:
+        os.close(folder)
+    return found
+
+
 def _run_campaign(plan: Plan, ending: threading.Event, run: RunCampaign) -> dict[str, Any]:
     try:
         return document_of_result(run(plan, ending))
@@ -58,11 +74,3 @@ def _run_campaign(plan: Plan, ending: threading.Event, run: RunCampaign) -> dict
         lost = Result(read_commit(), "PostgreSQL" if plan.postgres else "SQLite", plan.seed)
         lost.violations.append(f"the campaign stopped: {type(error).__name__}: {error}")
         return document_of_result(lost)
-
-
-def _write(path: Path, rounds: Sequence[dict[str, Any]]) -> None:
-    """Replace the file at once, with a line for each campaign."""
-    lines = ",\n".join(json.dumps(done) for done in rounds)
-    new = path.with_suffix(".new")
-    new.write_text(f'{{"rounds": [\n{lines}\n]}}\n')
-    new.replace(path)
