@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 import sqlalchemy as sa
+from sqlalchemy.dialects import postgresql, sqlite
 
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
@@ -69,10 +70,14 @@ def set_quota(database: Database, owner: str, quota: Quota | None, *, by: Caller
     """
     if owner != EVERYBODY:
         check_name("an owner's name", owner)
+    insert = postgresql.insert(quotas) if database.is_postgresql else sqlite.insert(quotas)
     with database.begin() as connection:
-        connection.execute(sa.delete(quotas).where(quotas.c.owner == owner))
-        if quota is not None:
-            connection.execute(sa.insert(quotas).values(owner=owner, **asdict(quota)))
+        if quota is None:
+            connection.execute(sa.delete(quotas).where(quotas.c.owner == owner))
+        else:  # another administrator may store one at this moment
+            values = asdict(quota)
+            insert = insert.values(owner=owner, **values)
+            connection.execute(insert.on_conflict_do_update(index_elements=[quotas.c.owner], set_=values))
         note_action(database, connection, by, Action.SET_QUOTA, owner)
 
 

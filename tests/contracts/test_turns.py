@@ -142,6 +142,15 @@ def test_two_submissions_at_once_do_not_both_take_the_last_place(database: Datab
         assert sum(pool.map(try_to, range(12))) == 3
 
 
+def test_quotas_that_are_set_at_once_follow_each_other(database: Database) -> None:
+    owners = [f"owner-{number}" for number in range(10)]
+    with ThreadPoolExecutor(4) as pool:
+        for owner in owners:
+            assert list(pool.map(lambda limit, of=owner: set_quota(database, of, Quota(limit)), range(4))) == [None] * 4
+    stored = list_quotas(database)
+    assert all(stored[owner].max_queued in range(4) for owner in owners)
+
+
 def test_a_submission_waits_for_those_of_its_owner_alone(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
     if not database.is_postgresql:
         pytest.skip("SQLite has one lock for all that write")
