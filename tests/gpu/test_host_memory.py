@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import importlib.util
 import multiprocessing
 from concurrent.futures import ProcessPoolExecutor
@@ -15,6 +14,7 @@ import torch
 from bexp.explorer.cost_model.components import ComponentKind
 from bexp.explorer.cost_model.composition import Composition
 from bexp.explorer.spec.candidate import Candidate
+from bexp.explorer.spec.parts import ModelParts
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.measure.memory import measure_memory
 from bexp.workers.instruments.device_instruments import Instruments
@@ -52,6 +52,20 @@ def candidate(**fields: Any) -> Candidate:
     return Candidate.model_validate({**shape, **fields})
 
 
+def sizes_of(target: TransformersTarget, table: Composition, parts: ModelParts) -> np.ndarray:
+    """What each component keeps, and the peaks of its passes. Nothing of them is held afterwards."""
+    sizes = np.zeros((3, len(table.components)))
+    for column, component in enumerate(table.components):
+        if component.kind is ComponentKind.OPTIMIZER:
+            continue
+        with target.component(component, parts, table.request) as passes:
+            for run in (passes.prepare_forward, passes.forward, passes.prepare_backward, passes.backward):
+                run()
+            found = measure_memory(passes, DEVICE)
+            sizes[:, column] = found.saved, found.forward_peak, found.backward_peak
+    return sizes
+
+
 def peaks(recompute: str) -> tuple[float, int]:
     """The composed peak of a step, and that of the whole model."""
     asked = request(recompute=["none", "full", "offload"], losses=["chunked"])
@@ -61,17 +75,7 @@ def peaks(recompute: str) -> tuple[float, int]:
     assert parts is not None
     assert recompute in parts.policies
     table = Composition([chosen], parts, asked)
-    sizes = np.zeros((3, len(table.components)))
-    for column, component in enumerate(table.components):
-        if component.kind is ComponentKind.OPTIMIZER:
-            continue
-        with target.component(component, parts, asked) as passes:
-            for run in (passes.prepare_forward, passes.forward, passes.prepare_backward, passes.backward):
-                run()
-            found = measure_memory(passes, DEVICE)
-            sizes[:, column] = found.saved, found.forward_peak, found.backward_peak
-    del passes  # it holds the weights of the last component
-    gc.collect()
+    saved, transient = table.activation_bytes(*sizes_of(target, table, parts))
     with target.training_run(chosen, parts, asked) as run_of_all:
         run_of_all.begin()
         torch.cuda.synchronize()
@@ -79,7 +83,6 @@ def peaks(recompute: str) -> tuple[float, int]:
         run_of_all.step()
         run_of_all.finish()
         whole = torch.cuda.max_memory_allocated() - instruments.own_bytes
-    saved, transient = table.activation_bytes(*sizes)
     return float((table.static_bytes_C + saved + transient)[0]), whole
 
 
