@@ -25,7 +25,7 @@ CANCEL, RESUME, DELETE = f"POST {JOB}/cancel", f"POST {JOB}/resume", f"DELETE {J
 
 WEIGHTS = {
     **{SUBMIT: 18, REPORT: 10, CANCEL: 9, RESUME: 5, DELETE: 9, SET_QUOTA: 2},
-    **{f"GET {JOBS}": 6, f"GET {JOB}": 12, f"GET {JOB}/comparison": 2, "GET /v1/audit": 1},
+    **{f"GET {JOBS}": 6, f"GET {JOB}": 12, f"GET {JOB}/comparison": 2, "GET /v1/audit": 1, "GET /metrics": 1},
 }
 """How often a route is called; the others: 3."""
 CHANGED = 0.45
