@@ -78,6 +78,31 @@ def test_who_asks_for_it_first_keeps_nobody_waiting(
     assert len(calls) == 1
 
 
+STATUSES = {
+    "post /v1/explorations": {201, 202, 413, 415, 422},
+    "delete /v1/explorations/{exploration_id}": {204, 404, 409, 422},
+    "get /v1/explorations/{exploration_id}": {200, 304, 404, 422},
+    "post /v1/explorations/{exploration_id}/cancel": {200, 202, 404, 422},
+    "post /v1/explorations/{exploration_id}/resume": {202, 404, 409, 422},
+    "get /v1/explorations/{exploration_id}/recommendation": {200, 404, 409, 422},
+    "get /v1/explorations/{exploration_id}/comparison": {200, 404, 409, 422},
+    "post /v1/explorations/{exploration_id}/run-reports": {201, 404, 409, 413, 415, 422},
+    "get /v1/explorations/{exploration_id}/events": {200, 204, 404, 422},
+    "put /v1/owners/{owner}/quota": {200, 404, 413, 415, 422},
+    "get /v1/owners/{owner}/quota": {200, 404, 422},
+}
+"""What routes answer beyond 200, 422, and 404 where an exploration is named; those of `Reader`s are left out."""
+
+
+def test_the_statuses_of_each_route_are_described(document: dict[str, Any]) -> None:
+    everywhere = {"401", "403", "406", "429", "503"}
+    for name, operation in operations(document):
+        path = name.partition(" ")[2]
+        usual = {200, 422} | ({404} if "{" in path else set()) if path.startswith("/v1/") else {200}
+        expected = set(map(str, STATUSES.get(name, usual)))
+        assert set(operation["responses"]) - everywhere == expected, name
+
+
 def test_a_generated_client_has_a_short_name_for_each_route(document: dict[str, Any]) -> None:
     names = [operation["operationId"] for _, operation in operations(document)]
     assert len(set(names)) == len(names)

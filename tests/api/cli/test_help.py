@@ -51,6 +51,14 @@ def test_every_command_explains_itself_with_an_example_that_it_understands(comma
         assert all(f"{option} " in short.output.replace(example, "") for option in options)
 
 
+@pytest.mark.parametrize("group", ["", "db", "token", "quota"])
+def test_a_group_without_a_command_shows_its_commands(group: str) -> None:
+    done = CliRunner().invoke(app, group.split())
+    inner = COMMANDS if not group else getattr(load_command(group), "commands", {})
+    assert inner
+    assert all(re.search(rf"^│ {name} ", done.output, re.MULTILINE) for name in inner)
+
+
 def test_the_defaults_of_a_request_are_shown() -> None:
     text = " ".join(CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": "250"}).output.split())
     for default in (

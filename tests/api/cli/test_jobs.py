@@ -169,6 +169,8 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     accelerate = bexp("best", job_id, "--format", "accelerate", "--min-confidence", "71")
     assert (accelerate.code, accelerate.stderr) == (0, "")
     assert accelerate.stdout.startswith(f"# bexp export 'accelerate' of exploration {job_id}: tiny\n")
+    assert accelerate.stdout.endswith("\n")
+    assert not accelerate.stdout.endswith("\n\n")
     assert "# batch_size 24 = micro_batch_size 1 x 24 accumulation steps x 1 data-parallel" in accelerate.stdout
     transformers = bexp("best", job_id, "--format", "transformers")
     assert json.loads(transformers.stdout)["gradient_accumulation_steps"] == 24

@@ -36,6 +36,91 @@ def view_of(*events: Event) -> LiveView:
     return view
 
 
+WHILE_IT_RUNS = """\
+tiny  job1  2 trials  0:04 passed, about 0:04 left
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+something
+
+best so far  11,000 tokens/s  1.23x base  confidence 30 (target 60)
+             micro_batch_size=4 bta_tile=2 recompute=none attention=flash
+             experts=grouped_mm
+"""
+CHART = """
+composed tokens/s by micro_batch_size, as last measured, bars begin at 8,500
+1 ██████████                                          9,000
+2 ██████████████████████████████                     10,000
+4 ██████████████████████████████████████████████████ 11,000 ◀ best so far
+8 out of memory
+
+memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)
+██████████████████████████████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+parameters 1.0 GiB     gradients 1.0 GiB    optimizer states 2.0 GiB
+activations 512.0 MiB  transient 256.0 MiB
+"""
+AT_THE_END = f"tiny  job1  2 trials  0:04\n{'━' * 80}\n"
+
+
+def test_the_view_is_this_picture() -> None:
+    best = RECOMMENDATION.model_copy(update={"confidence": 30, "tokens_per_second": 11_000.0, "whole_model": None})
+    rates = {1: 9_000, 2: 10_000.0}
+    events = [
+        started_ago(4),
+        *(event(2, EventCode.TRIAL, candidate={"micro_batch_size": n}, tokens_per_second=r) for n, r in rates.items()),
+        event(4, EventCode.INFEASIBLE, candidate={"micro_batch_size": 8}, outcome="out_of_memory"),
+        event(5, EventCode.RECOMMENDATION, recommendation=best.model_dump(mode="json")),
+    ]
+    assert [line.rstrip() for line in render(view_of(*events)).splitlines()] == (WHILE_IT_RUNS + CHART).splitlines()
+    ended = Event(seq=6, at=NOW, code=EventCode.SUCCEEDED, message="done")
+    expected = (AT_THE_END + CHART).replace("best so far", "recommended")
+    assert [line.rstrip() for line in render(view_of(*events, ended)).splitlines()] == expected.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "trials", "confidence", "share"),
+    [(4, 1, 0, 0.4), (0, 2, 15, 0.25), (0, 0, 45, 0.75), (11, 8, 60, 0.99), (0, 0, 0, 0.0)],
+)
+def test_the_bar_grows_with_the_confidence_or_with_what_is_used_of_the_budget(
+    seconds: float, trials: int, confidence: int, share: float
+) -> None:
+    view = view_of(
+        started_ago(seconds),
+        *(event(2, EventCode.TRIAL) for _ in range(trials)),
+        *([confident(confidence)] if confidence else []),
+    )
+    assert view._bar().completed == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("rates", "begin"),
+    [
+        ((49.0, 100.0), None),  # they differ enough from 0
+        ((50.0, 100.0), "30"),
+        ((90.0, 100.0), "87"),
+        ((1990.0, 2000.0), "1,987"),
+        ((100.0, 100.0), None),
+    ],
+)
+def test_bars_begin_at_a_round_number_below_the_lowest_rate(rates: tuple[float, ...], begin: str | None) -> None:
+    found = re.search(r", bars begin at (\S+)$", drawn(dict(enumerate(rates, 1))), re.MULTILINE)
+    assert (None if found is None else found[1]) == begin
+
+
+def test_a_bar_is_as_long_as_its_rate_to_an_eighth_of_a_cell() -> None:
+    chart = drawn({1: 1.0, 2: 25.3, 3: 100.0, 4: 0.0})
+    assert re.findall(r"^(\d) (\S+)", chart, re.MULTILINE) == [
+        ("1", "▌"),
+        ("2", 12 * "█" + "▋"),
+        ("3", 50 * "█"),
+        ("4", "▏"),
+    ]
+
+
+def test_what_is_left_out_of_a_chart_is_counted() -> None:
+    rates = {size: float(size) for size in range(1, 31)}
+    assert ", 18 more 19 " in " ".join(drawn(rates, 12).split())
+    assert "more" not in drawn(rates, 30)
+
+
 def test_everything_that_is_known_is_seen() -> None:
     failed = event(5, EventCode.INFEASIBLE, candidate={"micro_batch_size": 2}, outcome="out_of_memory")
     text = render(view_of(*EVENTS[:4], failed))
@@ -53,14 +138,19 @@ def test_everything_that_is_known_is_seen() -> None:
     assert "something" in text  # the last event
 
 
-def bars(rates: dict[int, float], most: int = 12) -> dict[int, int]:
-    """The length of the bar of each size that is drawn."""
+def drawn(rates: dict[int, float], most: int = 12) -> str:
+    """The chart of sizes with their rates."""
     chart = RateChart()
     for size, rate in rates.items():
         chart.note_rate(size, {"micro_batch_size": size}, rate)
     text = io.StringIO()
     Console(width=80, file=text).print(*chart.draw(80, most, final=True))
-    found = re.findall(r"^ *(\d+) (█+)", text.getvalue(), re.MULTILINE)
+    return text.getvalue()
+
+
+def bars(rates: dict[int, float], most: int = 12) -> dict[int, int]:
+    """The length of the bar of each size that is drawn."""
+    found = re.findall(r"^ *(\d+) (█+)", drawn(rates, most), re.MULTILINE)
     return {int(size): len(bar) for size, bar in found}
 
 
