@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,10 +17,13 @@ from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.api.live_chart import RateChart
+from bexp.api.local_worker import WorkerEndedError
 from bexp.api.stored import StoredExplorations
+from bexp.client.errors import ServiceError
+from bexp.client.explorations import Exploration
 from bexp.explorer.records.event import Event, EventCode
 from bexp.storage.queue import Queue
-from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
+from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event, job_document
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -254,6 +259,21 @@ def test_lines_scroll_when_they_say_something_new() -> None:
     lines = re.findall(r"BEXP\d+", text.getvalue())
     assert lines == ["BEXP101", "BEXP202"]
     assert "\n        performance: 1.23x base" in text.getvalue()
+
+
+@pytest.mark.parametrize("worker_has_failed", [False, True])
+def test_what_ends_the_events_ends_the_command_and_a_failed_worker_is_told_first(worker_has_failed: bool) -> None:
+    def events(_: str) -> Iterator[Event]:
+        yield EVENTS[0]
+        raise ServiceError("it is gone")
+
+    def check() -> None:
+        if worker_has_failed:
+            raise WorkerEndedError("the worker has failed", 1)
+
+    job = Exploration.model_validate(job_document("queued"))
+    with pytest.raises(ServiceError, match="the worker has failed" if worker_has_failed else "it is gone"):
+        following.follow(SimpleNamespace(events=events), job, check=check)  # type: ignore[arg-type]  # all it asks
 
 
 def test_a_view_is_drawn_while_nothing_comes_and_by_no_other_thread(
