@@ -54,6 +54,7 @@ def test_every_command_explains_itself_with_an_example_that_it_understands(comma
 @pytest.mark.parametrize("group", ["", "db", "token", "quota"])
 def test_a_group_without_a_command_shows_its_commands(group: str) -> None:
     done = CliRunner().invoke(app, group.split())
+    assert "completion" not in done.output
     inner = COMMANDS if not group else getattr(load_command(group), "commands", {})
     assert inner
     assert all(re.search(rf"^│ {name} ", done.output, re.MULTILINE) for name in inner)

@@ -204,6 +204,7 @@ def confident(confidence: int) -> Event:
 def test_remaining_time_follows_the_confidence_and_the_budget() -> None:
     assert re.search(r"0:0[01] passed, at most about 0:(09|10) left", render(view_of(started_ago(0))))
     assert re.search(r"0:06 passed, about 0:0[12] left", render(view_of(started_ago(6), confident(48))))  # 60 is asked
+    assert "0:05 passed, at most about 0:05 left" in render(view_of(started_ago(5), confident(30))), "both end then"
     assert re.search(r"0:06 passed, at most about 0:0[34] left", render(view_of(started_ago(6), confident(10))))
     for done in (render(view_of(started_ago(6), confident(60))), render(view_of(started_ago(20)))):
         assert "comparing and checking" in done

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -131,7 +132,8 @@ def test_over_http_the_tokens_are_the_services(guarded: tuple[str, Database], mo
         refused = httpx.post(url, json=MESSAGE, headers={**ACCEPTED, **headers})
         assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
     two = [*ACCEPTED.items(), *[("Authorization", f"Bearer {token}") for token in ("bexp_wrong", reader)]]
-    assert httpx.post(url, json=MESSAGE, headers=two).status_code == 400
+    doubled = httpx.post(url, json=MESSAGE, headers=two)
+    assert (doubled.status_code, doubled.headers.get("WWW-Authenticate")) == (400, None)
 
     async def conversation(_: Client, call: Call) -> None:
         assert "there is no exploration yet" in await call("status", exploration="latest")  # that of other owners
@@ -249,3 +251,39 @@ def test_a_command_that_goes_on_ends_with_the_server(tmp_path: Path, monkeypatch
         with pytest.raises(CommandError, match="there is no exploration yet"):  # what it has said
             commands.exploration("command-2")
     assert endless._process.returncode is not None
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    """Starts Python with a program in place of `bexp`."""
+    monkeypatch.setattr("bexp.api.agents.commands.module_command", lambda _, *arguments: [sys.executable, *arguments])
+    with Commands() as started:
+        yield started
+
+
+def test_a_command_is_known_by_a_number_until_it_has_an_exploration(commands: Commands, tmp_path: Path) -> None:
+    follow = "import sys; sys.stderr.write('exploration ab12, kept in x\\n'); sys.stderr.flush(); input(); print('{}')"
+    names = [commands.start("-c", program, folder=tmp_path).name for program in ("pass", "import time; time.sleep(99)")]
+    assert names == ["command-1", "command-2"]
+    assert commands.exploration("ab12") == "ab12"
+    with pytest.raises(CommandError, match="command-2 has begun no exploration yet; ask again"):
+        commands.exploration("command-2")
+    following = commands.start("-c", follow, stdin="\n")
+    assert following.wait(60) == {}
+    assert commands.exploration(following.name) == "ab12"
+
+
+def test_a_command_that_fails_says_its_last_lines_and_one_that_goes_on_is_waited_for(commands: Commands) -> None:
+    failed = commands.start("-c", "import sys; [print(number, file=sys.stderr) for number in range(10)]; sys.exit(3)")
+    with pytest.raises(CommandError) as caught:
+        failed.wait(60)
+    assert (caught.value.code, caught.value.lines) == (3, tuple("23456789"))
+    with pytest.raises(CommandError, match="9"):
+        commands.exploration(failed.name)
+    goes_on = commands.start("-c", "import time; time.sleep(99)")
+    began = time.monotonic()
+    assert goes_on.wait(0.3) is None
+    assert 0.3 <= time.monotonic() - began < 10
+    files = goes_on._files
+    goes_on.stop()
+    assert (goes_on._process.returncode, files.exists()) == (-15, False)

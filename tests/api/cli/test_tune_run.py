@@ -143,7 +143,7 @@ def test_an_exploration_of_the_same_command_goes_on(
     bexp: Run, trials: type[Trials], queue: Queue, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(trials, "state", JobState.CANCELLED)
-    bexp("tune", "--device", "cpu", "--", *COMMAND)
+    bexp("tune", "--", *COMMAND)  # which is for one device, as with --device cpu
     (job, *_), _ = list_jobs(queue.database)
     monkeypatch.setattr(trials, "state", JobState.SUCCEEDED)
     for other in ([*COMMAND, "--x"], ["--batch-size", "4", "--", *COMMAND]):
