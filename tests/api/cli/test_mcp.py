@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -24,7 +27,7 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from starlette.responses import Response
 
-from bexp.api.agents import http
+from bexp.api.agents import http, server
 from bexp.api.agents.commands import Commands
 from bexp.api.agents.http import Guard, create_app
 from bexp.api.cli.errors import CommandError
@@ -102,7 +105,7 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
     async def conversation(client: Client, call: Call) -> None:
         names = {tool.name for tool in (await client.list_tools()).tools}
         assert names == READING | {"explore", "doctor"}  # a command to tune would run on the server's machine
-        explored = await call("explore", config=TINY, fields={"fresh": True, "batch_size": 48})
+        explored = await call("explore", config=TINY, fields={"fresh": True, "batch_size": 48}, wait_seconds=10)
         job_id = explored["job"]["id"]
         assert (explored["job"]["state"], explored["job"]["request"]["batch_size"]) == ("succeeded", 48)
         assert explored["certainty"]["confidence"] == 87
@@ -117,7 +120,7 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
         assert "no exploration begins with 'unknown'" in await call("best", exploration="unknown")
         assert "model.num_layers: is missing" in await call("explore", config={"model": {}})
         assert "config: is not a known field" in await call("explore", config=TINY, fields={"config": {}})
-        assert "wait_seconds" in await call("explore", config=TINY, wait_seconds=60)  # it would hold a thread
+        assert "wait_seconds" in await call("explore", config=TINY, wait_seconds=10.5)  # it would hold a thread
         assert "explore" in await call("explore", config="/etc/passwd")  # a path of the server's machine
 
     with worker():
@@ -287,3 +290,54 @@ def test_a_command_that_fails_says_its_last_lines_and_one_that_goes_on_is_waited
     files = goes_on._files
     goes_on.stop()
     assert (goes_on._process.returncode, files.exists()) == (-15, False)
+
+
+class Started:
+    """In place of a command that was started."""
+
+    name, job_id = "command-7", None
+
+    def __init__(self, *arguments: str, stdin: str = "", folder: Path | None = None) -> None:
+        self.arguments, self.stdin, self.folder = arguments, stdin, folder
+
+    def wait(self, seconds: float) -> dict[str, Any] | None:
+        return {"waited": seconds} if seconds >= 1 else None
+
+
+@pytest.mark.parametrize(
+    ("service", "device", "started"),
+    [
+        (False, None, ("explore", "-", "--json")),
+        (False, "cpu", ("explore", "-", "--json", "--device", "cpu")),
+        (True, "cpu", ("explore", "-", "--json", "--device", "cpu")),
+        (True, None, None),
+    ],
+)
+def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
+    monkeypatch: pytest.MonkeyPatch, service: bool, device: str | None, started: tuple[str, ...] | None
+) -> None:
+    commands, tools = list[Started](), dict[str, Callable[..., dict[str, Any]]]()
+
+    def start(*arguments: str, **others: Any) -> Started:
+        commands.append(Started(*arguments, **others))
+        return commands[-1]
+
+    monkeypatch.setattr(server, "connect", lambda: nullcontext("client"))
+    monkeypatch.setattr(server, "_submit", lambda *given: {"submitted": given[1:]})
+    here: Any = SimpleNamespace(add_tool=lambda tool: tools.setdefault(tool.__name__, tool))
+    server.add_local_tools(here, SimpleNamespace(start=start), service=service)  # type: ignore[arg-type]  # all it asks
+    expected = {**TINY, "batch_size": 48}
+    answer = tools["explore"](TINY, {"batch_size": 48}, device, 5.0)
+    if started is None:
+        assert (answer, commands) == ({"submitted": (expected, 5.0)}, [])
+        return
+    (command,) = commands
+    assert (answer, command.arguments, json.loads(command.stdin)) == ({"waited": 5.0}, started, expected)
+    starting = {"job": {"id": "command-7", "state": "starting"}, "certainty": None}
+    assert tools["tune"](["python", "x.py"], ["--batch-size", "8"], "/data", 0.0) == starting
+    assert commands[-1].arguments == ("tune", "--json", "--batch-size", "8", "--", "python", "x.py")
+    assert commands[-1].folder == Path("/data")
+    assert tools["tune"](["true"]) == {"waited": 30.0}
+    assert (commands[-1].arguments, commands[-1].folder) == (("tune", "--json", "--", "true"), None)
+    assert tools["doctor"]() == {"waited": math.inf}
+    assert commands[-1].arguments == ("doctor", "--json")
