@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 from fastapi.testclient import TestClient
 from httpx import Response
@@ -57,3 +59,23 @@ def test_a_quota_is_between_nothing_and_its_most(client: TestClient, limit: str,
 
     assert [put(value).status_code for value in (-1, 0, most, most + 1)] == [422, 200, 200, 422]
     assert client.get("/v1/owners/team-a/quota").json()[limit] == most
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "document", "most"),
+    [
+        ("PUT", "/v1/owners/team-a/quota", {"max_queued": 1}, 4 * 1024),
+        ("POST", f"{ONE}/run-reports", {"steps": 0}, 16 * 1024),
+        ("POST", "/v1/explorations", {"batch_size": 0}, 256 * 1024),
+    ],
+)
+def test_a_body_is_read_up_to_its_most(
+    client: TestClient, job: Job, method: str, path: str, document: dict[str, int], most: int
+) -> None:
+    body, headers = json.dumps(document).encode(), {"Content-Type": "application/json"}
+    statuses = [
+        client.request(method, path.format(id=job.id), content=body.ljust(size), headers=headers).status_code
+        for size in (most, most + 1)
+    ]
+    assert statuses[0] in {200, 422}
+    assert statuses[1] == 413

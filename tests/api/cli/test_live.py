@@ -186,6 +186,26 @@ def test_a_candidate_that_is_measured_again_has_its_newest_figure() -> None:
     assert "9,000" not in text.getvalue()
 
 
+@pytest.mark.parametrize(("height", "rows"), [(10, 3), (18, 3), (19, 4), (27, 12), (60, 12)])
+def test_a_chart_has_as_many_rows_as_the_terminal_has_room_for(height: int, rows: int) -> None:
+    trials = [
+        event(size, EventCode.TRIAL, candidate={"micro_batch_size": size}, tokens_per_second=100.0 + size)
+        for size in range(1, 31)
+    ]
+    file = io.StringIO()
+    Console(width=80, height=height, file=file).print(view_of(started_ago(1), *trials))
+    assert len(re.findall(r"^ *\d+ █", file.getvalue(), re.MULTILINE)) == rows
+
+
+def test_memory_is_drawn_against_the_limit_from_a_tenth_of_it_on() -> None:
+    total = RECOMMENDATION.memory.total
+    for limit, cells in ((10 * total, 76), (10 * total - 10, 8)):
+        small = RECOMMENDATION.model_copy(update={"memory_limit_bytes": limit})
+        text = render(view_of(event(1, EventCode.RECOMMENDATION, recommendation=small.model_dump(mode="json"))))
+        (bar,) = re.findall(r"^(█+)(?:░+)?$", text, re.MULTILINE)
+        assert len(bar) == pytest.approx(cells, abs=2)
+
+
 def test_memory_far_below_the_limit_is_drawn_against_itself() -> None:
     small = RECOMMENDATION.model_copy(update={"memory_limit_bytes": 1000 * GIB})
     text = render(view_of(event(1, EventCode.RECOMMENDATION, recommendation=small.model_dump(mode="json"))))
