@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from fastapi.testclient import TestClient
-from httpx import Response
 
 from bexp.api.examples import REQUEST
 from bexp.storage.jobs import Job
@@ -34,7 +34,7 @@ LAST = (1 << 31) - 1
 def test_a_parameter_takes_its_least_and_its_most_and_nothing_beyond(
     client: TestClient, job: Job, path: str, name: str, least: int, most: int
 ) -> None:
-    def ask(value: int) -> Response:
+    def ask(value: int) -> Any:
         headers = {"Accept": "text/plain" if path.endswith("log") else "application/json"}
         return client.get(path.format(id=job.id), params={name: value}, headers=headers)
 
@@ -54,7 +54,7 @@ def test_a_priority_is_between_minus_100_and_100(client: TestClient, priority: i
     ("limit", "most"), [("max_queued", 2 * 10**9), ("max_running", 2 * 10**9), ("max_stored_bytes", 1 << 50)]
 )
 def test_a_quota_is_between_nothing_and_its_most(client: TestClient, limit: str, most: int) -> None:
-    def put(value: int) -> Response:
+    def put(value: int) -> Any:
         return client.put("/v1/owners/team-a/quota", json={limit: value})
 
     assert [put(value).status_code for value in (-1, 0, most, most + 1)] == [422, 200, 200, 422]

@@ -85,9 +85,9 @@ def test_old_records_of_the_audit_are_deleted_without_being_asked(
     assert counts[-1] == [last.id]
 
 
-@pytest.mark.parametrize("kept", [{}, {"keep_days": 30.0}])
+@pytest.mark.parametrize("keep_days", [None, 30.0])
 def test_it_looks_for_what_is_old_every_five_minutes_and_at_once_while_there_is_more(
-    settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch, kept: dict[str, float]
+    settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch, keep_days: float | None
 ) -> None:
     clock = SimpleNamespace(now=1000.0)
     clock.monotonic = lambda: clock.now
@@ -100,7 +100,7 @@ def test_it_looks_for_what_is_old_every_five_minutes_and_at_once_while_there_is_
 
     monkeypatch.setattr(housekeeping, "time", clock)
     monkeypatch.setattr(housekeeping, "prune_audit", prune_audit)
-    keeper = Housekeeper(queue, replace(settings, **kept))
+    keeper = Housekeeper(queue, replace(settings, keep_days=keep_days))
     for clock.now in (1000.0, 1002.0, 1004.0, 1006.0, 1303.9, 1304.0, 1306.0):
         assert keeper.work()
     assert asked == [1000.0, 1002.0, 1004.0, 1304.0]

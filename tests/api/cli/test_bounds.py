@@ -31,7 +31,6 @@ class Bounds:
     stop: tuple[str, ...] = ()
 
 
-DAYS = {"most": 36_500, "stop": ("--dry-run",)}
 COMMANDS = {
     "audit": [Bounds("--limit", 1, 100_000)],
     "best none": [Bounds("--min-confidence", 0, 99)],
@@ -42,8 +41,8 @@ COMMANDS = {
     "list": [Bounds("--limit", 1, 1000)],
     "mcp --http": [Bounds("--port", 1, 65535)],
     "prune": [
-        Bounds("--older-than-days", 0, **DAYS),
-        Bounds("--audit-older-than-days", 0, **DAYS),
+        Bounds("--older-than-days", 0, 36_500, stop=("--dry-run",)),
+        Bounds("--audit-older-than-days", 0, 36_500, stop=("--dry-run",)),
         Bounds("--keep", 0, stop=("--dry-run",)),
     ],
     "quota set team-a": [
@@ -88,6 +87,7 @@ def test_an_option_takes_its_least_and_its_most_and_nothing_beyond(command: str,
     ends |= {10**6: False} if math.isinf(bounds.most) else {bounds.most: False, bounds.most + bounds.step: True}
     for value, is_refused in ends.items():
         done = CliRunner().invoke(app, [*command.split(), f"{bounds.option}={value}", *bounds.stop], env=WIDE)
+        assert done.exception is None or isinstance(done.exception, SystemExit), (value, done.exception)
         assert (BEYOND in done.stderr) is is_refused, (value, done.stderr)
         assert not is_refused or (done.exit_code, done.stdout) == (ExitCode.USAGE, "")
 

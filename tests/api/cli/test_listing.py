@@ -149,7 +149,7 @@ def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFi
 
     result = Result.model_validate(result_document())
     for answers in (lambda _: result, lambda _: None, fail):
-        say_best(SimpleNamespace(result=answers), "job1")  # type: ignore[arg-type]  # all it asks
+        say_best(SimpleNamespace(result=answers), "job1")
     assert capsys.readouterr().err.splitlines() == [
         f"best so far: {RECOMMENDATION.candidate.describe()}",
         "  11,500 tokens/s per device, 1.23x base, confidence 87 out of 100",

@@ -294,7 +294,7 @@ def test_what_ends_the_events_ends_the_command_and_a_failed_worker_is_told_first
 
     job = Exploration.model_validate(job_document("queued"))
     with pytest.raises(ServiceError, match="the worker has failed" if worker_has_failed else "it is gone"):
-        following.follow(SimpleNamespace(events=events), job, check=check)  # type: ignore[arg-type]  # all it asks
+        following.follow(SimpleNamespace(events=events), job, check=check)
     for thread in threading.enumerate():
         if thread.name == "events":
             thread.join()

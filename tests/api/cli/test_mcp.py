@@ -322,6 +322,9 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
         commands.append(Started(*arguments, **others))
         return commands[-1]
 
+    def last() -> Started:
+        return commands[-1]
+
     monkeypatch.setattr(server, "connect", lambda: nullcontext("client"))
     monkeypatch.setattr(server, "_submit", lambda *given: {"submitted": given[1:]})
     here: Any = SimpleNamespace(add_tool=lambda tool: tools.setdefault(tool.__name__, tool))
@@ -335,9 +338,9 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     assert (answer, command.arguments, json.loads(command.stdin)) == ({"waited": 5.0}, started, expected)
     starting = {"job": {"id": "command-7", "state": "starting"}, "certainty": None}
     assert tools["tune"](["python", "x.py"], ["--batch-size", "8"], "/data", 0.0) == starting
-    assert commands[-1].arguments == ("tune", "--json", "--batch-size", "8", "--", "python", "x.py")
-    assert commands[-1].folder == Path("/data")
+    assert last().arguments == ("tune", "--json", "--batch-size", "8", "--", "python", "x.py")
+    assert last().folder == Path("/data")
     assert tools["tune"](["true"]) == {"waited": 30.0}
-    assert (commands[-1].arguments, commands[-1].folder) == (("tune", "--json", "--", "true"), None)
+    assert (last().arguments, last().folder) == (("tune", "--json", "--", "true"), None)
     assert tools["doctor"]() == {"waited": math.inf}
-    assert commands[-1].arguments == ("doctor", "--json")
+    assert last().arguments == ("doctor", "--json")

@@ -228,7 +228,7 @@ def test_what_has_no_tokens_is_told_in_samples() -> None:
 
 def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     """A stated batch tells no steps of the command's own. Of a candidate's trials the highest peak counts."""
-    found = make_recommendation()
+    found: Any = make_recommendation()
     tried: Any = [(found.candidate, 300), (found.candidate, 500), (found.candidate, None), (found.base, None)]
     parts = {"micro_batch_size": 4, "batch_size": 24, "seq_length": 128, "class_name": "Trainer"}
     tuned = found.candidate.model_copy(update={"settings": "optim=sgd"})

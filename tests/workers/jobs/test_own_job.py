@@ -165,7 +165,7 @@ def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_i
 
 
 def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_told(
-    queue: Queue, ending: Ending
+    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     worker = JobWorker(queue, FakeProfiler(), "cpu")
     worker._profiler.held_by = "another"
@@ -179,7 +179,7 @@ def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_
         if own._is_told:
             told.append(waited)
 
-    own._tell = note  # type: ignore[method-assign]  # to learn when
+    monkeypatch.setattr(own, "_tell", note)
     ending.actions[9.0] = ending.set
     own.watch(ending)
     assert 2.0 < told[0] <= 2.5
