@@ -19,6 +19,7 @@ import anyio.to_thread
 import httpx
 import pytest
 import uvicorn
+from typer.testing import CliRunner
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
@@ -30,6 +31,7 @@ from starlette.responses import Response
 from bexp.api.agents import http, server
 from bexp.api.agents.commands import Commands
 from bexp.api.agents.http import Guard, create_app
+from bexp.api.cli import app
 from bexp.api.cli.errors import CommandError
 from bexp.api.peers import Peer
 from bexp.api.serve import bind
@@ -344,3 +346,28 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     assert (last().arguments, last().folder) == (("tune", "--json", "--", "true"), None)
     assert tools["doctor"]() == {"waited": math.inf}
     assert last().arguments == ("doctor", "--json")
+
+
+def test_over_http_a_service_is_needed_and_served_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(http, "serve", lambda *given: served.append(given))
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    refused = CliRunner().invoke(app, ["mcp", "--http"])
+    assert (refused.exit_code, served) == (2, [])
+    assert refused.stderr == "bexp: --http serves a service: set BEXP_API_URL to its URL\n"
+    monkeypatch.setenv("BEXP_API_URL", "http://h:1")
+    assert CliRunner().invoke(app, ["mcp", "--http"]).exit_code == 0
+    assert CliRunner().invoke(app, ["mcp", "--http", "--host", "::1", "--port", "80"]).exit_code == 0
+    assert served == [("http://h:1", "127.0.0.1", 8643), ("http://h:1", "::1", 80)]
+
+
+@pytest.mark.parametrize("url", [None, "http://h:1"])
+def test_over_stdio_explorations_go_to_the_service_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    did: list[Any] = []
+    monkeypatch.setattr(server, "build_server", lambda *_: SimpleNamespace(run=did.append))
+    monkeypatch.setattr(server, "add_local_tools", lambda *_, service: did.append(service))
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    assert CliRunner().invoke(app, ["mcp"], env={"BEXP_API_URL": url}).exit_code == 0
+    assert did == [url is not None, "stdio"]
