@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import say_best, table_lines, terminal_width, usage_rows
-from bexp.client.errors import ServiceError
+from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Result
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer
@@ -176,3 +180,48 @@ def test_the_answer_ends_with_the_commands_that_use_it(target: str, is_applied: 
     assert dict(zip(labels, rows, strict=True))["for a trainer"][1].startswith(
         "bexp best job1 --format NAME, where NAME is"
     )
+
+
+class Listed:
+    """Explorations with these ids, the newest first."""
+
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
+
+    def get(self, job_id: str) -> str:
+        if job_id not in self.ids:
+            raise ProblemError(404, {"title": "Not Found"})
+        return job_id
+
+    def list(self) -> Iterator[SimpleNamespace]:
+        return (SimpleNamespace(id=job_id) for job_id in self.ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "ids", "found"),
+    [
+        ("abcd", ["abcd1", "abc"], "abcd1"),
+        ("abc", ["abc"], "abc"),
+        ("abc", ["abcd1"], ProblemError),
+        ("latest", ["b", "a"], "b"),
+        ("latest", [], "there is no exploration yet"),
+        ("abcd", ["x"], "no exploration begins with 'abcd'; `bexp list` shows them"),
+        ("abcd", [f"abcd{n}" for n in range(5)], "begin with 'abcd': abcd0, abcd1, abcd2, abcd3, abcd4$"),
+        ("abcd", [f"abcd{n}" for n in range(6)], "begin with 'abcd': abcd0, abcd1, abcd2, abcd3, abcd4, \\.\\.\\.$"),
+        ("abcd", [*map(str, range(1999)), "abcd1"], "abcd1"),
+        ("abcd", [*map(str, range(2000)), "abcd1"], "no exploration begins with 'abcd'"),
+    ],
+)
+def test_the_first_four_characters_of_one_of_the_newest_ids_name_it(
+    given: str, ids: list[str], found: str | type[Exception]
+) -> None:
+    client: Any = Listed(*ids)
+    if found in ids:
+        assert find_job(client, given) == found
+    elif isinstance(found, str):
+        with pytest.raises(CommandError, match=found) as caught:
+            find_job(client, given)
+        assert caught.value.code is ExitCode.USAGE
+    else:
+        with pytest.raises(found):
+            find_job(client, given)
