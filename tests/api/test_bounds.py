@@ -1,4 +1,4 @@
-"""The least and the most that a parameter of a request takes."""
+"""What a request may be: the least and the most of its parameters and bodies, and the names of their types."""
 
 from __future__ import annotations
 
@@ -79,3 +79,11 @@ def test_a_body_is_read_up_to_its_most(
     ]
     assert statuses[0] in {200, 422}
     assert statuses[1] == 413
+
+
+@pytest.mark.parametrize(
+    "media_type",
+    ["application/json", "application/vnd.x+json", "APPLICATION/YAML", "application/json; charset=US-ASCII"],
+)
+def test_json_and_yaml_are_taken_under_each_of_their_names(client: TestClient, media_type: str) -> None:
+    assert client.post("/v1/explorations", content=json.dumps(REQUEST), headers={"Content-Type": media_type}).is_success
