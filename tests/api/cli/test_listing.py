@@ -217,7 +217,7 @@ def test_the_first_four_characters_of_one_of_the_newest_ids_name_it(
 ) -> None:
     client: Any = Listed(*ids)
     if found in ids:
-        assert find_job(client, given) == found
+        assert str(find_job(client, given)) == found
     elif isinstance(found, str):
         with pytest.raises(CommandError, match=found) as caught:
             find_job(client, given)
