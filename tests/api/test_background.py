@@ -62,7 +62,10 @@ def test_a_task_that_fails_or_ends_is_started_again_and_its_trouble_is_told() ->
     ]
 
 
-def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("silence", "told"), [(10.9, None), (12.0, "the background task 'hang' has not finished a round for 12 s")]
+)
+def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch, silence: float, told: str | None) -> None:
     async def scenario() -> str | None:
         supervisor = Supervisor()
 
@@ -71,14 +74,14 @@ def test_a_task_that_is_stuck_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
 
         supervisor.start("hang", hang, interval_seconds=1.0)
         now = time.monotonic()
-        monkeypatch.setattr("bexp.api.background.time", SimpleNamespace(monotonic=lambda: now + 12.0))
+        monkeypatch.setattr("bexp.api.background.time", SimpleNamespace(monotonic=lambda: now + silence))
         try:
             return supervisor.find_trouble()
         finally:
             monkeypatch.undo()
             await supervisor.close()
 
-    assert asyncio.run(scenario()) == "the background task 'hang' has not finished a round for 12 s"
+    assert asyncio.run(scenario()) == told
 
 
 def test_events_go_on_after_a_pool_of_connections_was_exhausted(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 import sqlalchemy as sa
@@ -82,3 +83,24 @@ def test_old_records_of_the_audit_are_deleted_without_being_asked(
     assert first.id not in counts[0]
     assert [len(ids) for ids in counts] == [2, 1, 1]
     assert counts[-1] == [last.id]
+
+
+@pytest.mark.parametrize("keep_days", [None, 30.0])
+def test_it_looks_for_what_is_old_every_five_minutes_and_at_once_while_there_is_more(
+    settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch, keep_days: float | None
+) -> None:
+    clock = SimpleNamespace(now=1000.0)
+    clock.monotonic = lambda: clock.now
+    found, asked = [200, 200, 3, 7, 1], list[float]()
+
+    def prune_audit(_: Database, *, at_most: int) -> int:
+        assert at_most == 200
+        asked.append(clock.now)
+        return found.pop(0)
+
+    monkeypatch.setattr(housekeeping, "time", clock)
+    monkeypatch.setattr(housekeeping, "prune_audit", prune_audit)
+    keeper = Housekeeper(queue, replace(settings, keep_days=keep_days))
+    for clock.now in (1000.0, 1002.0, 1004.0, 1006.0, 1303.9, 1304.0, 1306.0):
+        assert keeper.work()
+    assert asked == [1000.0, 1002.0, 1004.0, 1304.0]

@@ -16,6 +16,7 @@ signal.signal(signal.SIGTERM, lambda *_: (time.sleep(0.1), sys.exit(7)))
 print('ready', flush=True)
 while True: time.sleep(9)
 """
+RECORD = "2026-01-02 10:00:00,123 ERROR "
 DEAF = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); time.sleep(99)"
 
 
@@ -37,6 +38,11 @@ def test_a_worker_may_end_by_itself_for_so_long(
     ("program", "said"),
     [
         ("print('oh'); raise SystemExit(7)", "ended with status 7; .* ends with\noh"),
+        ("for number in range(20): print(number)\nraise SystemExit(1)", r"ends with\n12\n13\n14\n15\n16\n17\n18\n19$"),
+        ("raise ValueError('oh')", r"ended with status 1; .* ends with\nValueError: oh$"),
+        (f"print('one\\n{RECORD}no such device'); raise SystemExit(2)", "^the worker ended: no such device$"),
+        ("print('bexp worker: no such device'); raise SystemExit(3)", "^the worker ended: no such device$"),
+        (f"print('{RECORD}oh'); raise SystemExit(4)", f"ended with status 4; .* ends with\n{RECORD}oh$"),
         ("import os; os.kill(os.getpid(), 9)", r"was ended by SIGKILL; .* ends with\n\(nothing\)"),
     ],
 )
@@ -48,4 +54,14 @@ def test_a_worker_that_has_failed_is_told_with_the_end_of_its_log(
     worker._process.wait()
     with pytest.raises(WorkerEndedError, match=said):
         worker.check()
+    worker.stop(keeps_log=False)
+
+
+def test_a_worker_that_is_done_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", "print('done')"])
+    worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    worker._process.wait()
+    worker.check()
+    worker.stop(keeps_log=True)
+    assert worker.log.read_text() == "done\n"
     worker.stop(keeps_log=False)

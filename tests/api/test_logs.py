@@ -128,6 +128,14 @@ def test_accept_decides_between_stream_and_page(client: TestClient, job: Job) ->
         ("application/json;q=0.9, text/event-stream;q=0.1", "application/json"),
         ("application/*", "application/json"),
         ("text/event-stream, application/json", "text/event-stream"),
+        ("", "text/event-stream"),
+        ("application/json;q=0.5, text/*;q=0.4", "application/json"),
+        ("text/event-stream;q=0, */*;q=0.1", "application/json"),
+        ("text/event-stream;q=x, application/json;q=0.01", "application/json"),
+        ("application/json;q=7, */*", "text/event-stream"),  # no quality is above 1
+        ("text/event-stream;q=-1, application/json;q=0.1", "application/json"),
+        ("TEXT/Event-Stream;level=1; Q = 0.2 , application/json;q=0.3", "application/json"),
+        ("application/json;charset=utf-8, text/*;q=0.9", "application/json"),
     ]:
         response = client.get(path, headers={"Accept": accept})
         assert response.headers["Content-Type"].partition(";")[0] == media_type, accept

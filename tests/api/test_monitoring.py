@@ -95,6 +95,16 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     assert found[count % ("unmatched", 404)] == 1
 
 
+def test_a_request_that_fails_is_counted_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr("bexp.api.routes.workers.list_known_workers", fail)
+    assert_problem(client.get("/v1/workers"), 500)
+    counted = {name: count for name, count in read_metrics(client).items() if "seconds_count" in name}
+    assert counted == {'bexp_http_request_seconds_count{method="GET",route="/v1/workers",status="500"}': 1}
+
+
 def test_two_applications_count_apart(settings: ServiceSettings, client: TestClient) -> None:
     client.get("/healthz")
     with in_process(settings) as other:

@@ -78,6 +78,31 @@ def test_who_asks_for_it_first_keeps_nobody_waiting(
     assert len(calls) == 1
 
 
+STATUSES = {
+    "post /v1/explorations": {201, 202, 413, 415, 422},
+    "delete /v1/explorations/{exploration_id}": {204, 404, 409, 422},
+    "get /v1/explorations/{exploration_id}": {200, 304, 404, 422},
+    "post /v1/explorations/{exploration_id}/cancel": {200, 202, 404, 422},
+    "post /v1/explorations/{exploration_id}/resume": {202, 404, 409, 422},
+    "get /v1/explorations/{exploration_id}/recommendation": {200, 404, 409, 422},
+    "get /v1/explorations/{exploration_id}/comparison": {200, 404, 409, 422},
+    "post /v1/explorations/{exploration_id}/run-reports": {201, 404, 409, 413, 415, 422},
+    "get /v1/explorations/{exploration_id}/events": {200, 204, 404, 422},
+    "put /v1/owners/{owner}/quota": {200, 404, 413, 415, 422},
+    "get /v1/owners/{owner}/quota": {200, 404, 422},
+}
+"""What routes answer beyond 200, 422, and 404 where an exploration is named; those of `Reader`s are left out."""
+
+
+def test_the_statuses_of_each_route_are_described(document: dict[str, Any]) -> None:
+    everywhere = {"401", "403", "406", "429", "503"}
+    for name, operation in operations(document):
+        path = name.partition(" ")[2]
+        usual = {200, 422} | ({404} if "{" in path else set()) if path.startswith("/v1/") else {200}
+        expected = set(map(str, STATUSES.get(name, usual)))
+        assert set(operation["responses"]) - everywhere == expected, name
+
+
 def test_a_generated_client_has_a_short_name_for_each_route(document: dict[str, Any]) -> None:
     names = [operation["operationId"] for _, operation in operations(document)]
     assert len(set(names)) == len(names)
@@ -139,6 +164,39 @@ def test_the_examples_are_what_the_service_answers(model: type[BaseModel], examp
 
 def test_the_example_requests_are_one() -> None:
     assert parse_request(load_document(examples.REQUEST_YAML)) == parse_request(examples.REQUEST)
+
+
+def test_the_examples_tell_of_one_exploration() -> None:
+    shown, best, queued = examples.EXPLORATION, examples.RECOMMENDATION["recommendation"], examples.QUEUED
+    request, candidate = shown["request"], best["candidate"]
+    assert shown["recommendation"] == best
+    known = {name: shown[name] for name in ("performance", "tokens_per_second", "confidence", "micro_batch_size")}
+    assert known == {name: {**best, **candidate}[name] for name in known}
+    assert (shown["confidence_target"], shown["labels"]) == (request["budget"]["confidence_target"], request["labels"])
+    assert candidate["micro_batch_size"] * best["grad_accum_steps"] == request["batch_size"]
+    steps = best["grad_accum_steps"] * best["micro_step_seconds"] + best["optimizer_seconds"]
+    assert best["step_seconds"] == pytest.approx(steps)
+    tokens = request["batch_size"] * request["model"]["seq_length"]
+    assert best["tokens_per_second"] == best["composed_tokens_per_second"] == pytest.approx(tokens / steps)
+    assert sum(size for name, size in best["memory"].items()) == best["measured_peak_bytes"]
+    assert best["measured_peak_bytes"] < best["predicted_peak_bytes"] < best["required_bytes"] < 8 << 30
+    assert best["memory_limit_bytes"] == 8 << 30
+    events = examples.EVENTS["items"]
+    assert [event["seq"] for event in events] == [1, shown["last_seq"]]
+    assert (queued["attempt"], queued["last_seq"], shown["attempt"]) == (0, 1, 1)
+    times = [shown["created_at"], shown["started_at"], events[-1]["at"], examples.RUN_REPORT["report"]["finished_at"]]
+    assert sorted(times) == times and examples.RUN_REPORT["received_at"] > times[-1]
+    assert examples.RUN_REPORT["report"]["micro_batch_size"] == candidate["micro_batch_size"]
+    assert examples.LOG.splitlines() == [line for line in examples.LOG.split("\n") if line.startswith("BEXP")]
+    assert examples.EVENT_STREAM.count("\n\n") == examples.LOG.count("\n") == len(events)
+    compared = examples.COMPARISON
+    a, b = (compared[side]["tokens_per_second"] for side in "ab")
+    assert (a, b / a) == (best["tokens_per_second"], pytest.approx(compared["speedup"]))
+    assert compared["a"]["confidence"] == best["confidence"]
+    assert compared["speedup_90_percent"][0] < compared["speedup"] < compared["speedup_90_percent"][1]
+    assert (compared["runs_needed"], compared["next_measurement"]["seconds"]) == (0, 0.0)
+    assert compared["next_measurement"]["runs_of_each"] == 0
+    assert examples.CANCELLED["cancel_requested"] and not shown["cancel_requested"]
 
 
 def test_the_schema_accepts_what_the_service_accepts(client: TestClient) -> None:

@@ -32,6 +32,13 @@ def test_no_name_leads_out_of_the_folder(tmp_path: Path, name: str) -> None:
             assert path.is_file()
 
 
+@pytest.mark.parametrize(
+    ("name", "file"), [("x" * 129, "x" * 128), ("Llama 3.2_1-B", "Llama 3.2_1-B"), ("a/b:c", "a-b-c"), ("", "-")]
+)
+def test_a_name_is_a_part_of_a_path_of_128_letters_at_most(tmp_path: Path, name: str, file: str) -> None:
+    assert log_path(tmp_path, "train", name, "abc").parent.name == file
+
+
 def test_watching_again_adds_only_what_is_new(tmp_path: Path) -> None:
     path = tmp_path / "a" / "run.log"
     for count in (3, 2, 5, 5):

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 import os
 import signal
 import socket
@@ -8,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -15,7 +17,7 @@ from typer.testing import CliRunner
 
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
-from bexp.api.serve import HOW_TO_ADMIT, ServeError, bind
+from bexp.api.serve import HOW_TO_ADMIT, OneLineFormatter, RateFilter, ServeError, bind
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
@@ -121,3 +123,38 @@ def test_an_address_that_is_taken_is_named() -> None:
 def test_a_host_that_is_not_here_is_named(host: str) -> None:
     with pytest.raises(ServeError, match=host):
         bind(host, 0)
+
+
+def test_a_process_that_fails_all_the_time_writes_fifty_lines_and_then_ten_a_second() -> None:
+    clock = SimpleNamespace(now=100.0)
+    limit = RateFilter(clock=lambda: clock.now)
+
+    def written(count: int) -> list[str]:
+        records = [logging.LogRecord("bexp", logging.ERROR, "", 0, "oh %d", (number,), None) for number in range(count)]
+        return [record.getMessage() for record in records if limit.filter(record)]
+
+    assert len(written(60)) == 50
+    clock.now += 0.05
+    assert written(3) == []
+    clock.now += 0.95
+    after = written(20)
+    assert (after[:2], len(after)) == (["oh 0 (13 lines before this one were left out)", "oh 1"], 10)
+    clock.now += 3600
+    assert len(written(60)) == 50, "what is not used is not kept"
+
+
+def test_an_exception_is_one_line_with_its_innermost_frames_first() -> None:
+    def fail(depth: int) -> None:
+        if depth:
+            fail(depth - 1)
+        raise ValueError("oh\nno")
+
+    try:
+        fail(10)
+    except ValueError:
+        record = logging.LogRecord("bexp", logging.ERROR, "", 0, "it %s", ("failed",), sys.exc_info())
+    line = OneLineFormatter().format(record)
+    assert line.startswith(f"error: it failed: ValueError: oh no [{__file__}:")
+    assert (line.count(" < "), line.count(" fail"), line[-1]) == (5, 7, "]")
+    record.msg = "%s" + "x" * 5000
+    assert len(OneLineFormatter().format(record)) == 2000

@@ -1,9 +1,16 @@
 from __future__ import annotations
 
+import re
+from dataclasses import replace
+from pathlib import Path
+
 import pytest
 
+from bexp.api import rate_limits, streams, turns
+from bexp.api.cli import local_run
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
+from bexp.workers.jobs import worker
 
 
 def test_nothing_need_be_set() -> None:
@@ -80,3 +87,43 @@ def test_loopback_is_told_from_the_rest(host: str, loopback: bool) -> None:
 
 def test_streams_leave_a_quarter_of_the_connections() -> None:
     assert ServiceSettings("sqlite://", max_connections=100).max_streams == 75
+
+
+DOCS = Path(__file__).parents[2] / "docs"
+USUAL = ServiceSettings("sqlite:///bexp.db")
+
+
+@pytest.mark.parametrize(
+    ("document", "sentence", "limit"),
+    [
+        ("service", r"a request \| (\S+) KiB", USUAL.max_body_bytes / 1024),
+        ("service", r"time for the header, for the body, [^|]+\| (\S+) s", USUAL.header_seconds),
+        ("service", r"time for the header, for the body, [^|]+\| (\S+) s", USUAL.body_seconds),
+        ("service", r"open connections \| (\S+),", USUAL.max_connections),
+        ("service", r"start of the response \| (\S+) s", USUAL.answer_seconds),
+        ("service", r"requests a second of a token, of an address \| (\S+),", USUAL.token_rate),
+        ("service", r"requests a second of a token, of an address \| \S+, (\S+),", USUAL.address_rate),
+        ("service", r"local user at a time \| (\S+)", turns.AT_ONCE),
+        ("service", r"open streams of a token, of all together \| (\S+)", USUAL.token_streams),
+        ("owners", r"What (\S+) seconds allow may come at once", rate_limits.BURST_SECONDS),
+        ("owners", r"an API process looks a token up again after (\S+) s", USUAL.token_check_seconds),
+        ("operations", r"asks for new events every (\S+) s", USUAL.poll_seconds),
+        ("operations", r"asks for new events every \S+ s instead of every (\S+) s", streams.LISTENING_POLL_SECONDS),
+        ("operations", r"Every (\S+) s it notes why explorations wait", USUAL.waiting_check_seconds),
+        ("operations", r"`BEXP_POLL_SECONDS` \((\S+) s\)", worker.MAX_POLL_SECONDS),
+        (
+            "operations",
+            r"Idle workers look for expired leases every (\S+) s",
+            worker.LISTENING_FACTOR * worker.MAX_POLL_SECONDS,
+        ),
+        ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
+    ],
+)
+def test_a_limit_is_what_the_documents_say(document: str, sentence: str, limit: float) -> None:
+    text = " ".join((DOCS / f"{document}.md").read_text().split())
+    assert [float({"four": 4}.get(said, said)) for said in re.findall(sentence, text)] == [limit]
+
+
+def test_streams_leave_a_quarter_of_the_connections_to_other_requests() -> None:
+    assert replace(USUAL, max_connections=8).max_streams == 6
+    assert replace(USUAL, max_connections=9).max_streams == 6

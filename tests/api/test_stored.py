@@ -5,8 +5,10 @@ from __future__ import annotations
 import itertools
 
 import pytest
+from fastapi.testclient import TestClient
 
 from bexp.api import stored
+from bexp.client.errors import ProblemError
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
 from bexp.storage.queue import Queue
@@ -24,3 +26,11 @@ def test_who_follows_hears_of_each_look_that_finds_nothing_new(
     )
     assert [event.code for event in events] == [EventCode.QUEUED]
     assert len(idle) == 3
+
+
+def test_a_refusal_is_the_problem_that_a_service_answers_with(sqlite_database: Database, client: TestClient) -> None:
+    with pytest.raises(ProblemError) as refused:
+        stored.StoredExplorations(sqlite_database).get("none")
+    answered = client.get("/v1/explorations/none").json()
+    del answered["instance"]  # the path that was asked for
+    assert refused.value.problem == answered

@@ -14,7 +14,7 @@ from bexp.api.settings import ServiceSettings
 from bexp.api.turns import AT_ONCE, TurnMiddleware
 
 HALF = {"type": "http.request", "body": b"{", "more_body": True}
-WHOLE = {"type": "http.request", "body": b"", "more_body": False}
+WHOLE = {"type": "http.request", "body": b""}  # without the key, nothing follows
 CROWD, OTHER = Peer("10.0.0.1"), Peer("10.0.0.2")
 
 
@@ -31,7 +31,7 @@ class Work:
         self.turns = DeadlineMiddleware(self.middleware, chosen.answer_seconds)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        while self.reads_body and (await receive())["more_body"]:
+        while self.reads_body and (await receive()).get("more_body"):
             pass
         self.begun.append(scope["path"])
         await self.may_answer.wait()

@@ -254,6 +254,9 @@ def test_a_stored_trial_clears_the_count_of_attempts_and_of_faults(database: Dat
             assert queue.report_fault(claim.lease, "internal error") is JobState.QUEUED
     claim_one(queue)
     assert get_job(database, job.id).state is JobState.RUNNING
+    expire(database, job.id)  # the second in a row, because the attempt that stored the trial ended like this too
+    assert claim_next(queue) is None
+    assert get_job(database, job.id).state is JobState.FAILED
 
 
 def test_faults_of_a_job_and_of_the_infrastructure_are_counted_apart(database: Database) -> None:

@@ -91,7 +91,18 @@ def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database:
     assert get_job(database, busy.id).state is JobState.QUEUED
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(90, "90 s"), (7200, "2 h"), (7 * 86_400, "7 days"), (180, "3 min")])
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (90, "90 s"),
+        (7200, "2 h"),
+        (7 * 86_400, "7 days"),
+        (180, "3 min"),
+        (60, "60 s"),
+        (3600, "60 min"),
+        (86_400, "24 h"),
+    ],
+)
 def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
     assert describe_duration(timedelta(seconds=seconds)) == text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pwd
+import re
 import socket
 from datetime import UTC, datetime, timedelta
 
@@ -41,10 +42,27 @@ def test_a_token_is_created_with_an_owner_scopes_and_an_end(sqlite_database: Dat
     assert timedelta(days=89.9) < token.expires_at - datetime.now(UTC) < timedelta(days=90.1)
     (listed,) = json.loads(bexp("token", "list", "--json").stdout)
     assert (listed["owner"], listed["scopes"]) == ("team-a", ["read", "submit"])
-    assert "team-a  read submit" in bexp("token", "list").stdout
+    head, row = (line.split("  ") for line in bexp("token", "list").stdout.splitlines())
+    assert [cell.strip() for cell in head if cell] == ["NAME", "TOKEN", "OWNER", "SCOPES", "CREATED", "EXPIRES"]
+    created, expires = (f"{at.astimezone():%Y-%m-%d %H:%M:%S}" for at in (token.created_at, token.expires_at))
+    assert row == [token.name, f"{token.prefix}...", "team-a", "read submit", created, expires]
+    assert re.fullmatch("team-a-[0-9a-f]{6}", token.name)
+    assert made.stderr == f"token {token.name} of team-a: read, submit\nkeep it, because it is not shown again\n"
     for wrong in (("--expires", "soon"), ("--scope", "all"), ("--owner", "a b")):
         assert bexp("token", "create", "x", *wrong).exit_code == ExitCode.USAGE
     assert len(list_tokens(sqlite_database)) == 1
+
+
+def test_a_token_without_options_is_local_for_the_usual_scopes_and_does_not_end(sqlite_database: Database) -> None:
+    made = json.loads(bexp("token", "create", "laptop", "--json").stdout)
+    secret = made.pop("token")
+    assert made == {"name": "laptop", "owner": "local", "scopes": ["cancel", "read", "submit"]}
+    assert verify_token(sqlite_database, secret) is not None
+    assert bexp("token", "list").stdout.splitlines()[1].split()[-1] == "-"
+    (listed,) = json.loads(bexp("token", "list", "--json").stdout)
+    assert (listed["expires_at"], listed["prefix"]) == (None, secret[: len(listed["prefix"])])
+    assert datetime.fromisoformat(listed["created_at"]) <= datetime.now(UTC)
+    assert bexp("token", "revoke", "laptop").stderr == "token laptop is revoked\n"
 
 
 def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:
@@ -52,9 +70,16 @@ def test_quotas_are_set_listed_and_removed(sqlite_database: Database) -> None:
     assert bexp("quota", "set", EVERYBODY, "--running", "36").exit_code == 0
     expected = {EVERYBODY: Quota(None, 36), "team-a": Quota(100, 4, 5_000_000_000)}
     assert list_quotas(sqlite_database) == expected
-    assert bexp("quota", "list").stdout.splitlines()[-1].split() == ["team-a", "100", "4", "5", "GB"]
+    assert [line.split() for line in bexp("quota", "list").stdout.splitlines()] == [
+        ["OWNER", "QUEUED", "RUNNING", "STORED"],
+        ["*", "-", "36", "1", "GB"],
+        ["team-a", "100", "4", "5", "GB"],
+    ]
     assert json.loads(bexp("quota", "list", "--json").stdout)[EVERYBODY]["max_running"] == 36
-    assert "removed" in bexp("quota", "set", "team-a").stderr
+    assert bexp("quota", "set", "team-b", "--queued", "0").stderr == "the quota of team-b is set\n"
+    assert list_quotas(sqlite_database)["team-b"] == Quota(0)
+    assert bexp("quota", "set", "team-b").exit_code == 0
+    assert bexp("quota", "set", "team-a").stderr == "the quota of team-a is removed\n"
     assert list(list_quotas(sqlite_database)) == [EVERYBODY]
     for wrong in (("a b", "--queued", "1"), ("team-a", "--queued", "2000000001")):
         assert bexp("quota", "set", *wrong).exit_code == ExitCode.USAGE
@@ -65,6 +90,11 @@ def test_the_audit_is_shown_and_pruned(sqlite_database: Database, monkeypatch: p
     bexp("token", "create", "t")
     bexp("token", "revoke", "t")
     shown = bexp("audit").stdout.splitlines()
+    assert shown[0].split() == ["AT", "ACTION", "SUBJECT", "OWNER", "TOKEN", "FROM"]
+    assert datetime.fromisoformat(shown[1][:19]).astimezone() == pytest.approx(
+        datetime.now().astimezone(), abs=timedelta(minutes=5)
+    )
+    assert shown[1].split()[5:7] == ["local", "-"], "no token did it"
     assert [line.split()[2:5] for line in shown[1:]] == [["revoke", "token", "t"], ["create", "token", "t"]]
     assert shown[1].split()[-1] == f"{pwd.getpwuid(os.getuid()).pw_name}@{socket.gethostname()}"
     (latest,) = json.loads(bexp("audit", "--json", "--limit", "1").stdout)

@@ -13,9 +13,10 @@ import yaml
 
 from bexp.api.certainty import describe_certainty
 from bexp.api.cli.errors import CommandError
-from bexp.api.comparison import _short, compare_answers
+from bexp.api.comparison import _advice, _short, compare_answers
 from bexp.client.errors import ProblemError
 from bexp.client.explorations import Exploration, Explorations, Result
+from bexp.explorer.answers.text import row
 from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import Trial
@@ -131,6 +132,7 @@ class Known:
         self.speeds = speeds
         self.changes: dict[str, dict[str, Any]] = {name: {} for name in speeds}
         self.loads: dict[str, float] = {}
+        self.seconds: dict[str, float] = {}
 
     def get(self, job_id: str) -> Exploration:
         if job_id not in self.speeds:
@@ -145,7 +147,9 @@ class Known:
 
     def trials(self, job_id: str) -> Iterator[Trial]:
         conditions = Conditions(host_busy_share=self.loads.get(job_id))
-        return (whole_run(number, speed, conditions=conditions) for number, speed in enumerate(self.speeds[job_id]))
+        for number, speed in enumerate(self.speeds[job_id]):
+            run = whole_run(number, speed, conditions=conditions)
+            yield run.model_copy(update={"seconds": self.seconds.get(job_id, 0.0) + number})
 
     def compare(self, a: str, b: str) -> tuple[dict[str, Any], str]:
         found = compare_answers(cast("Explorations", self), a, b)
@@ -220,3 +224,58 @@ def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() 
 
 def test_long_values_are_cut_to_60_characters() -> None:
     assert [_short("x" * length) for length in (60, 61)] == ["x" * 60, "x" * 57 + "..."]
+
+
+def test_a_comparison_is_these_lines() -> None:
+    known = Known(a=(100.0, 102.0), b=(103.0, 104.0))
+    candidate = RECOMMENDATION.candidate.describe()
+    assert known.compare("a", "b")[1].splitlines() == [
+        "B is faster than A with a probability of 97%: 1.025x its speed, 1.005x to 1.044x with 90%",
+        row("A", f"tiny a, {candidate}: 101 tokens/s, 2 whole runs, noise 1.0%"),
+        row("B", f"tiny b, {candidate}: 103 tokens/s, 2 whole runs, noise 0.5%"),
+        row("next", "none: which one is faster is known"),
+    ]
+    assert "100 tokens/s, 1 whole run, noise 0.3%" in Known(a=(100.0,)).compare("a", "a")[1]
+
+
+def test_further_runs_take_as_long_as_those_that_were() -> None:
+    known = Known(a=(100.0, 101.0), b=(101.5, 100.5), c=(101.5, 100.5))
+    known.seconds = {"a": 10.0, "b": 20.0}  # the second run of each takes a second more
+    needed = known.compare("a", "b")[0]["next_measurement"]
+    assert needed["runs_of_each"] > 1
+    assert needed["seconds"] == needed["runs_of_each"] * (10.5 + 20.5)
+    assert needed["advice"].startswith(f"{needed['runs_of_each']} more runs of each, about {needed['seconds']:.1f} s, ")
+
+
+@pytest.mark.parametrize(
+    ("needed", "seconds", "begin"),
+    [
+        (0, 0.0, "none: which one is faster is known"),
+        (1, 12.0, "1 more run of each, about 12.0 s, would tell"),
+        (2, None, "2 more runs of each would tell them apart with 95% if the difference stays: explore both again"),
+        (None, None, "none: so many runs would be needed"),
+    ],
+)
+def test_what_to_measure_next_is_said_in_runs_and_seconds(
+    needed: int | None, seconds: float | None, begin: str
+) -> None:
+    assert _advice(needed, seconds).startswith(begin)
+
+
+@pytest.mark.parametrize(("other", "count"), [(0.0, 1), (0.01, 0), (0.19, 0), (0.25, 1)])
+def test_the_load_of_the_host_is_a_difference_from_ten_percent_on(other: float, count: int) -> None:
+    known = Known(a=(100.0,), b=(100.0,))
+    known.loads = {"a": 0.1, "b": other}
+    assert len(known.compare("a", "b")[0]["differences"]) == count
+
+
+def test_up_to_three_fields_of_a_model_are_told_one_by_one() -> None:
+    request = job_document()["request"]
+    known = Known(a=(100.0,), b=(100.0,))
+    three = {"hidden_size": 256, "num_layers": 7, "vocab_size": 4096}
+    known.changes["b"] = {"request": {**request, "model": {**request["model"], **three}}}
+    assert set(known.compare("a", "b")[0]["differences"]) == {
+        "model.hidden_size: 64 in A, 256 in B",
+        "model.num_layers: 2 in A, 7 in B",
+        "model.vocab_size: 256 in A, 4096 in B",
+    }

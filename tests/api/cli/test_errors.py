@@ -81,6 +81,27 @@ def test_what_is_no_file_but_looks_like_something_else_is_answered_with_the_comm
 
 
 @pytest.mark.parametrize(
+    ("given", "hint"),
+    [
+        ("http://h/config.json", "bexp reads files: download it first, for instance with curl -LO"),
+        ("https://h/a", "bexp reads files: download it first, for instance with curl -LO"),
+        (".", "the folder has no config.json"),
+        ("a/b", "is it a model on the Hugging Face hub? bexp reads a file: hf download a/b config.json --local-dir ."),
+        ("a/b.yaml", None),
+        ("a/b/c", None),
+        ("a", None),
+        ("/a/b", None),
+    ],
+)
+def test_a_path_that_cannot_be_read_is_told_with_what_it_may_have_meant(
+    bexp: Run, given: str, hint: str | None
+) -> None:
+    first, *others = bexp("submit", given).stderr.splitlines()
+    assert first.startswith("bexp: ") and first.endswith(f": {Path(given)}")
+    assert others == ([] if hint is None else [f"  {hint}"])
+
+
+@pytest.mark.parametrize(
     ("option", "value", "expected"),
     [
         ("--micro-batch-size", "many", "--micro-batch-size 'many'"),

@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -18,6 +19,9 @@ from bexp.api.cli import explore
 from bexp.api.cli.connection import shown_url
 from bexp.api.cli.local_run import usable_device_counts
 from bexp.api.cli.options import read_request
+from bexp.api.cli.submit import missing_target
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Exploration
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.jobs import JobState, get_job
 from bexp.storage.listing import list_jobs
@@ -25,7 +29,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.tables import workers
 from bexp.storage.workers import register_worker
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import REQUEST, TINY
+from tests.api.cli.samples import REQUEST, TINY, job_document
 from tests.contracts.samples import make_worker
 
 Refused = Callable[..., str]
@@ -181,6 +185,19 @@ def test_a_submission_says_if_no_worker_has_its_target(
     bexp("cancel", done.stdout.strip())
     with queue.database.begin() as connection:
         connection.execute(sa.delete(workers))
+
+
+@pytest.mark.parametrize("error", [ProblemError(403, {"title": "Forbidden"}), ServiceError("it is away")])
+def test_a_submission_says_nothing_of_workers_that_it_may_not_see(error: Exception) -> None:
+    def workers() -> None:
+        raise error
+
+    queued, ended = (Exploration.model_validate(job_document(state)) for state in ("queued", "succeeded"))
+    client: Any = SimpleNamespace(workers=workers)
+    assert missing_target(client, queued, "my-gpt") is None
+    client.workers = lambda: []
+    assert missing_target(client, ended, "my-gpt") is None
+    assert missing_target(client, queued, "my-gpt") is not None
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,42 @@ def test_every_command_explains_itself_with_an_example_that_it_understands(comma
         assert all(f"{option} " in short.output.replace(example, "") for option in options)
 
 
+@pytest.mark.parametrize("group", ["", "db", "token", "quota"])
+def test_a_group_without_a_command_shows_its_commands(group: str) -> None:
+    done = CliRunner().invoke(app, group.split())
+    assert "completion" not in done.output
+    inner = COMMANDS if not group else getattr(load_command(group), "commands", {})
+    assert inner
+    assert all(re.search(rf"^│ {name} ", done.output, re.MULTILINE) for name in inner)
+
+
+@pytest.mark.parametrize("command", commands(), ids=" ".join)
+def test_a_flag_is_off_unless_it_is_given(command: tuple[str, ...]) -> None:
+    found = load_command(command[0])
+    for name in command[1:]:
+        found = getattr(found, "commands", {})[name]
+    flags = {name: each.default for each in found.params if getattr(each, "is_flag", False) for name in each.opts}
+    assert flags == dict.fromkeys(flags, False)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "default"),
+    [
+        ("list", "--limit", "20"),
+        ("audit", "--limit", "50"),
+        ("submit", "--priority", "0"),
+        ("mcp", "--port", "8643"),
+        ("mcp", "--host", "127.0.0.1"),
+        ("report", "--out", "report.html"),
+        ("serve", "--max-wait-hours", "168.0"),
+        ("token create", "--owner", "local"),
+    ],
+)
+def test_what_holds_without_an_option_is_shown_beside_it(command: str, option: str, default: str) -> None:
+    text = " ".join(CliRunner().invoke(app, [*command.split(), "-h"], env={"COLUMNS": "250"}).output.split())
+    assert re.search(rf"{option} [^│]*\[default: {re.escape(default)}\]", text)
+
+
 def test_the_defaults_of_a_request_are_shown() -> None:
     text = " ".join(CliRunner().invoke(app, ["explore", "-h"], env={"COLUMNS": "250"}).output.split())
     for default in (

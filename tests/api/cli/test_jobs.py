@@ -87,6 +87,38 @@ def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -
     assert {key: request[key] for key in expected} == expected
 
 
+@pytest.mark.parametrize("bexp", ["database"], indirect=True)
+@pytest.mark.parametrize(
+    ("options", "field", "value"),
+    [
+        ("--quick", "quick", True),
+        ("", "fresh", False),
+        ("--fresh", "fresh", True),
+        ("--optim sgd", "training.optimizer.name", "sgd"),
+        ("--trainer deepspeed", "trainer", "deepspeed"),
+        ("--label a=b --label c=d", "labels", {"a": "b", "c": "d"}),
+        ("--batch-size 48 --set batch_size=72", "batch_size", 72),
+        ("--micro-batch-size 4", "micro_batch_size", 4),
+        ("--micro-batch-size auto", "micro_batch_size", "auto"),
+        ("--micro-batch-size explore", "micro_batch_size", "explore"),
+        ("--micro-batch-size 2,4", "micro_batch_size", [2, 4]),
+        ("--micro-batch-size 2-4", "micro_batch_size", {"explore": {"min": 2, "max": 4}}),
+        ("--device cpu", "device_kind", "cpu"),
+        ("--device cuda", "device_kind", "cuda"),
+        ("--device cuda:1,cuda:2", "device_kind", "cuda"),
+    ],
+)
+def test_an_option_stands_for_a_field(bexp: Run, config: Path, options: str, field: str, value: Any) -> None:
+    done = bexp("submit", config, *options.split(), "--json")
+    assert done.code == 0, done.stderr
+    document = json.loads(done.stdout)
+    assert document["priority"] == 0
+    found = document["request"]
+    for name in field.split("."):
+        found = found[name]
+    assert found == value
+
+
 def test_watch_prints_lines_then_the_answer_and_writes_the_log(bexp: Run, config: Path, worker: Worker) -> None:
     with worker():
         done = bexp("submit", config, "--watch")
@@ -102,7 +134,7 @@ def test_watch_prints_lines_then_the_answer_and_writes_the_log(bexp: Run, config
     log = Path("logs/local_compile_train/tiny") / f"run_{job_id}.log"
     for _ in range(2):
         again = bexp("watch", job_id, "--log-dir", "logs")
-        assert (again.code, again.stdout) == (0, done.stdout)
+        assert (again.code, again.stdout, again.stderr) == (0, done.stdout, f"log file: {log}\n")
         assert log.read_text() == lines + "\n"
 
 
@@ -169,6 +201,8 @@ def test_best_prints_a_file_for_a_training_framework(bexp: Run, config: Path, wo
     accelerate = bexp("best", job_id, "--format", "accelerate", "--min-confidence", "71")
     assert (accelerate.code, accelerate.stderr) == (0, "")
     assert accelerate.stdout.startswith(f"# bexp export 'accelerate' of exploration {job_id}: tiny\n")
+    assert accelerate.stdout.endswith("\n")
+    assert not accelerate.stdout.endswith("\n\n")
     assert "# batch_size 24 = micro_batch_size 1 x 24 accumulation steps x 1 data-parallel" in accelerate.stdout
     transformers = bexp("best", job_id, "--format", "transformers")
     assert json.loads(transformers.stdout)["gradient_accumulation_steps"] == 24

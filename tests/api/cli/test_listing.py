@@ -4,20 +4,27 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import yaml
 
-from bexp.api.cli.results import table_lines
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.job_ids import find_job
+from bexp.api.cli.results import say_best, table_lines, terminal_width, usage_rows
+from bexp.client.errors import ProblemError, ServiceError
+from bexp.client.explorations import Exploration, Result
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, TINY
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, job_document, result_document
 from tests.contracts.samples import make_report, make_worker
 
 ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}
@@ -91,3 +98,130 @@ def test_a_table_that_is_wider_than_the_terminal_keeps_words_whole() -> None:
         assert words == [word for cells in (head, *rows) for cell in cells for word in cell.split()]
         assert all(len(line) <= width or len(line.split()) == 1 for line in lines)
     assert [line[:1] for line in table_lines(head, rows, 80)] == ["I", " ", "a", " ", "b", " "]
+
+
+WHOLE = """\
+ID      STATE    MODEL       CREATED
+aaaaaa  running  mmmmmmmmmm  today at 10
+bbbbbb  queued   n           -
+"""
+BROKEN = """\
+ID      STATE    MODEL
+    CREATED
+aaaaaa  running  mmmmmmmmmm
+    today at 10
+bbbbbb  queued   n
+    -
+"""
+IN_PIECES = """\
+ID
+    STATE
+    MODEL
+    CREATED
+aaaaaa
+    running
+    mmmmmmmmmm
+    today at
+        10
+bbbbbb
+    queued
+    n
+    -
+"""
+
+
+@pytest.mark.parametrize(
+    ("width", "shown"), [(None, WHOLE), (40, WHOLE), (41, WHOLE), (39, BROKEN), (27, BROKEN), (14, IN_PIECES)]
+)
+def test_a_table_is_broken_between_columns_where_the_terminal_ends(width: int | None, shown: str) -> None:
+    head = ("ID", "STATE", "MODEL", "CREATED")
+    rows = [("a" * 6, "running", "m" * 10, "today at 10"), ("b" * 6, "queued", "n", "-")]
+    assert "".join(f"{line}\n" for line in table_lines(head, rows, width)) == shown
+
+
+@pytest.mark.parametrize(("columns", "width"), [("20", 60), ("61", 61), ("119", 119), ("200", 120)])
+def test_text_is_as_wide_as_the_terminal_within_what_can_be_read(
+    monkeypatch: pytest.MonkeyPatch, columns: str, width: int
+) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    assert terminal_width() == width
+
+
+def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFixture[str]) -> None:
+    def fail(_: str) -> None:
+        raise ServiceError("it is away")
+
+    result = Result.model_validate(result_document())
+    for answers in (lambda _: result, lambda _: None, fail):
+        say_best(SimpleNamespace(result=answers), "job1")
+    assert capsys.readouterr().err.splitlines() == [
+        f"best so far: {RECOMMENDATION.candidate.describe()}",
+        "  11,500 tokens/s per device, 1.23x base, confidence 87 out of 100",
+        "nothing is recommended yet",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("target", "is_applied"), [("bexp", True), ("transformers", True), ("my-gpt", False), ("a", False)]
+)
+def test_the_answer_ends_with_the_commands_that_use_it(target: str, is_applied: bool) -> None:
+    document = job_document()
+    if target != "bexp":
+        document["request"] = {
+            "target": target,
+            **({"hf_config": {"model_type": "llama"}, "hf_seq_length": 64} if target == "transformers" else {}),
+        }
+    job = Exploration.model_validate(document)
+    rows = [tuple(line.split("\t")) for line in usage_rows(job, ANSWER, RECOMMENDATION)]
+    labels = [label.strip() for label, _ in rows]
+    provisional = [] if target == "bexp" else ["to be surer"]  # 95 is asked for unless another confidence is
+    assert labels == [*provisional, "for a trainer", *(["for bexp.apply"] if is_applied else []), "as a page"]
+    assert rows[-1][1] == "bexp report job1 --out report.html"
+    assert dict(zip(labels, rows, strict=True))["for a trainer"][1].startswith(
+        "bexp best job1 --format NAME, where NAME is"
+    )
+
+
+class Listed:
+    """Explorations with these ids, the newest first."""
+
+    def __init__(self, *ids: str) -> None:
+        self.ids = ids
+
+    def get(self, job_id: str) -> str:
+        if job_id not in self.ids:
+            raise ProblemError(404, {"title": "Not Found"})
+        return job_id
+
+    def list(self) -> Iterator[SimpleNamespace]:
+        return (SimpleNamespace(id=job_id) for job_id in self.ids)
+
+
+@pytest.mark.parametrize(
+    ("given", "ids", "found"),
+    [
+        ("abcd", ["abcd1", "abc"], "abcd1"),
+        ("abc", ["abc"], "abc"),
+        ("abc", ["abcd1"], ProblemError),
+        ("latest", ["b", "a"], "b"),
+        ("latest", [], "there is no exploration yet"),
+        ("abcd", ["x"], "no exploration begins with 'abcd'; `bexp list` shows them"),
+        ("abcd", [f"abcd{n}" for n in range(5)], "begin with 'abcd': abcd0, abcd1, abcd2, abcd3, abcd4$"),
+        ("abcd", [f"abcd{n}" for n in range(6)], "begin with 'abcd': abcd0, abcd1, abcd2, abcd3, abcd4, \\.\\.\\.$"),
+        ("abcd", [*map(str, range(1999)), "abcd1"], "abcd1"),
+        ("abcd", [*map(str, range(2000)), "abcd1"], "no exploration begins with 'abcd'"),
+    ],
+)
+def test_the_first_four_characters_of_one_of_the_newest_ids_name_it(
+    given: str, ids: list[str], found: str | type[Exception]
+) -> None:
+    client: Any = Listed(*ids)
+    if found in ids:
+        assert str(find_job(client, given)) == found
+    elif isinstance(found, str):
+        with pytest.raises(CommandError, match=found) as caught:
+            find_job(client, given)
+        assert caught.value.code is ExitCode.USAGE
+    else:
+        with pytest.raises(found):
+            find_job(client, given)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import io
 import re
 import threading
+from collections.abc import Iterator
 from datetime import UTC, datetime, timedelta
+from types import SimpleNamespace
 
 import pytest
 from rich.console import Console
@@ -15,10 +17,13 @@ from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
 from bexp.api.live_chart import RateChart
+from bexp.api.local_worker import WorkerEndedError
 from bexp.api.stored import StoredExplorations
+from bexp.client.errors import ServiceError
+from bexp.client.explorations import Exploration
 from bexp.explorer.records.event import Event, EventCode
 from bexp.storage.queue import Queue
-from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event
+from tests.api.cli.samples import BASE, EVENTS, GIB, RECOMMENDATION, REQUEST, event, job_document
 
 NOW = datetime(2026, 11, 20, 12, tzinfo=UTC)
 
@@ -34,6 +39,91 @@ def view_of(*events: Event) -> LiveView:
     for one in events:
         view.show(one)
     return view
+
+
+WHILE_IT_RUNS = """\
+tiny  job1  2 trials  0:04 passed, about 0:04 left
+━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━━
+something
+
+best so far  11,000 tokens/s  1.23x base  confidence 30 (target 60)
+             micro_batch_size=4 bta_tile=2 recompute=none attention=flash
+             experts=grouped_mm
+"""
+CHART = """
+composed tokens/s by micro_batch_size, as last measured, bars begin at 8,500
+1 ██████████                                          9,000
+2 ██████████████████████████████                     10,000
+4 ██████████████████████████████████████████████████ 11,000 ◀ best so far
+8 out of memory
+
+memory at the peak: 4.8 GiB (59.4% of 8.0 GiB)
+██████████████████████████████████████████████░░░░░░░░░░░░░░░░░░░░░░░░░░░░░░
+parameters 1.0 GiB     gradients 1.0 GiB    optimizer states 2.0 GiB
+activations 512.0 MiB  transient 256.0 MiB
+"""
+AT_THE_END = f"tiny  job1  2 trials  0:04\n{'━' * 80}\n"
+
+
+def test_the_view_is_this_picture() -> None:
+    best = RECOMMENDATION.model_copy(update={"confidence": 30, "tokens_per_second": 11_000.0, "whole_model": None})
+    rates = {1: 9_000, 2: 10_000.0}
+    events = [
+        started_ago(4),
+        *(event(2, EventCode.TRIAL, candidate={"micro_batch_size": n}, tokens_per_second=r) for n, r in rates.items()),
+        event(4, EventCode.INFEASIBLE, candidate={"micro_batch_size": 8}, outcome="out_of_memory"),
+        event(5, EventCode.RECOMMENDATION, recommendation=best.model_dump(mode="json")),
+    ]
+    assert [line.rstrip() for line in render(view_of(*events)).splitlines()] == (WHILE_IT_RUNS + CHART).splitlines()
+    ended = Event(seq=6, at=NOW, code=EventCode.SUCCEEDED, message="done")
+    expected = (AT_THE_END + CHART).replace("best so far", "recommended")
+    assert [line.rstrip() for line in render(view_of(*events, ended)).splitlines()] == expected.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("seconds", "trials", "confidence", "share"),
+    [(4, 1, 0, 0.4), (0, 2, 15, 0.25), (0, 0, 45, 0.75), (11, 8, 60, 0.99), (0, 0, 0, 0.0)],
+)
+def test_the_bar_grows_with_the_confidence_or_with_what_is_used_of_the_budget(
+    seconds: float, trials: int, confidence: int, share: float
+) -> None:
+    view = view_of(
+        started_ago(seconds),
+        *(event(2, EventCode.TRIAL) for _ in range(trials)),
+        *([confident(confidence)] if confidence else []),
+    )
+    assert view._bar().completed == pytest.approx(share)
+
+
+@pytest.mark.parametrize(
+    ("rates", "begin"),
+    [
+        ((49.0, 100.0), None),  # they differ enough from 0
+        ((50.0, 100.0), "30"),
+        ((90.0, 100.0), "87"),
+        ((1990.0, 2000.0), "1,987"),
+        ((100.0, 100.0), None),
+    ],
+)
+def test_bars_begin_at_a_round_number_below_the_lowest_rate(rates: tuple[float, ...], begin: str | None) -> None:
+    found = re.search(r", bars begin at (\S+)$", drawn(dict(enumerate(rates, 1))), re.MULTILINE)
+    assert (None if found is None else found[1]) == begin
+
+
+def test_a_bar_is_as_long_as_its_rate_to_an_eighth_of_a_cell() -> None:
+    chart = drawn({1: 1.0, 2: 25.3, 3: 100.0, 4: 0.0})
+    assert re.findall(r"^(\d) (\S+)", chart, re.MULTILINE) == [
+        ("1", "▌"),
+        ("2", 12 * "█" + "▋"),
+        ("3", 50 * "█"),
+        ("4", "▏"),
+    ]
+
+
+def test_what_is_left_out_of_a_chart_is_counted() -> None:
+    rates = {size: float(size) for size in range(1, 31)}
+    assert ", 18 more 19 " in " ".join(drawn(rates, 12).split())
+    assert "more" not in drawn(rates, 30)
 
 
 def test_everything_that_is_known_is_seen() -> None:
@@ -53,14 +143,19 @@ def test_everything_that_is_known_is_seen() -> None:
     assert "something" in text  # the last event
 
 
-def bars(rates: dict[int, float], most: int = 12) -> dict[int, int]:
-    """The length of the bar of each size that is drawn."""
+def drawn(rates: dict[int, float], most: int = 12) -> str:
+    """The chart of sizes with their rates."""
     chart = RateChart()
     for size, rate in rates.items():
         chart.note_rate(size, {"micro_batch_size": size}, rate)
     text = io.StringIO()
     Console(width=80, file=text).print(*chart.draw(80, most, final=True))
-    found = re.findall(r"^ *(\d+) (█+)", text.getvalue(), re.MULTILINE)
+    return text.getvalue()
+
+
+def bars(rates: dict[int, float], most: int = 12) -> dict[int, int]:
+    """The length of the bar of each size that is drawn."""
+    found = re.findall(r"^ *(\d+) (█+)", drawn(rates, most), re.MULTILINE)
     return {int(size): len(bar) for size, bar in found}
 
 
@@ -91,6 +186,26 @@ def test_a_candidate_that_is_measured_again_has_its_newest_figure() -> None:
     assert "9,000" not in text.getvalue()
 
 
+@pytest.mark.parametrize(("height", "rows"), [(10, 3), (18, 3), (19, 4), (27, 12), (60, 12)])
+def test_a_chart_has_as_many_rows_as_the_terminal_has_room_for(height: int, rows: int) -> None:
+    trials = [
+        event(size, EventCode.TRIAL, candidate={"micro_batch_size": size}, tokens_per_second=100.0 + size)
+        for size in range(1, 31)
+    ]
+    file = io.StringIO()
+    Console(width=80, height=height, file=file).print(view_of(started_ago(1), *trials))
+    assert len(re.findall(r"^ *\d+ █", file.getvalue(), re.MULTILINE)) == rows
+
+
+def test_memory_is_drawn_against_the_limit_from_a_tenth_of_it_on() -> None:
+    total = RECOMMENDATION.memory.total
+    for limit, cells in ((10 * total, 76), (10 * total - 10, 8)):
+        small = RECOMMENDATION.model_copy(update={"memory_limit_bytes": limit})
+        text = render(view_of(event(1, EventCode.RECOMMENDATION, recommendation=small.model_dump(mode="json"))))
+        (bar,) = re.findall(r"^(█+)(?:░+)?$", text, re.MULTILINE)
+        assert len(bar) == pytest.approx(cells, abs=2)
+
+
 def test_memory_far_below_the_limit_is_drawn_against_itself() -> None:
     small = RECOMMENDATION.model_copy(update={"memory_limit_bytes": 1000 * GIB})
     text = render(view_of(event(1, EventCode.RECOMMENDATION, recommendation=small.model_dump(mode="json"))))
@@ -109,6 +224,7 @@ def confident(confidence: int) -> Event:
 def test_remaining_time_follows_the_confidence_and_the_budget() -> None:
     assert re.search(r"0:0[01] passed, at most about 0:(09|10) left", render(view_of(started_ago(0))))
     assert re.search(r"0:06 passed, about 0:0[12] left", render(view_of(started_ago(6), confident(48))))  # 60 is asked
+    assert "0:05 passed, at most about 0:05 left" in render(view_of(started_ago(5), confident(30))), "both end then"
     assert re.search(r"0:06 passed, at most about 0:0[34] left", render(view_of(started_ago(6), confident(10))))
     for done in (render(view_of(started_ago(6), confident(60))), render(view_of(started_ago(20)))):
         assert "comparing and checking" in done
@@ -164,6 +280,24 @@ def test_lines_scroll_when_they_say_something_new() -> None:
     lines = re.findall(r"BEXP\d+", text.getvalue())
     assert lines == ["BEXP101", "BEXP202"]
     assert "\n        performance: 1.23x base" in text.getvalue()
+
+
+@pytest.mark.parametrize("worker_has_failed", [False, True])
+def test_what_ends_the_events_ends_the_command_and_a_failed_worker_is_told_first(worker_has_failed: bool) -> None:
+    def events(_: str) -> Iterator[Event]:
+        yield EVENTS[0]
+        raise ServiceError("it is gone")
+
+    def check() -> None:
+        if worker_has_failed:
+            raise WorkerEndedError("the worker has failed", 1)
+
+    job = Exploration.model_validate(job_document("queued"))
+    with pytest.raises(ServiceError, match="the worker has failed" if worker_has_failed else "it is gone"):
+        following.follow(SimpleNamespace(events=events), job, check=check)
+    for thread in threading.enumerate():
+        if thread.name == "events":
+            thread.join()
 
 
 def test_a_view_is_drawn_while_nothing_comes_and_by_no_other_thread(

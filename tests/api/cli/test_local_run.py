@@ -102,3 +102,46 @@ def test_another_command_is_not_resumed(bexp: Run, queue: Queue, own: dict[str, 
     queue.request_cancel(job.id)
     done = bexp("tune", "--resume", job.id, "--", "true")
     assert (done.code, done.stderr) == (2, f"bexp: exploration {job.id} is of another command: {said}\n")
+
+
+@pytest.mark.parametrize(
+    ("reason", "starts_after", "said"),
+    [
+        (
+            None,
+            65,
+            [
+                "not started after 30 s: its worker is still starting",
+                "not started after 60 s: its worker is still starting",
+            ],
+        ),
+        ("no device is free", 31, ["not started after 30 s: no device is free"]),
+        (None, 29, []),
+    ],
+)
+def test_a_worker_that_takes_long_is_explained_every_30_seconds(
+    bexp: Run,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    reason: str | None,
+    starts_after: int,
+    said: list[str],
+) -> None:
+    """The storage is asked once a second, and not any more when it has started."""
+    clock, asked = SimpleNamespace(now=1000.0), []
+    clock.monotonic = lambda: clock.now
+    monkeypatch.setattr(local_run, "time", clock)
+    monkeypatch.setattr(Interrupting, "check", lambda _: None)
+
+    def summary(job_id: str) -> SimpleNamespace:
+        asked.append(job_id)
+        started = clock.now - 1000 >= starts_after
+        return SimpleNamespace(state="running" if started else "queued", waiting_reason=reason)
+
+    stored: Any = SimpleNamespace(summary=summary)
+    with LocalRun(REQUEST, "job", "cpu") as run:
+        for _ in range(4 * 100):
+            clock.now += 0.25
+            run.check(stored)
+    assert capsys.readouterr().err.splitlines() == said
+    assert asked == ["job"] * starts_after

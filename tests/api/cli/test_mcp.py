@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -15,6 +19,7 @@ import anyio.to_thread
 import httpx
 import pytest
 import uvicorn
+from typer.testing import CliRunner
 
 pytest.importorskip("mcp", reason="the extra mcp is not installed")
 
@@ -23,9 +28,10 @@ from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
 from starlette.responses import Response
 
-from bexp.api.agents import http
+from bexp.api.agents import http, server
 from bexp.api.agents.commands import Commands
 from bexp.api.agents.http import Guard, create_app
+from bexp.api.cli import app
 from bexp.api.cli.errors import CommandError
 from bexp.api.peers import Peer
 from bexp.api.serve import bind
@@ -101,7 +107,7 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
     async def conversation(client: Client, call: Call) -> None:
         names = {tool.name for tool in (await client.list_tools()).tools}
         assert names == READING | {"explore", "doctor"}  # a command to tune would run on the server's machine
-        explored = await call("explore", config=TINY, fields={"fresh": True, "batch_size": 48})
+        explored = await call("explore", config=TINY, fields={"fresh": True, "batch_size": 48}, wait_seconds=10)
         job_id = explored["job"]["id"]
         assert (explored["job"]["state"], explored["job"]["request"]["batch_size"]) == ("succeeded", 48)
         assert explored["certainty"]["confidence"] == 87
@@ -116,7 +122,7 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
         assert "no exploration begins with 'unknown'" in await call("best", exploration="unknown")
         assert "model.num_layers: is missing" in await call("explore", config={"model": {}})
         assert "config: is not a known field" in await call("explore", config=TINY, fields={"config": {}})
-        assert "wait_seconds" in await call("explore", config=TINY, wait_seconds=60)  # it would hold a thread
+        assert "wait_seconds" in await call("explore", config=TINY, wait_seconds=10.5)  # it would hold a thread
         assert "explore" in await call("explore", config="/etc/passwd")  # a path of the server's machine
 
     with worker():
@@ -131,7 +137,8 @@ def test_over_http_the_tokens_are_the_services(guarded: tuple[str, Database], mo
         refused = httpx.post(url, json=MESSAGE, headers={**ACCEPTED, **headers})
         assert (refused.status_code, refused.headers["WWW-Authenticate"]) == (401, "Bearer")
     two = [*ACCEPTED.items(), *[("Authorization", f"Bearer {token}") for token in ("bexp_wrong", reader)]]
-    assert httpx.post(url, json=MESSAGE, headers=two).status_code == 400
+    doubled = httpx.post(url, json=MESSAGE, headers=two)
+    assert (doubled.status_code, doubled.headers.get("WWW-Authenticate")) == (400, None)
 
     async def conversation(_: Client, call: Call) -> None:
         assert "there is no exploration yet" in await call("status", exploration="latest")  # that of other owners
@@ -249,3 +256,118 @@ def test_a_command_that_goes_on_ends_with_the_server(tmp_path: Path, monkeypatch
         with pytest.raises(CommandError, match="there is no exploration yet"):  # what it has said
             commands.exploration("command-2")
     assert endless._process.returncode is not None
+
+
+@pytest.fixture
+def commands(monkeypatch: pytest.MonkeyPatch) -> Iterator[Commands]:
+    """Starts Python with a program in place of `bexp`."""
+    monkeypatch.setattr("bexp.api.agents.commands.module_command", lambda _, *arguments: [sys.executable, *arguments])
+    with Commands() as started:
+        yield started
+
+
+def test_a_command_is_known_by_a_number_until_it_has_an_exploration(commands: Commands, tmp_path: Path) -> None:
+    follow = "import sys; sys.stderr.write('exploration ab12, kept in x\\n'); sys.stderr.flush(); input(); print('{}')"
+    names = [commands.start("-c", program, folder=tmp_path).name for program in ("pass", "import time; time.sleep(99)")]
+    assert names == ["command-1", "command-2"]
+    assert commands.exploration("ab12") == "ab12"
+    with pytest.raises(CommandError, match="command-2 has begun no exploration yet; ask again"):
+        commands.exploration("command-2")
+    following = commands.start("-c", follow, stdin="\n")
+    assert following.wait(60) == {}
+    assert commands.exploration(following.name) == "ab12"
+
+
+def test_a_command_that_fails_says_its_last_lines_and_one_that_goes_on_is_waited_for(commands: Commands) -> None:
+    failed = commands.start("-c", "import sys; [print(number, file=sys.stderr) for number in range(10)]; sys.exit(3)")
+    with pytest.raises(CommandError) as caught:
+        failed.wait(60)
+    assert (caught.value.code, caught.value.lines) == (3, tuple("23456789"))
+    with pytest.raises(CommandError, match="9"):
+        commands.exploration(failed.name)
+    goes_on = commands.start("-c", "import time; time.sleep(99)")
+    began = time.monotonic()
+    assert goes_on.wait(0.3) is None
+    assert 0.3 <= time.monotonic() - began < 10
+    files = goes_on._files
+    goes_on.stop()
+    assert (goes_on._process.returncode, files.exists()) == (-15, False)
+
+
+class Started:
+    """In place of a command that was started."""
+
+    name, job_id = "command-7", None
+
+    def __init__(self, *arguments: str, stdin: str = "", folder: Path | None = None) -> None:
+        self.arguments, self.stdin, self.folder = arguments, stdin, folder
+
+    def wait(self, seconds: float) -> dict[str, Any] | None:
+        return {"waited": seconds} if seconds >= 1 else None
+
+
+@pytest.mark.parametrize(
+    ("service", "device", "started"),
+    [
+        (False, None, ("explore", "-", "--json")),
+        (False, "cpu", ("explore", "-", "--json", "--device", "cpu")),
+        (True, "cpu", ("explore", "-", "--json", "--device", "cpu")),
+        (True, None, None),
+    ],
+)
+def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
+    monkeypatch: pytest.MonkeyPatch, service: bool, device: str | None, started: tuple[str, ...] | None
+) -> None:
+    commands, tools = list[Started](), dict[str, Callable[..., dict[str, Any]]]()
+
+    def start(*arguments: str, **others: Any) -> Started:
+        commands.append(Started(*arguments, **others))
+        return commands[-1]
+
+    def last() -> Started:
+        return commands[-1]
+
+    monkeypatch.setattr(server, "connect", lambda: nullcontext("client"))
+    monkeypatch.setattr(server, "_submit", lambda *given: {"submitted": given[1:]})
+    here: Any = SimpleNamespace(add_tool=lambda tool: tools.setdefault(tool.__name__, tool))
+    server.add_local_tools(here, SimpleNamespace(start=start), service=service)  # type: ignore[arg-type]  # all it asks
+    expected = {**TINY, "batch_size": 48}
+    answer = tools["explore"](TINY, {"batch_size": 48}, device, 5.0)
+    if started is None:
+        assert (answer, commands) == ({"submitted": (expected, 5.0)}, [])
+        return
+    (command,) = commands
+    assert (answer, command.arguments, json.loads(command.stdin)) == ({"waited": 5.0}, started, expected)
+    starting = {"job": {"id": "command-7", "state": "starting"}, "certainty": None}
+    assert tools["tune"](["python", "x.py"], ["--batch-size", "8"], "/data", 0.0) == starting
+    assert last().arguments == ("tune", "--json", "--batch-size", "8", "--", "python", "x.py")
+    assert last().folder == Path("/data")
+    assert tools["tune"](["true"]) == {"waited": 30.0}
+    assert (last().arguments, last().folder) == (("tune", "--json", "--", "true"), None)
+    assert tools["doctor"]() == {"waited": math.inf}
+    assert last().arguments == ("doctor", "--json")
+
+
+def test_over_http_a_service_is_needed_and_served_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    served: list[tuple[str, str, int]] = []
+    monkeypatch.setattr(http, "serve", lambda *given: served.append(given))
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    refused = CliRunner().invoke(app, ["mcp", "--http"])
+    assert (refused.exit_code, served) == (2, [])
+    assert refused.stderr == "bexp: --http serves a service: set BEXP_API_URL to its URL\n"
+    monkeypatch.setenv("BEXP_API_URL", "http://h:1")
+    assert CliRunner().invoke(app, ["mcp", "--http"]).exit_code == 0
+    assert CliRunner().invoke(app, ["mcp", "--http", "--host", "::1", "--port", "80"]).exit_code == 0
+    assert served == [("http://h:1", "127.0.0.1", 8643), ("http://h:1", "::1", 80)]
+
+
+@pytest.mark.parametrize("url", [None, "http://h:1"])
+def test_over_stdio_explorations_go_to_the_service_that_is_named(
+    monkeypatch: pytest.MonkeyPatch, url: str | None
+) -> None:
+    did: list[Any] = []
+    monkeypatch.setattr(server, "build_server", lambda *_: SimpleNamespace(run=did.append))
+    monkeypatch.setattr(server, "add_local_tools", lambda *_, service: did.append(service))
+    monkeypatch.delenv("BEXP_API_URL", raising=False)
+    assert CliRunner().invoke(app, ["mcp"], env={"BEXP_API_URL": url}).exit_code == 0
+    assert did == [url is not None, "stdio"]

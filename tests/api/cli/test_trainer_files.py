@@ -153,7 +153,9 @@ def test_a_file_gets_the_answer_of_shapes_and_of_sharding(files: Path) -> None:
 
 def test_a_whole_file_is_not_told_what_else_it_needs(files: Path) -> None:
     for name in ("axolotl", "llamafactory"):
-        assert not any(line.startswith("add ") for line in written(files, name, PLAIN)[1])
+        said = written(files, name, PLAIN)[1]
+        assert not any(line.startswith("add ") for line in said)
+        assert all(line[0].isalnum() for line in said), "no sign of a comment is left"
 
 
 def test_only_a_yaml_that_is_read_is_written(files: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 from pathlib import Path
@@ -85,6 +86,19 @@ def test_values_to_try_are_read_as_yaml() -> None:
             _read_try(wrong)
 
 
+Started = list[tuple[list[str], dict[str, str]]]
+SPEED = Speed(BEST, 100.0, None, 1)
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> Started:
+    """The commands that this process would have become."""
+    started: Started = []
+    monkeypatch.setattr(os, "execvpe", lambda _, arguments, environment: started.append((arguments, environment)))
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
+    return started
+
+
 @pytest.mark.parametrize(
     ("device", "visible", "class_name"),
     [(None, "5,7", "Trainer"), ("cuda:0-1", "5,7", "Trainer"), ("cuda:1", "7", LOOP), ("cpu", "", "model")],
@@ -93,17 +107,44 @@ def test_the_command_runs_on_the_device_that_was_named_unless_it_shares_out_seve
     device: str | None,
     visible: str,
     class_name: str,
+    started: Started,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "5,7")
-    started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(os, "execvpe", lambda _, arguments, environment: started.append((arguments, environment)))
-    monkeypatch.setattr(signal, "signal", lambda *_: None)
-    speed = Speed(BEST, 100.0, None, 1)
-    answer = TuneAnswer(speed, speed, 2, 8, {}, {}, class_name, 0)
+    answer = TuneAnswer(SPEED, SPEED, 2, 8, {}, {}, class_name, 0)
     answer.run(TunedCommand(["python", "train.py"]), device, None)
     ((arguments, environment),) = started
     assert arguments[:2] == ["python", "train.py"]
     assert (environment["CUDA_VISIBLE_DEVICES"], environment[link.SIZE], environment[link.STEPS]) == (visible, "4", "2")
     assert ("such as a number of steps, does not change" in capsys.readouterr().err) == (class_name == LOOP)
+
+
+@pytest.mark.parametrize(
+    ("given", "becomes", "has_size"),
+    [
+        ("train.py", "train.py", False),
+        ("train.py --per_device_train_batch_size 1", "train.py --per_device_train_batch_size 4", True),
+        ("train.py {micro_batch_size} {grad_accum_steps} {lr}", "train.py 4 1 0.5", True),
+    ],
+)
+def test_the_command_learns_what_was_promised_and_which_settings_it_lacks(
+    given: str, becomes: str, has_size: bool, started: Started, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nobody knows its batch, so that there are no steps."""
+    answer = TuneAnswer(SPEED, SPEED, None, None, {}, {"lr": 0.5, "optim": "sgd"}, LOOP, 0)
+    answer.run(TunedCommand(["python", *given.split()]), None, None)
+    ((arguments, environment),) = started
+    assert arguments == ["python", *becomes.split()]
+    promise = {"tokens_per_second": 100.0, "tokens_per_sample": 1, "has_size": has_size}
+    assert json.loads(environment[link.PROMISE]) == promise
+    assert json.loads(environment[link.CHOICE]) == {"optim": "sgd"} | ({} if "{lr}" in given else {"lr": 0.5})
+    assert link.STEPS not in environment
+    assert ("does not change" in capsys.readouterr().err) is not has_size
+
+
+def test_a_command_whose_batch_no_size_divides_is_not_started(started: Started) -> None:
+    answer = TuneAnswer(SPEED, SPEED, None, 6, {}, {}, "Trainer", 0)
+    with pytest.raises(CommandError, match="no size that was tried divides the batch of 6") as caught:
+        answer.run(TunedCommand(["python", "train.py"]), None, None)
+    assert (caught.value.code, started) == (ExitCode.NO_ANSWER, [])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from bexp.api.cli.tune_answer import Speed, TuneAnswer, _best
+from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer, _best
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.explorer.records.recommendation import DividingCandidate
@@ -151,3 +151,108 @@ def test_a_batch_that_nobody_states_has_no_steps() -> None:
     assert answer.own == {SIZE: 4}
     rows = "\n".join(answer.rows(TunedCommand(["python", "t.py", "{micro_batch_size}"])))
     assert "before  " not in rows
+
+
+SLOW = Candidate(micro_batch_size=1, attention_backend="own", num_query_groups=1)
+FAST = SLOW.model_copy(update={"micro_batch_size": 8})
+
+
+def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
+    """What an answer of 8 sequences in two steps says, as labels with texts."""
+    known: dict[str, Any] = {"steps": 2, "batch_size": 16, "own": {SIZE: 1, STEPS: 16}, "choice": {}}
+    answer = TuneAnswer(
+        best=Speed(FAST, 12_345.6, 5 << 30, changes.pop("length", 32)),
+        base=Speed(changes.pop("base", SLOW), 99.96, None, changes.pop("base_length", 32)),
+        **known | {"class_name": "Trainer", "most_bytes": 0} | changes,
+    )
+    return [
+        (label.strip(), text)
+        for label, text in (line.split("\t") for line in answer.rows(TunedCommand(command.split())))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("command", "told", "more"),
+    [
+        (
+            f"python train.py --{SIZE} 1",
+            [("for the command", f"--{SIZE} 1 -> 8"), ("", f"add --{STEPS} 2")],
+            {},
+        ),
+        (
+            "python train.py {micro_batch_size} {grad_accum_steps}",
+            [("for the command", "{micro_batch_size} = 8, {grad_accum_steps} = 2")],
+            {},
+        ),
+        (
+            "python train.py {micro_batch_size} --lr={lr}",
+            [("for the command", "{micro_batch_size} = 8, {lr} = 0.5"), ("", "add --optim sgd")],
+            {"choice": {"lr": 0.5, "optim": "sgd"}, "steps": None},
+        ),
+        (
+            "python train.py",
+            [("for the command", "micro-batch 1 -> 8 in the script"), ("", "accumulation steps 16 -> 2 in the script")],
+            {"class_name": LOOP},
+        ),
+        (
+            "python train.py",
+            [("for the command", "nothing to change")],
+            {"own": {SIZE: 8, STEPS: 2}},
+        ),
+    ],
+)
+def test_what_to_change_comes_first(command: str, told: list[tuple[str, str]], more: dict[str, Any]) -> None:
+    assert [(label, text) for label, text in rows(command, **more) if label in {"for the command", ""}] == told
+
+
+@pytest.mark.parametrize(
+    ("command", "label", "more"),
+    [
+        ("python train.py", "before", {}),
+        ("python train.py {micro_batch_size}", "base", {}),  # the command has no size of its own
+        ("python train.py", "base", {"own": {SIZE: 4, STEPS: 4}}),
+    ],
+)
+def test_the_speeds_follow_with_their_peak_memory(command: str, label: str, more: dict[str, Any]) -> None:
+    assert rows(command, **more)[-2:] == [
+        (label, f"{SLOW.describe()}: 100.0 tokens/s"),
+        ("after", f"{FAST.describe()}: 12,346 tokens/s, peak memory 5.0 GiB"),
+    ]
+    assert {"before", "base", "after"}.isdisjoint(dict(rows(command, **more, base=FAST)))
+
+
+def test_what_has_no_tokens_is_told_in_samples() -> None:
+    assert rows("python train.py", length=1)[-1][1].endswith(": 12,346 samples/s, peak memory 5.0 GiB")
+    assert rows("python train.py", length=2)[-1][1].endswith(": 12,346 tokens/s, peak memory 5.0 GiB")
+
+
+def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
+    """A stated batch tells no steps of the command's own. Of a candidate's trials the highest peak counts."""
+    found: Any = make_recommendation()
+    tried: Any = [(found.candidate, 300), (found.candidate, 500), (found.candidate, None), (found.base, None)]
+    parts = {"micro_batch_size": 4, "batch_size": 24, "seq_length": 128, "class_name": "Trainer"}
+    tuned = found.candidate.model_copy(update={"settings": "optim=sgd"})
+    stored: Any = SimpleNamespace(
+        result=lambda _: SimpleNamespace(recommendation=found),
+        get=lambda _: SimpleNamespace(report={"parts": parts}),
+        trials=lambda _: [SimpleNamespace(candidate=of, measured_peak_bytes=peak) for of, peak in tried],
+    )
+    tries = {"optim": ["adamw", "sgd"]}
+    answer = TuneAnswer.find(stored, "j", tries, None)
+    assert answer is not None
+    assert answer.own == {"optim": "adamw", SIZE: 4, STEPS: 6}
+    assert (answer.batch_size, answer.class_name, answer.choice) == (24, "Trainer", {})
+    assert (answer.best.peak_bytes, answer.best.tokens_per_sample) == (500, 128)
+    assert answer.base.tokens_per_second == pytest.approx(found.expected_tokens_per_second / 1.2)
+    assert answer.most_bytes == (1 << 29) - (1 << 21) + (1 << 20)
+    found = found.model_copy(update={"candidate": tuned})
+    stated = TuneAnswer.find(stored, "j", tries, 48)
+    assert stated is not None
+    assert (stated.batch_size, stated.own, stated.choice) == (48, {"optim": "adamw", SIZE: 4}, {"optim": "sgd"})
+    assert stated.best.peak_bytes is None
+    parts.clear()
+    unknown = TuneAnswer.find(stored, "j", tries, None)
+    assert unknown is not None
+    assert (unknown.batch_size, unknown.own[SIZE], unknown.best.tokens_per_sample) == (None, None, 1)
+    found = None
+    assert TuneAnswer.find(stored, "j", tries, None) is None

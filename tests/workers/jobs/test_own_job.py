@@ -107,3 +107,94 @@ def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: Own
         "Waiting: the device is in use: cpu is in use by another profiler (process 7 of user ann); "
         "wait for its end, end it, or name another device with --device"
     ]
+
+
+class Ending(threading.Event):
+    """An event on a clock of its own, which moves when somebody waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 1000.0
+        self.waits: list[float] = []
+        self.actions: dict[float, Callable[[], Any]] = {}
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def wait(self, timeout: float | None = None) -> bool:
+        assert timeout is not None
+        self.waits.append(timeout)
+        self.now += timeout
+        for at in [at for at in self.actions if self.now > 1000.0 + at]:
+            self.actions.pop(at)()
+        assert self.now < 1100.0, "nothing has ended it"
+        return self.is_set()
+
+    def sleep(self, seconds: float) -> None:
+        self.wait(seconds)
+
+
+@pytest.fixture
+def ending(monkeypatch: pytest.MonkeyPatch) -> Ending:
+    """In place of the module's clock."""
+    ending = Ending()
+    monkeypatch.setattr(own_job, "time", ending)
+    return ending
+
+
+def test_a_ready_worker_has_ten_seconds_to_take_its_job_from_when_it_waits_for_it(queue: Queue, ending: Ending) -> None:
+    worker = JobWorker(queue, FakeProfiler(), "cpu")
+    worker.hardware = make_report().hardware
+    own = OwnJob(worker, "own")
+    ending.actions = {
+        20.0: lambda: queue.enqueue(make_request(), job_id="own"),
+        25.0: lambda: run_by_another(queue),
+    }
+    ending.actions[40.0] = ending.set
+    own.watch(ending)
+    assert not own.is_refused
+    assert all(0.1 <= seconds <= 0.5 for seconds in ending.waits), "it looks some times a second"
+    queue.request_cancel("own")
+    other, _ = queue.enqueue(make_request(seed=1))
+    ending.clear()
+    began = ending.now
+    waiting = OwnJob(worker, other.id)
+    waiting.watch(ending)
+    assert waiting.is_refused
+    assert 10.0 < ending.now - began <= 11.0
+
+
+def test_an_idle_worker_that_holds_the_device_has_two_seconds_before_the_job_is_told(
+    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = JobWorker(queue, FakeProfiler(), "cpu")
+    worker._profiler.held_by = "another"
+    queue.enqueue(make_request(), job_id="own")
+    told: list[float] = []
+    own = OwnJob(worker, "own")
+    tell = own._tell
+
+    def note(waited: float) -> None:
+        tell(waited)
+        if own._is_told:
+            told.append(waited)
+
+    monkeypatch.setattr(own, "_tell", note)
+    ending.actions[9.0] = ending.set
+    own.watch(ending)
+    assert 2.0 < told[0] <= 2.5
+    assert len([event for event in read_events(queue.database, "own") if event.code is EventCode.WAITING]) == 1
+
+
+def test_a_job_that_does_not_end_is_left_after_six_seconds(
+    queue: Queue, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue.enqueue(make_request(), job_id="own")
+    own = JobWorker(queue, FakeProfiler(), "cpu")
+    register_worker(queue.database, make_worker(own.id))
+    assert queue.claim(make_worker(own.id)) is not None
+    with closed_stdin(monkeypatch):
+        OwnJob(own, "own").end_with_stdin(ending)
+    assert ending.is_set()
+    assert get_job(queue.database, "own").cancel_requested
+    assert 6.0 <= ending.now - 1000.0 <= 6.5

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import sqlalchemy as sa
@@ -280,6 +280,23 @@ def test_a_job_holds_its_step_while_the_database_is_away(
     assert get_job(queue.database, job.id).state is JobState.SUCCEEDED
     assert codes(queue, job) == [101, 102, 201, 201, 201, 401]
     assert profiler.measured == [0, 1, 2]
+
+
+def test_a_database_that_stays_away_is_asked_ever_more_rarely_and_at_least_every_five_seconds(
+    sqlite_database: Database,
+) -> None:
+    class Pauses(threading.Event):
+        seconds: ClassVar[list[float | None]] = []
+
+        def wait(self, timeout: float | None = None) -> bool:
+            self.seconds.append(timeout)
+            return self.is_set()
+
+    queue, stopping = Failing(sqlite_database, 7, commits=False), Pauses()
+    queue.enqueue(make_request())
+    end = run_job(claim_next(queue), queue, FakeProfiler(), stopping=stopping, explore=fake_explore)
+    assert end is JobEnd.SUCCEEDED
+    assert stopping.seconds[:7] == pytest.approx([0.2, 0.4, 0.8, 1.6, 3.2, 5.0, 5.0])
 
 
 def test_a_worker_that_ends_while_the_database_is_away_leaves_the_job_to_its_lease(sqlite_database: Database) -> None:
