@@ -45,7 +45,7 @@ class Metrics:
         """Count a request."""
         self._latency.labels(method, route, str(status)).observe(seconds)
 
-    def render(self, database: Database, num_streams: int, *, is_troubled: bool = False) -> bytes:
+    def render(self, database: Database, num_streams: int, *, is_troubled: bool) -> bytes:
         """Return all metrics as text; this reads the database.
 
         `is_troubled` says that a background task of this process does not do its work.

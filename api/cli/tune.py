@@ -166,13 +166,13 @@ def check_startable(command: Sequence[str]) -> None:
 
     What stands in arguments of other programs is for them to judge.
     """
-    program = Path(command[0])
+    program = command[0]  # a Path of './train.sh' would be looked for on PATH
     named = (each for before, each in pairwise(command) if _SCRIPT.fullmatch(each) and not before.startswith("-"))
     script = next(named, None)
     if shutil.which(program) is None:
         raise CommandError(ExitCode.USAGE, f"there is no program '{program}'")
     has_module = any(each.startswith(("-m", "-c", "--module")) for each in command[1:])
-    runs_script = _RUNS_SCRIPT.fullmatch(program.name) and not has_module
+    runs_script = _RUNS_SCRIPT.fullmatch(Path(program).name) and not has_module
     if script is not None and runs_script and not Path(script).exists():
         raise CommandError(ExitCode.USAGE, f"there is no script '{script}' in {Path.cwd()}")
 

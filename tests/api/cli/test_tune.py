@@ -59,16 +59,19 @@ def test_a_command_has_the_name_of_its_script_or_settings(command: list[str], na
         (["python", "-m", "trainer", "--log", "new.py"], None),
         (["python", "-c", "open('x').read()", "new.py"], None),
         (["env", "--chdir=dir", "python", "trian.py"], None),
+        (["./run", "--x"], None),
+        (["run", "--x"], "there is no program 'run'"),
     ],
 )
 def test_a_mistyped_script_is_told_at_once(
     command: list[str], said: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "train.py").touch()
-    for program in ("python", "accelerate", "env"):
+    (tmp_path / "bin").mkdir()
+    for program in ("bin/python", "bin/accelerate", "bin/env", "run"):
         (tmp_path / program).touch(0o755)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
     if said is None:
         check_startable(command)
         return
