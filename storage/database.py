@@ -245,12 +245,8 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
 def _pool_options(limits: DatabaseLimits | None) -> dict[str, Any]:
     if limits is None:
         return {"pool_size": 5, "max_overflow": 20}
-    kept = min(5, limits.max_connections)
-    return {
-        "pool_size": kept,
-        "max_overflow": limits.max_connections - kept,
-        "pool_timeout": limits.pool.total_seconds(),
-    }
+    # All are kept: to open one costs PostgreSQL, and this process, more than a submission does.
+    return {"pool_size": limits.max_connections, "max_overflow": 0, "pool_timeout": limits.pool.total_seconds()}
 
 
 def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
