@@ -292,7 +292,12 @@ def time_cancels(bench: Bench) -> dict[str, Any]:
 
 def follow(bench: Bench) -> dict[str, Any]:
     """Follow 50 explorations with `number` followers, with five disconnects each and 20 kills of the API."""
-    return follow_jobs(bench.service, bench.database, bench.number)
+    return follow_jobs(bench.service, bench.database, bench.number, disturbed=True)
+
+
+def time_events(bench: Bench) -> dict[str, Any]:
+    """Time events on their way to `number` followers."""
+    return follow_jobs(bench.service, bench.database, bench.number, disturbed=False)
 
 
 def stay_small(bench: Bench) -> dict[str, Any]:
@@ -307,6 +312,7 @@ FIGURES: dict[str, tuple[Callable[[Bench], dict[str, Any]], int, int]] = {
     "recovery": (time_recovery, 10, 2),
     "cancels": (time_cancels, 200, 2),
     "followers": (follow, 2000, 0),
+    "events": (time_events, 2000, 0),
     "soak": (stay_small, 60, 2),
 }
 """By name: how it is taken, how often by default, and with how many workers."""
