@@ -342,7 +342,7 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     assert tools["tune"](["python", "x.py"], ["--batch-size", "8"], "/data", 0.0) == starting
     assert last().arguments == ("tune", "--json", "--batch-size", "8", "--", "python", "x.py")
     assert last().folder == Path("/data")
-    assert tools["tune"](["true"]) == {"waited": 30.0}
+    assert tools["explore"](TINY, None, "cpu") == tools["tune"](["true"]) == {"waited": 30.0}
     assert (last().arguments, last().folder) == (("tune", "--json", "--", "true"), None)
     assert tools["doctor"]() == {"waited": math.inf}
     assert last().arguments == ("doctor", "--json")
