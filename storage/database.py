@@ -245,7 +245,7 @@ def open_database(url: str, limits: DatabaseLimits | None = None) -> Database:
 def _pool_options(limits: DatabaseLimits | None) -> dict[str, Any]:
     if limits is None:
         return {"pool_size": 5, "max_overflow": 20}
-    # All are kept: to open one costs PostgreSQL, and this process, more than a submission does.
+    # All are kept, so that under load none is opened anew for each use.
     return {"pool_size": limits.max_connections, "max_overflow": 0, "pool_timeout": limits.pool.total_seconds()}
 
 

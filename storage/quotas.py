@@ -70,14 +70,13 @@ def set_quota(database: Database, owner: str, quota: Quota | None, *, by: Caller
     """
     if owner != EVERYBODY:
         check_name("an owner's name", owner)
-    insert = postgresql.insert(quotas) if database.is_postgresql else sqlite.insert(quotas)
+    change: sa.Executable = sa.delete(quotas).where(quotas.c.owner == owner)
+    if quota is not None:
+        insert = postgresql.insert(quotas) if database.is_postgresql else sqlite.insert(quotas)
+        values = asdict(quota)  # another administrator may store one at this moment
+        change = insert.values(owner=owner, **values).on_conflict_do_update(index_elements=["owner"], set_=values)
     with database.begin() as connection:
-        if quota is None:
-            connection.execute(sa.delete(quotas).where(quotas.c.owner == owner))
-        else:  # another administrator may store one at this moment
-            values = asdict(quota)
-            insert = insert.values(owner=owner, **values)
-            connection.execute(insert.on_conflict_do_update(index_elements=[quotas.c.owner], set_=values))
+        connection.execute(change)
         note_action(database, connection, by, Action.SET_QUOTA, owner)
 
 
