@@ -238,13 +238,17 @@ def plans(result: Row, group: str) -> Iterable[Row]:
             yield {"name": name, **row, "source": source}
 
 
-def chaos(result: Row) -> Iterable[Row]:
-    """Return campaigns of random faults, those of one commit and database together, and the sum of all."""
+def _by_commit(result: Row) -> Iterable[tuple[tuple[str, str], list[Row]]]:
+    """Return the rounds of a result by commit and database, and all of them last."""
     groups: dict[tuple[str, str], list[Row]] = {}
     for row in result["rounds"]:
         groups.setdefault((row["commit"], row["database"]), []).append(row)
-        groups.setdefault(("all", "both"), []).append(row)
-    for (commit, database), rows in sorted(groups.items(), key=lambda group: group[0][0] == "all"):
+    return [*groups.items(), (("all", "both"), list(result["rounds"]))]
+
+
+def chaos(result: Row) -> Iterable[Row]:
+    """Return campaigns of random faults, those of one commit and database together, and the sum of all."""
+    for (commit, database), rows in _by_commit(result):
         struck: Counter[str] = Counter()
         for row in rows:
             struck.update({kind: number for kind, number in row["faults"].items() if kind != "failpoints"})
@@ -273,12 +277,8 @@ def chaos(result: Row) -> Iterable[Row]:
 
 def fuzz(result: Row) -> Iterable[Row]:
     """Return fuzzed requests, those of one commit and database together, and the sum; of times, the worst round's."""
-    groups: dict[tuple[str, str], list[Row]] = {}
-    for row in result["rounds"]:
-        groups.setdefault((row["commit"], row["database"]), []).append(row)
-        groups.setdefault(("all", "both"), []).append(row)
     worst = ("median_seconds", "p99_9_seconds", "slowest_seconds", "memory_growth_bytes")
-    for (commit, database), rows in sorted(groups.items(), key=lambda group: group[0][0] == "all"):
+    for (commit, database), rows in _by_commit(result):
         statuses: Counter[str] = sum((Counter(row["statuses"]) for row in rows), Counter())
         requests = sum(row["requests"] for row in rows)
         yield {

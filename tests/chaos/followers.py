@@ -1,4 +1,4 @@
-"""Followers of many explorations, who lose their connection again and again, also because the API is killed."""
+"""Followers of many explorations: which events they get, and when. Some lose connections, and the API is killed."""
 
 from __future__ import annotations
 
