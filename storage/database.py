@@ -193,7 +193,7 @@ class Database:
         """Return `now` + `offset` as an expression, so that one statement can both read the clock and store it."""
         if self.is_postgresql:
             now = sa.func.clock_timestamp(type_=UTCDateTime())
-            return sa.type_coerce(now + sa.literal(offset, sa.Interval()), UTCDateTime())
+            return sa.type_coerce(now + sa.literal(offset, sa.Interval()), UTCDateTime()) if offset else now
         return sa.literal(datetime.now(UTC) + offset, UTCDateTime())
 
     def ping(self) -> None:

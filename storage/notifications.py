@@ -36,14 +36,16 @@ PROBE_PAUSE_SECONDS = 60.0
 _ROUND_SECONDS = 0.5
 """How long the thread waits for a notification before it looks whether it should end."""
 
+_MESSAGES = sa.func.unnest(sa.bindparam("messages", type_=postgresql.ARRAY(sa.Text)))
+_NOTIFY = sa.select(sa.func.pg_notify(sa.bindparam("channel", type_=sa.Text), _MESSAGES))
+
 logger = logging.getLogger(__name__)
 
 
 def notify(database: Database, connection: sa.Connection, channel: str, messages: Sequence[str] = ("",)) -> None:
     """Tell those who listen to `channel`, when the transaction of `connection` commits; on SQLite nothing happens."""
     if database.is_postgresql:
-        each = sa.func.unnest(sa.literal(list(messages), postgresql.ARRAY(sa.Text)))
-        connection.execute(sa.select(sa.func.pg_notify(channel, each)))
+        connection.execute(_NOTIFY, {"channel": channel, "messages": list(messages)})
 
 
 def notify_events(database: Database, connection: sa.Connection, last_seqs: Mapping[str, int]) -> None:

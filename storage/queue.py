@@ -33,6 +33,7 @@ from bexp.storage.progress import find_progress, progress_values
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.resuming import resume_job
 from bexp.storage.run_reports import find_reported_runs
+from bexp.storage.stored_bytes import StoredSums
 from bexp.storage.submission import Submission, insert_submission
 from bexp.storage.tables import jobs
 from bexp.storage.trials import insert_trial, trial_values
@@ -48,6 +49,7 @@ class Queue:
     def __init__(self, database: Database, settings: QueueSettings | None = None) -> None:
         self.database = database
         self.settings = settings or QueueSettings()
+        self._sums = StoredSums()
 
     def enqueue(
         self,
@@ -76,7 +78,7 @@ class Queue:
             StoredQuotaError: the owner stores as much as its quota allows.
         """
         submission = Submission(request, by, idempotency_key, body_hash, priority, job_id)
-        return insert_submission(self.database, submission)
+        return insert_submission(self.database, submission, self._sums)
 
     def claim(
         self, worker: WorkerInfo, *, description: str | None = None, among: Collection[str] | None = None

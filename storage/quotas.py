@@ -12,7 +12,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from bexp.storage.audit import Action, note_action
 from bexp.storage.database import Database
 from bexp.storage.owners import LOCAL, Caller, check_name
-from bexp.storage.stored_bytes import sum_stored_bytes
+from bexp.storage.stored_bytes import StoredSums, sum_stored_bytes
 from bexp.storage.tables import IS_QUEUED, jobs, quotas
 
 EVERYBODY = "*"
@@ -124,15 +124,27 @@ def check_queued(database: Database, connection: sa.Connection, owner: str, quot
         raise QueuedQuotaError(owner, limit)
 
 
-def check_stored(database: Database, connection: sa.Connection, owner: str, quota: Quota) -> None:
+def check_stored(
+    database: Database,
+    connection: sa.Connection,
+    owner: str,
+    quota: Quota,
+    sums: StoredSums | None = None,
+    num_bytes: int = 0,
+) -> None:
     """Check that an owner may store more, within a transaction that may write.
 
-    Submissions at the same moment may all be accepted. They exceed the quota by what they take themselves.
+    Submissions at the same moment may all be accepted. They exceed the quota by what they take themselves. With `sums`,
+    one of `num_bytes` bytes is accepted without another sum while the quota is far.
 
     Raises:
         StoredQuotaError: it may not.
     """
     limit = quota.stored_limit
-    stored = sum_stored_bytes(database, connection, owner, limit)
+    if sums is not None and sums.has_room(owner, limit, num_bytes):
+        return
+    stored, any_void = sum_stored_bytes(database, connection, owner, limit)
     if stored >= limit:
         raise StoredQuotaError(owner, limit, stored)
+    if sums is not None and not any_void:  # there may be more than were counted
+        sums.note(owner, stored, num_bytes)

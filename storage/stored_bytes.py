@@ -6,7 +6,9 @@ is void, and the owner's next submission counts anew.
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
@@ -24,6 +26,11 @@ ROW_BYTES = 80
 MOST_COUNTED = 100
 """Jobs that one submission counts, so that it does not take long."""
 
+SUM_SECONDS = 10.0
+"""How long a sum may stand for the next submissions, because workers and other processes write as well."""
+SHARE_OF_ROOM = 1 / 8
+"""What one process accepts of the room that a sum has found before it sums again. Eight do not exceed a quota so."""
+
 _TEXTS = {
     jobs: ("request", "report", "space", "recommendation", "answer", "error", "waiting_reason"),
     events: ("message", "data"),
@@ -35,20 +42,51 @@ _TEXTS = {
 """The columns of each table that hold what may be long."""
 
 
-def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, enough: int) -> int:
-    """Return the bytes that the jobs of an owner take, within a transaction that may write.
+@dataclass(slots=True)
+class _Sum:
+    stored: int
+    accepted: int
+    at: float
 
-    Jobs whose count is void are counted first, at most MOST_COUNTED of them, unless the others take `enough` already.
+
+class StoredSums:
+    """What the owners' jobs took when this process last summed it, and what it has accepted since.
+
+    A sum reads an entry of each job of the owner, which takes longer than all else that a submission does.
+    """
+
+    def __init__(self) -> None:
+        self._by_owner: dict[str, _Sum] = {}
+
+    def has_room(self, owner: str, limit: int, num_bytes: int) -> bool:
+        """Return whether so much may be stored without another sum; from then on it counts as accepted."""
+        last = self._by_owner.get(owner)
+        if last is None or time.monotonic() > last.at + SUM_SECONDS:
+            return False
+        if last.accepted + num_bytes > (limit - last.stored) * SHARE_OF_ROOM:
+            return False
+        last.accepted += num_bytes
+        return True
+
+    def note(self, owner: str, stored: int, num_bytes: int) -> None:
+        """Note a sum, and what is accepted after it."""
+        self._by_owner[owner] = _Sum(stored, num_bytes, time.monotonic())
+
+
+def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, enough: int) -> tuple[int, bool]:
+    """Return the bytes that the jobs of an owner take, and whether the count of some job was void.
+
+    Those are counted first, within a transaction that may write, at most MOST_COUNTED of them, unless the others take
+    `enough` already.
     """
     is_void = sa.func.count() > sa.func.count(jobs.c.stored_bytes)
     counted = sa.select(sa.func.sum(jobs.c.stored_bytes), is_void).where(jobs.c.owner == owner)
     total, any_void = connection.execute(counted).one()
     stored = int(total or 0)
-    if stored >= enough or not any_void:
-        return stored
-    given = {"of_owner": owner, "most": MOST_COUNTED}
-    counted_now = connection.scalars(_count_void(database.is_postgresql), given)
-    return stored + sum(map(int, counted_now))
+    if stored < enough and any_void:
+        given = {"of_owner": owner, "most": MOST_COUNTED}
+        stored += sum(map(int, connection.scalars(_count_void(database.is_postgresql), given)))
+    return stored, any_void
 
 
 def count_queued(request: Mapping[str, Any], texts: Iterable[str], labels: Mapping[str, str]) -> int:

@@ -23,7 +23,7 @@ from bexp.storage.notifications import QUEUED_JOBS, notify
 from bexp.storage.owners import Caller
 from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.reuse import find_answer_of_live
-from bexp.storage.stored_bytes import count_queued
+from bexp.storage.stored_bytes import StoredSums, count_queued
 from bexp.storage.tables import jobs, labels
 
 
@@ -71,7 +71,7 @@ class IdempotencyConflictError(ValueError):
         self.job_id = job_id
 
 
-def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]:
+def insert_submission(database: Database, given: Submission, sums: StoredSums) -> tuple[Job, bool]:
     """Store a job and its first events, as `Queue.enqueue` says."""
     request, key, owner = given.request, given.idempotency_key, given.by.owner
     hashed = None if key is None else stored_key(owner, key)
@@ -102,9 +102,10 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         "body_hash": body_hash,
         "request_key": request_key(request),
     }
+    num_bytes = count_queued(document, [draft.message for draft in drafts], request.labels)
     stored = find_answer_of_live(database, request, owner)
     if stored is None:
-        values["stored_bytes"] = count_queued(document, [draft.message for draft in drafts], request.labels)
+        values["stored_bytes"] = num_bytes
     else:
         values |= {**stored.values, "state": JobState.SUCCEEDED.value}
         drafts += stored.drafts
@@ -113,7 +114,7 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
             first = None if hashed is None else _find_first(database, connection, hashed)
             if first is None:
                 quota = find_quota(connection, owner)
-                check_stored(database, connection, owner, quota)
+                check_stored(database, connection, owner, quota, sums if stored is None else None, num_bytes)
                 if stored is None:
                     check_queued(database, connection, owner, quota)
                 now = database.now(connection)
@@ -131,7 +132,7 @@ def insert_submission(database: Database, given: Submission) -> tuple[Job, bool]
         with database.read() as connection:
             first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one_or_none()
         if first is None:  # and was deleted since
-            return insert_submission(database, given)
+            return insert_submission(database, given, sums)
     if first is None:
         return job_from_row(row, request), True
     if not asks_the_same(first, request, body_hash):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import pytest
 import sqlalchemy as sa
 
@@ -25,7 +27,7 @@ LOTS = 1 << 60
 
 def count(database: Database, owner: str = LOCAL.owner) -> int:
     with database.begin() as connection:
-        return sum_stored_bytes(database, connection, owner, LOTS)
+        return sum_stored_bytes(database, connection, owner, LOTS)[0]
 
 
 def texts(database: Database) -> int:
@@ -78,6 +80,43 @@ def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: 
     set_quota(database, "b", Quota(max_stored_bytes=count(database, "b")))  # no byte is left
     with pytest.raises(StoredQuotaError):
         queue.enqueue(make_request(fresh=True), by=b)
+
+
+def test_processes_that_sum_seldom_do_not_exceed_the_quota_together(database: Database) -> None:
+    queues = [Queue(database) for _ in range(8)]
+    queues[0].enqueue(make_request(fresh=True))
+    one = count(database)
+    set_quota(database, EVERYBODY, Quota(max_stored_bytes=100 * one))
+    with (
+        patch.object(quotas, "sum_stored_bytes", wraps=sum_stored_bytes) as sums,
+        pytest.raises(StoredQuotaError) as refused,
+    ):
+        for number in range(200):
+            queues[number % 8].enqueue(make_request(fresh=True))
+    assert sums.call_count < 80
+    assert refused.value.stored == count(database)
+    assert 100 * one <= count(database) < 101 * one
+
+
+def test_a_sum_is_too_old_after_a_while_and_void_with_another_quota(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, other = Queue(database), Queue(database)
+    for _ in range(3):
+        queue.enqueue(make_request(fresh=True))
+    set_quota(database, EVERYBODY, Quota(max_stored_bytes=count(database)))
+    with pytest.raises(StoredQuotaError):
+        queue.enqueue(make_request(fresh=True))
+    set_quota(database, EVERYBODY, Quota(max_stored_bytes=100 * count(database)))
+    queue.enqueue(make_request(fresh=True))
+    monkeypatch.setattr(stored_bytes, "SHARE_OF_ROOM", 1.0)
+    for _ in range(10):
+        other.enqueue(make_request(fresh=True))
+    set_quota(database, EVERYBODY, Quota(max_stored_bytes=count(database) - 1))
+    queue.enqueue(make_request(fresh=True))  # by its own sum there is room
+    monkeypatch.setattr(stored_bytes, "SUM_SECONDS", 0.0)
+    with pytest.raises(StoredQuotaError):
+        queue.enqueue(make_request(fresh=True))
 
 
 def test_reports_of_real_runs_and_reused_answers_count_as_well(
