@@ -29,7 +29,6 @@ from bexp.explorer.spec.space_rules import (
     check_combinations,
     check_largest_tile,
     check_micro_batch_sizes,
-    check_policies_of_tiles,
     check_tiles,
 )
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
@@ -254,7 +253,6 @@ RULES: tuple[Callable[[ExplorationRequest], None], ...] = (
     check_offload,
     check_numbered_policies,
     check_policies_of_mode,
-    check_policies_of_tiles,
     check_combinations,
     check_query_groups,
     check_trainer,

@@ -55,20 +55,16 @@ def check_tiles(request: ExplorationRequest) -> None:
         raise RuleError(message, "bta.tiles", "micro_batch_size")
 
 
-def check_policies_of_tiles(request: ExplorationRequest) -> None:
-    """At least one recomputation policy can be combined with the tiles."""
-    if not any(_count_combinations(request)):
+def check_combinations(request: ExplorationRequest) -> None:
+    """Some recomputation policy can be combined with the tiles, and the space is small enough to be enumerated."""
+    combinations = _count_combinations(request)
+    if combinations == 0:
         named = "' and '".join(request.space.recompute_policies)
         raise RuleError(
             f"bta.enable with recompute '{named}' alone leaves nothing: a tile recomputes its attention already",
             "bta.enable",
             "recompute",
         )
-
-
-def check_combinations(request: ExplorationRequest) -> None:
-    """The space is small enough to be enumerated."""
-    combinations = sum(_count_combinations(request))
     if combinations > MAX_COMBINATIONS:
         raise RuleError(
             f"the space has {combinations} combinations of micro-batch size, tile and recomputation; "
@@ -84,10 +80,10 @@ def check_combinations(request: ExplorationRequest) -> None:
         )
 
 
-def _count_combinations(request: ExplorationRequest) -> tuple[int, int]:
-    """Return the combinations of micro-batch and recomputation without a tile, and those with one."""
+def _count_combinations(request: ExplorationRequest) -> int:
+    """Return the number of combinations of micro-batch, tile and recomputation."""
     space = request.space
     tilings = [tile is not None for m in space.micro_batch_sizes for tile in space.tiles_for(m)]
     tiled = sum(tilings)
     untiled = len(tilings) - tiled
-    return untiled and untiled * len(space.policies_for(None)), tiled and tiled * len(space.policies_for(1))
+    return (untiled and untiled * len(space.policies_for(None))) + (tiled and tiled * len(space.policies_for(1)))
