@@ -50,10 +50,10 @@ def change_job(
 
 def change_jobs(
     database: Database, connection: sa.Connection, conditions: Conditions, draft: EventDraft | None, **values: Any
-) -> int:
+) -> None:
     """Change each job that meets `conditions` and append `draft`, which is no recommendation, to its log.
 
-    Returns the number of jobs. No lease ends here. However many jobs there are, it takes three statements.
+    No lease ends here. However many jobs there are, it takes three statements.
     """
     change = (
         sa.update(jobs)
@@ -64,7 +64,6 @@ def change_jobs(
     changed = {row.id: row.last_seq for row in connection.execute(change)}
     if draft is not None:
         insert_same_event(database, connection, changed, draft)
-    return len(changed)
 
 
 def write_job(

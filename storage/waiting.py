@@ -31,18 +31,29 @@ NOTED_AT_ONCE = 20
 """Jobs whose reasons one transaction stores. More would keep others waiting for SQLite's write lock."""
 
 
-_ALIKE = (
-    *(jobs.c.owner, jobs.c.device_kind, jobs.c.target),
-    *(jobs.c.devices_needed, jobs.c.fingerprint, jobs.c.waiting_reason),
-)
-"""What a job's reason for waiting depends on, and the stored one."""
+def select_overdue(
+    database: Database, connection: sa.Connection, overdue: sa.ColumnElement[bool], *, live_within: timedelta
+) -> tuple[list[WorkerInfo], list[sa.Row[*tuple[Any, ...]]]]:
+    """Return the live workers and the `overdue` jobs, within a transaction."""
+    live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
+    columns = (
+        jobs.c.id,
+        jobs.c.owner,
+        jobs.c.device_kind,
+        jobs.c.target,
+        jobs.c.devices_needed,
+        jobs.c.fingerprint,
+        jobs.c.report,
+    )
+    query = sa.select(*columns, jobs.c.waiting_reason).where(overdue).order_by(jobs.c.created_at)
+    return live, list(connection.execute(query))
 
 
 def find_waiting(
     live: Sequence[WorkerInfo],
     overdue: Sequence[sa.Row[*tuple[Any, ...]]],
     quotas: Mapping[str, ClaimQuota] = MappingProxyType({}),
-) -> list[tuple[sa.Row[*tuple[Any, ...]], str | None]]:
+) -> list[tuple[str, str | None]]:
     """Return the `overdue` jobs whose stored reason for waiting is out of date, with the new reason.
 
     The reason is None when a live worker could run the job and is merely busy. `quotas` are those of the owners.
@@ -55,50 +66,43 @@ def find_waiting(
         if new is None and quota is not None and (quota.holds or row.waiting_reason == quota.reason):
             new = quota.reason
         if new != row.waiting_reason:
-            changed.append((row, new))
+            changed.append((row.id, new))
     return changed
 
 
 def note_reasons(database: Database, *, live_within: timedelta, grace: timedelta) -> None:
-    """Append an event to each job that has been left alone for `grace`, whenever the reason why it waits changes.
-
-    Of those that are alike one is read, since thousands may wait.
-    """
-    overdue = sa.or_(
-        (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < database.clock(-grace)),
-        (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
-    )
-    one_of_each = sa.select(sa.func.min(jobs.c.id)).where(overdue).group_by(*_ALIKE)
+    """Append an event to each job that has been left alone for `grace`, whenever the reason why it waits changes."""
     with database.read() as connection:
-        live = [worker.info for worker in select_workers(database, connection, live_within=live_within)]
-        rows = connection.execute(sa.select(*_ALIKE, jobs.c.report).where(jobs.c.id.in_(one_of_each))).all()
+        overdue = sa.or_(
+            (jobs.c.state == JobState.QUEUED.value) & (jobs.c.queued_at < database.clock(-grace)),
+            (jobs.c.state == JobState.RUNNING.value) & (jobs.c.lease_expires_at < database.clock(-grace)),
+        )
+        live, rows = select_overdue(database, connection, overdue, live_within=live_within)
         quotas = find_claim_quotas(database, connection)
-    for row, reason in find_waiting(live, rows, quotas):
-        alike = [column.is_not_distinct_from(getattr(row, column.name)) for column in _ALIKE]
-        some = sa.select(jobs.c.id).where(overdue, *alike).limit(NOTED_AT_ONCE).with_for_update(skip_locked=True)
-        num_noted = NOTED_AT_ONCE
-        while num_noted == NOTED_AT_ONCE:
-            with database.begin() as connection:
-                num_noted = _note_reason(database, connection, some, reason)
+    changed = find_waiting(live, rows, quotas)
+    for first in range(0, len(changed), NOTED_AT_ONCE):
+        by_reason: dict[str | None, list[str]] = {}
+        for job_id, reason in changed[first : first + NOTED_AT_ONCE]:
+            by_reason.setdefault(reason, []).append(job_id)
+        with database.begin() as connection:
+            for reason, job_ids in by_reason.items():
+                _note_reason(database, connection, job_ids, reason)
 
 
 def note_reason(database: Database, job_id: str, reason: str) -> None:
     """Append an event that says why a job waits, unless that was said last, or a worker runs it."""
     with database.begin() as connection:
-        _note_reason(database, connection, sa.select(sa.literal(job_id)), reason)
+        _note_reason(database, connection, [job_id], reason)
 
 
-def _note_reason(
-    database: Database, connection: sa.Connection, job_ids: sa.Select[tuple[str]], reason: str | None
-) -> int:
-    """Return how many of the jobs have another reason now."""
+def _note_reason(database: Database, connection: sa.Connection, job_ids: Sequence[str], reason: str | None) -> None:
     conditions = [jobs.c.id.in_(job_ids), has_no_worker(database), jobs.c.waiting_reason.is_distinct_from(reason)]
     draft = None
     if reason is not None:
         is_known = reason.startswith((HELD_BACK, DEVICE_HELD))
         message = f"Waiting: {reason}" if is_known else f"Waiting for a worker: {reason}"
         draft = EventDraft(code=EventCode.WAITING, message=message, data={"reason": reason})
-    return change_jobs(database, connection, conditions, draft, waiting_reason=reason)
+    change_jobs(database, connection, conditions, draft, waiting_reason=reason)
 
 
 def end_overdue(database: Database, max_wait: timedelta, *, noted_for: timedelta) -> None:

@@ -203,13 +203,12 @@ def test_several_callers_note_a_reason_once(database: Database, num_jobs: int) -
 def test_a_reason_of_a_quota_stays_until_the_quota_changes_and_no_other_reason_does() -> None:
     quota = ClaimQuota("the quota", holds=False)
 
-    def reasons_of(stored: str, **changes: object) -> list[str | None]:
-        waits = {"owner": "a", "device_kind": None, "target": "bexp", "devices_needed": 1}
+    def reason_of(stored: str, **changes: object) -> list[tuple[str, str | None]]:
+        waits = {"id": "j", "owner": "a", "device_kind": None, "target": "bexp", "devices_needed": 1}
         row: Any = SimpleNamespace(**waits, fingerprint=None, report=None, waiting_reason=stored)
-        quotas = {"a": replace(quota, **changes)}  # type: ignore[arg-type]  # names of fields
-        return [reason for _, reason in find_waiting([make_worker()], [row], quotas)]
+        return find_waiting([make_worker()], [row], {"a": replace(quota, **changes)})  # type: ignore[arg-type]  # names of fields
 
-    assert reasons_of("the quota") == []
+    assert reason_of("the quota") == []
     for other in ("another", "zero"):
-        assert reasons_of(other) == [None]
-        assert reasons_of(other, holds=True) == ["the quota"]
+        assert reason_of(other) == [("j", None)]
+        assert reason_of(other, holds=True) == [("j", "the quota")]
