@@ -28,8 +28,10 @@ MOST_COUNTED = 100
 
 SUM_SECONDS = 10.0
 """How long a sum may stand for the next submissions, because workers and other processes write as well."""
-SHARE_OF_ROOM = 1 / 8
-"""What one process accepts of the room that a sum has found before it sums again. Eight do not exceed a quota so."""
+SHARE_OF_ROOM = 1 / 64
+"""What a process accepts of the room that its sum has found before it sums again. Each of the other processes may have
+as much left to accept when the quota is reached.
+"""
 
 _TEXTS = {
     jobs: ("request", "report", "space", "recommendation", "answer", "error", "waiting_reason"),
@@ -50,7 +52,7 @@ class _Sum:
 
 
 class StoredSums:
-    """What the owners' jobs took when this process last summed it, and what it has accepted since.
+    """What the owners' jobs took when this process last summed it, and what it has accepted since without a sum.
 
     A sum reads an entry of each job of the owner, which takes longer than all else that a submission does.
     """
@@ -60,12 +62,13 @@ class StoredSums:
 
     def has_room(self, owner: str, limit: int, num_bytes: int) -> bool:
         """Return whether so much may be stored without another sum; from then on it counts as accepted."""
-        last = self._by_owner.get(owner)
+        last = self._by_owner.pop(owner, None)  # what comes after a refusal needs a sum as well
         if last is None or time.monotonic() > last.at + SUM_SECONDS:
             return False
         if last.accepted + num_bytes > (limit - last.stored) * SHARE_OF_ROOM:
             return False
         last.accepted += num_bytes
+        self._by_owner[owner] = last
         return True
 
     def note(self, owner: str, stored: int, num_bytes: int) -> None:
@@ -76,8 +79,8 @@ class StoredSums:
 def sum_stored_bytes(database: Database, connection: sa.Connection, owner: str, enough: int) -> tuple[int, bool]:
     """Return the bytes that the jobs of an owner take, and whether the count of some job was void.
 
-    Those are counted first, within a transaction that may write, at most MOST_COUNTED of them, unless the others take
-    `enough` already.
+    Jobs whose count is void are counted first, within a transaction that may write, at most MOST_COUNTED of them,
+    unless the others take `enough` already.
     """
     is_void = sa.func.count() > sa.func.count(jobs.c.stored_bytes)
     counted = sa.select(sa.func.sum(jobs.c.stored_bytes), is_void).where(jobs.c.owner == owner)

@@ -16,7 +16,7 @@ from bexp.storage.pruning import prune
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, StoredQuotaError, set_quota
 from bexp.storage.run_reports import insert_run_report
-from bexp.storage.stored_bytes import JOB_BYTES, ROW_BYTES, sum_stored_bytes
+from bexp.storage.stored_bytes import JOB_BYTES, ROW_BYTES, StoredSums, sum_stored_bytes
 from bexp.storage.tables import jobs
 from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_progress, make_request
@@ -82,20 +82,31 @@ def test_an_owner_that_stores_its_quota_adds_nothing_until_it_deletes(database: 
         queue.enqueue(make_request(fresh=True), by=b)
 
 
-def test_processes_that_sum_seldom_do_not_exceed_the_quota_together(database: Database) -> None:
+@pytest.mark.parametrize("in_turns", [True, False])
+def test_processes_that_sum_seldom_exceed_the_quota_by_little_together(database: Database, in_turns: bool) -> None:
     queues = [Queue(database) for _ in range(8)]
     queues[0].enqueue(make_request(fresh=True))
     one = count(database)
-    set_quota(database, EVERYBODY, Quota(max_stored_bytes=100 * one))
-    with (
-        patch.object(quotas, "sum_stored_bytes", wraps=sum_stored_bytes) as sums,
-        pytest.raises(StoredQuotaError) as refused,
-    ):
-        for number in range(200):
-            queues[number % 8].enqueue(make_request(fresh=True))
-    assert sums.call_count < 80
-    assert refused.value.stored == count(database)
-    assert 100 * one <= count(database) < 101 * one
+    set_quota(database, EVERYBODY, Quota(max_stored_bytes=200 * one))
+    for queue in queues:
+        queue.enqueue(make_request(fresh=True))
+    with patch.object(quotas, "sum_stored_bytes", wraps=sum_stored_bytes) as sums:
+        for number in range(8 if not in_turns else 1):
+            with pytest.raises(StoredQuotaError):
+                for each in range(300):
+                    queues[(number + each) % 8 if in_turns else number].enqueue(make_request(fresh=True))
+            with pytest.raises(StoredQuotaError):
+                queues[number].enqueue(make_request(fresh=True))
+    assert sums.call_count < 180
+    assert 200 <= count(database) / one < 200 * (1 + 7 / 64) + 1
+
+
+def test_after_a_refusal_a_smaller_submission_needs_a_sum_as_well() -> None:
+    sums = StoredSums()
+    sums.note("a", stored=0, num_bytes=0)
+    assert sums.has_room("a", 6400, 60)
+    assert not sums.has_room("a", 6400, 60), "with what was accepted it is more than the share"
+    assert not sums.has_room("a", 6400, 1)
 
 
 def test_a_sum_is_too_old_after_a_while_and_void_with_another_quota(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
+from bexp.storage import waiting
 from bexp.storage.database import Database
 from bexp.storage.events import read_events
 from bexp.storage.jobs import JobState, get_job
@@ -191,13 +192,13 @@ def test_a_running_job_does_not_wait(database: Database) -> None:
     assert reasons(database, job.id) == []
 
 
-@pytest.mark.parametrize("num_jobs", [3])
-def test_several_callers_note_a_reason_once(database: Database, num_jobs: int) -> None:
+def test_several_callers_note_a_reason_once(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(waiting, "NOTED_AT_ONCE", 2)
     queue = Queue(database)
-    ids = [queue.enqueue(make_request())[0].id for _ in range(num_jobs)]
+    ids = [queue.enqueue(make_request())[0].id for _ in range(5)]
     with ThreadPoolExecutor(4) as pool:
         list(pool.map(lambda _: queue.note_waiting(grace=NO_GRACE), range(8)))
-    assert [reasons(database, job_id) for job_id in ids] == [["none is running"]] * num_jobs
+    assert [reasons(database, job_id) for job_id in ids] == [["none is running"]] * 5
 
 
 def test_a_reason_of_a_quota_stays_until_the_quota_changes_and_no_other_reason_does() -> None:
