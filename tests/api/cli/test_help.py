@@ -66,7 +66,7 @@ def test_a_flag_is_off_unless_it_is_given(command: tuple[str, ...]) -> None:
     for name in command[1:]:
         found = getattr(found, "commands", {})[name]
     flags = {name: each.default for each in found.params if getattr(each, "is_flag", False) for name in each.opts}
-    assert flags == dict.fromkeys(flags, False)
+    assert not any(flags.values()), flags
 
 
 @pytest.mark.parametrize(
