@@ -58,6 +58,11 @@ def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
         read_environment({"BEXP_API_TOKEN": token})
 
 
+@pytest.mark.parametrize("port", [0, 65535])
+def test_a_port_is_the_least_or_the_most_that_there_is(port: int) -> None:
+    assert read_environment({"BEXP_PORT": str(port)}).port == port
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "x", "٣", "1e3"])
 def test_an_odd_port_is_refused(port: str) -> None:
     with pytest.raises(ValueError, match="BEXP_PORT"):

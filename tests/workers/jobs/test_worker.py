@@ -158,7 +158,9 @@ def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database)
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: Database) -> None:
+def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
+    sqlite_database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     """Their ids are read before each claim, and the database may be away just then."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
 
@@ -168,7 +170,7 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: D
         def __iter__(self) -> Iterator[str]:
             self.times += 1
             if self.times == 1:
-                raise sa.exc.OperationalError("SELECT", {}, ConnectionError("connection refused"))
+                raise sa.exc.OperationalError("SELECT", {}, ConnectionError("refused\nIs it running?"))
             yield job.id
 
     queue = Queue(sqlite_database)
@@ -176,6 +178,7 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: D
         max_jobs=1
     )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+    assert "no job could be claimed: (builtins.ConnectionError) refused" in caplog.messages
 
 
 @pytest.mark.parametrize(("is_told", "longest"), [(False, 1.0), (True, 4.0)])
