@@ -15,7 +15,7 @@ import yaml
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.results import say_best, table_lines, terminal_width, usage_rows
+from bexp.api.cli.results import INDENT, say_best, table_lines, terminal_width, usage_rows
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Result
 from bexp.explorer.records.event import Progress
@@ -137,6 +137,14 @@ def test_a_table_is_broken_between_columns_where_the_terminal_ends(width: int | 
     head = ("ID", "STATE", "MODEL", "CREATED")
     rows = [("a" * 6, "running", "m" * 10, "today at 10"), ("b" * 6, "queued", "n", "-")]
     assert "".join(f"{line}\n" for line in table_lines(head, rows, width)) == shown
+
+
+@pytest.mark.parametrize("width", range(14, 50))
+def test_a_cell_that_fits_into_a_line_of_its_own_is_not_broken(width: int) -> None:
+    head, row = ("ID", "STATE", "MODEL", "CREATED"), ("a" * 6, "running", "m" * 10, "b 10")
+    lines = list(table_lines(head, [row], width))
+    assert max(map(len, lines)) <= width
+    assert not any(line.startswith(2 * INDENT) for line in lines)
 
 
 @pytest.mark.parametrize(("columns", "width"), [("20", 60), ("61", 61), ("119", 119), ("200", 120)])
