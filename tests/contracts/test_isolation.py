@@ -33,7 +33,9 @@ from tests.contracts.samples import make_progress, make_report, make_request, ma
 from tests.contracts.test_run_reports import make as make_run_report
 
 NAMES = "amz"
-BEFORE, HERE, AFTER = (name * 16 for name in NAMES)
+HERE = "m" * 16
+CHANGES = {"record", "release", "fault", "fail", "resume", "wait", "cancel", "resume again", "finish"}
+"""What is done to a job that a client sees: its ETag is another one then."""
 
 
 @dataclass(frozen=True)
@@ -92,9 +94,12 @@ def test_what_is_done_to_one_leaves_the_others_alone(three: Three) -> None:
         "no quota": lambda: set_quota(database, "m", None, by=m),
         "revoke": lambda: revoke_token(database, "m", by=m),
     }
+    known = get_summary(database, HERE).version
     for name, act in acts.items():
         act()
         assert three.rows() == before, name
+        if name in CHANGES:
+            assert known < (known := get_summary(database, HERE).version), f"who knows the job is not told: {name}"
 
 
 def test_what_is_read_of_one_holds_nothing_of_the_others(three: Three) -> None:
