@@ -1,4 +1,4 @@
-"""A seeded sample of a Cosmic Ray session, and what became of it: docs/contributing.md has the commands.
+"""A seeded sample of a Cosmic Ray session, and what became of it: benchmarks/README.md has the commands.
 
 python -m benchmarks.mutants SESSION --keep 120 --seed 2   # forgets all others, and stars that are no operators
 python -m benchmarks.mutants SESSION                       # each mutant that was judged, by file and line
