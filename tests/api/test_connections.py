@@ -71,16 +71,34 @@ def test_a_body_that_does_not_arrive_is_refused(
 
 
 def test_idle_connections_make_room_for_a_new_one(
-    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, opened: ExitStack
+    serve: Callable[[ServiceSettings], Served],
+    settings: ServiceSettings,
+    opened: ExitStack,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     url = serve(replace(settings, max_connections=20, header_seconds=60.0)).url
     connections = [connect(url, opened, b"G") for _ in range(60)]
     assert httpx.get(f"{url}/healthz", timeout=60).status_code == 200
     for oldest in connections[:40]:
         assert was_closed(oldest)
+    told = "there are 20 connections, which is the limit: the one that has waited longest for a request is closed"
+    assert set(caplog.messages) == {told}
     connections[41].settimeout(10)
     connections[41].sendall(HEAD[1:] + b"Content-Length: 2\r\n\r\n{}")
     assert connections[41].recv(9) == b"HTTP/1.1 ", "19 and the new one are not too many"
+
+
+def test_a_new_connection_is_closed_if_all_others_have_a_request(
+    serve: Callable[[ServiceSettings], Served],
+    settings: ServiceSettings,
+    opened: ExitStack,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    url = serve(replace(settings, max_connections=2)).url
+    busy = [connect(url, opened, HEAD + b"Content-Length: 5\r\nExpect: 100-continue\r\n\r\n") for _ in range(2)]
+    assert [connection.recv(12) for connection in busy] == [b"HTTP/1.1 100"] * 2
+    assert was_closed(connect(url, opened))
+    assert caplog.messages == ["there are 2 connections, which is the limit: a new one is closed"]
 
 
 def test_connections_wait_while_the_service_does_something_else(

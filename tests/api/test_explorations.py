@@ -122,10 +122,15 @@ def test_no_list_and_no_event_reads_a_stored_document(
     assert client.get(here, headers={"If-None-Match": "*"}).status_code == 304
 
 
-# Each of these is aware, and no time in UTC.
+# The first two are aware, and no time in UTC; the third is not aware, and the last names no exploration.
 EDGES = [
-    base64.urlsafe_b64encode(f"{moment}~a".encode()).decode()
-    for moment in ("0001-01-01T00:00:00+14:00", "9999-12-31T23:59:59-12:00")
+    base64.urlsafe_b64encode(place.encode()).decode()
+    for place in (
+        "0001-01-01T00:00:00+14:00~a",
+        "9999-12-31T23:59:59-12:00~a",
+        "2026-01-01T00:00:00~a",
+        "2026-01-01T00:00:00+00:00~a'b",
+    )
 ]
 
 

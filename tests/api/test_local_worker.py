@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -64,4 +65,5 @@ def test_a_worker_that_is_done_has_not_failed(tmp_path: Path, monkeypatch: pytes
     worker.check()
     worker.stop(keeps_log=True)
     assert worker.log.read_text() == "done\n"
+    shutil.rmtree(worker.log.parent)  # as what cleans temporary folders does
     worker.stop(keeps_log=False)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
+from importlib import metadata
 from pathlib import Path
 
 import pytest
@@ -80,6 +81,7 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     client.get("/v1/explorations/unknown/trials")
     client.get("/favicon.ico")
     found = read_metrics(client)
+    assert found[f'bexp_build_info{{version="{metadata.version("bexp")}"}}'] == 1
     assert found['bexp_jobs{state="queued"}'] == 1
     assert found['bexp_jobs{state="running"}'] == 1
     assert found["bexp_jobs_without_worker"] == found["bexp_reused_jobs"] == found["bexp_background_trouble"] == 0

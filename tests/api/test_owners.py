@@ -180,7 +180,12 @@ def test_a_token_is_looked_up_once_for_many_requests(
         assert len(asked) == 1
         for _ in range(3):  # what is no token is not remembered
             assert client.get(HERE, headers={"Authorization": "Bearer bexp_x"}).status_code == 401
-    assert len(asked) == 4
+        assert len(asked) == 4
+        monkeypatch.setattr(api_tokens, "MAX_KEPT", 2)
+        others = [header(sqlite_database, name) for name in "bc"]
+        for each in (others[0], headers, others[1], *others, headers):  # the third takes the place of the first
+            client.get(HERE, headers=each)
+    assert len(asked) == 7
 
 
 @pytest.mark.parametrize("end", ["revoked", "expired"])

@@ -13,11 +13,13 @@ from types import SimpleNamespace
 
 import httpx
 import pytest
+import uvicorn
+from fastapi import FastAPI
 from typer.testing import CliRunner
 
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
-from bexp.api.serve import HOW_TO_ADMIT, OneLineFormatter, RateFilter, ServeError, bind
+from bexp.api.serve import HOW_TO_ADMIT, OneLineFormatter, RateFilter, ServeError, Server, bind
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
@@ -87,6 +89,17 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0
     assert stderr.strip() == HOW_TO_ADMIT
+
+
+@pytest.mark.parametrize(
+    ("signals", "is_forced"),
+    [("INT", False), ("INT INT", True), ("TERM", False), ("TERM TERM", False), ("TERM INT", True)],
+)
+def test_a_second_interrupt_waits_for_no_request(signals: str, is_forced: bool) -> None:
+    server = Server(uvicorn.Config(FastAPI()), FastAPI())
+    for name in signals.split():
+        server.handle_exit(signal.Signals[f"SIG{name}"], None)
+    assert (server.should_exit, server.force_exit) == (True, is_forced)
 
 
 def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> None:

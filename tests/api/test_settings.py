@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -10,6 +11,13 @@ from bexp.api import rate_limits, streams, turns
 from bexp.api.cli import local_run
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
+from bexp.storage import components
+from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
+from bexp.storage.database import DatabaseLimits
+from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.quotas import MAX_STORED_BYTES
+from bexp.storage.submission import KEY_LIFETIME
+from bexp.storage.waiting import MAX_WAIT
 from bexp.workers.jobs import worker
 
 
@@ -58,6 +66,11 @@ def test_a_token_that_no_header_can_carry_is_refused(token: str) -> None:
         read_environment({"BEXP_API_TOKEN": token})
 
 
+@pytest.mark.parametrize("port", [0, 65535])
+def test_a_port_is_the_least_or_the_most_that_there_is(port: int) -> None:
+    assert read_environment({"BEXP_PORT": str(port)}).port == port
+
+
 @pytest.mark.parametrize("port", ["-1", "65536", "x", "٣", "1e3"])
 def test_an_odd_port_is_refused(port: str) -> None:
     with pytest.raises(ValueError, match="BEXP_PORT"):
@@ -91,6 +104,7 @@ def test_streams_leave_a_quarter_of_the_connections() -> None:
 
 DOCS = Path(__file__).parents[2] / "docs"
 USUAL = ServiceSettings("sqlite:///bexp.db")
+DAY, HOUR = timedelta(days=1), timedelta(hours=1)
 
 
 @pytest.mark.parametrize(
@@ -117,11 +131,29 @@ USUAL = ServiceSettings("sqlite:///bexp.db")
             worker.LISTENING_FACTOR * worker.MAX_POLL_SECONDS,
         ),
         ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
+        ("service", r"honours `Idempotency-Key` for (\S+) hours", KEY_LIFETIME / HOUR),
+        ("owners", r"returns the same exploration for (\S+) hours", KEY_LIFETIME / HOUR),
+        ("service", r"the lease expires after (\S+) s", QueueSettings().lease.total_seconds()),
+        ("operations", r"The lease is (\S+) s \(", QueueSettings().lease.total_seconds()),
+        ("service", r"After (\S+) days in the queue", MAX_WAIT / DAY),
+        ("service", r"the API does so after (\S+) days", KEEP_AUDIT / DAY),
+        ("owners", r"rows older than (\S+) days and", KEEP_AUDIT / DAY),
+        ("owners", r"beyond a (\S+) of one owner", MOST_RECORDS),
+        ("service", r"owners: at most (\S+), 0.8 kB each, for", components.MAX_ROWS),
+        ("service", r"0.8 kB each, for at most (\S+) days", components.MAX_AGE / DAY),
+        ("answer", r"kept for up to (\S+) days", components.MAX_AGE / DAY),
+        ("service", r"of the owner: none, (\S+) GB", MAX_STORED_BYTES / 1e9),
+        ("service", r"connection, lock, statement, pool \| (\S+) s,", DatabaseLimits().connect.total_seconds()),
+        ("service", r"statement, pool \| \S+ s, (\S+) s,", DatabaseLimits().lock.total_seconds()),
+        ("service", r"statement, pool \| \S+ s, \S+ s, (\S+) s,", DatabaseLimits().statement.total_seconds()),
+        ("service", r"statement, pool \| \S+ s, \S+ s, \S+ s, (\S+) s", DatabaseLimits().pool.total_seconds()),
+        ("service", r"connections to PostgreSQL \| (\S+) of an API process", DatabaseLimits().max_connections),
     ],
 )
 def test_a_limit_is_what_the_documents_say(document: str, sentence: str, limit: float) -> None:
     text = " ".join((DOCS / f"{document}.md").read_text().split())
-    assert [float({"four": 4}.get(said, said)) for said in re.findall(sentence, text)] == [limit]
+    words = {"four": 4, "seven": 7, "million": 10**6}
+    assert [float(words.get(said, said.replace(",", ""))) for said in re.findall(sentence, text)] == [limit]
 
 
 def test_streams_leave_a_quarter_of_the_connections_to_other_requests() -> None:

@@ -28,6 +28,14 @@ def test_who_follows_hears_of_each_look_that_finds_nothing_new(
     assert len(idle) == 3
 
 
+def test_what_is_submitted_is_as_a_service_stores_it(sqlite_database: Database, client: TestClient) -> None:
+    request = make_request()
+    stored.StoredExplorations(sqlite_database).submit(request)
+    client.post("/v1/explorations", json=request.model_dump(mode="json", exclude_defaults=True) | {"fresh": True})
+    here, there = client.get("/v1/explorations").json()["items"]
+    assert {name for name in here if here[name] != there[name]} <= {"id", "created_at", "links"}
+
+
 def test_a_refusal_is_the_problem_that_a_service_answers_with(sqlite_database: Database, client: TestClient) -> None:
     with pytest.raises(ProblemError) as refused:
         stored.StoredExplorations(sqlite_database).get("none")

@@ -84,7 +84,10 @@ def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database:
     assert get_job(database, too_large.id).state is JobState.QUEUED, "the reason may be gone when all workers report"
     with database.begin() as connection:
         connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
+    other, _ = queue.enqueue(make_request(device_kind="cuda"))
+    queue.note_waiting(grace=NO_GRACE)  # notes the other one's reason just now
     queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(0))
+    assert get_job(database, other.id).state is JobState.QUEUED
     ended = get_job(database, too_large.id)
     assert ended.state is JobState.FAILED
     assert ended.error == "no worker could run it within 0 s: none with 16 devices is running"

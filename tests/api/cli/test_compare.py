@@ -99,6 +99,10 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     assert communication not in certainty(two, communication_seconds=0.01)["not_measured"]
     running = certainty(job_document("running"))["next_measurement"]["advice"]
     assert running == "wait: the exploration has not ended"
+    early = Result.model_validate(result_document("cancelled", answer=None))
+    advised = describe_certainty(Exploration.model_validate(job_document("cancelled")), early, 0)
+    assert advised is not None
+    assert advised["next_measurement"]["advice"].startswith("resume the exploration, which has ended early, or")
     assert describe_certainty(Exploration.model_validate(job_document()), None, 0) is None
 
 

@@ -99,6 +99,7 @@ def test_one_gpu_is_enough_where_nothing_is_shared(refused: Refused, configure: 
         ("train.py:not-a-name", "names no class"),
         ("other.py:Target", "there is no file other.py"),
         ("my-gpt", "there is no target 'my-gpt' here; there are bexp "),
+        ("z-gpt", "there is no target 'z-gpt' here; there are bexp "),
         ("train.py:Target", "device 'cuda:5' does not exist"),  # the target is there, and the next thing is not
     ],
 )

@@ -15,7 +15,7 @@ import yaml
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.results import say_best, table_lines, terminal_width, usage_rows
+from bexp.api.cli.results import INDENT, answer_text, say_best, table_lines, terminal_width, usage_rows
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Result
 from bexp.explorer.records.event import Progress
@@ -139,12 +139,44 @@ def test_a_table_is_broken_between_columns_where_the_terminal_ends(width: int | 
     assert "".join(f"{line}\n" for line in table_lines(head, rows, width)) == shown
 
 
+@pytest.mark.parametrize("width", range(14, 50))
+def test_a_cell_that_fits_into_a_line_of_its_own_is_not_broken(width: int) -> None:
+    head, row = ("ID", "STATE", "MODEL", "CREATED"), ("a" * 6, "running", "m" * 10, "b 10")
+    lines = list(table_lines(head, [row], width))
+    assert max(map(len, lines)) <= width
+    assert not any(line.startswith(2 * INDENT) for line in lines)
+
+
 @pytest.mark.parametrize(("columns", "width"), [("20", 60), ("61", 61), ("119", 119), ("200", 120)])
 def test_text_is_as_wide_as_the_terminal_within_what_can_be_read(
     monkeypatch: pytest.MonkeyPatch, columns: str, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     assert terminal_width() == width
+
+
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_ended_early_is_told_whole(verbose: bool) -> None:
+    job = Exploration.model_validate(job_document("cancelled"))
+    early = Result.model_validate(result_document("cancelled", answer=None))
+    first, second, *_ = answer_text(job, early, verbose=verbose).splitlines()
+    assert first == "Ended early. The best until then:"
+    assert "micro_batch_size" in second
+    nothing = Result.model_validate(result_document("cancelled", answer=None, recommendation=None))
+    assert answer_text(job, nothing, verbose=verbose) == ""
+
+
+def test_a_report_is_written_where_it_can_be(bexp: Run, config: Path, queue: Queue, tmp_path: Path) -> None:
+    job_id = bexp("submit", config, "--fresh").stdout.strip()
+    queue.request_cancel(job_id)
+    written = bexp("report", job_id, "--out", tmp_path / "x.html")
+    assert (written.code, written.stderr) == (0, f"wrote {tmp_path}/x.html\n")
+    assert f'"{job_id}"' in (tmp_path / "x.html").read_text()
+    refused = bexp("report", job_id, "--out", tmp_path / "none" / "x.html")
+    assert (refused.code, refused.stderr) == (
+        2,
+        f"bexp: cannot write {tmp_path}/none/x.html: No such file or directory\n",
+    )
 
 
 def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFixture[str]) -> None:

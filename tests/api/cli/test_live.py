@@ -102,6 +102,8 @@ def test_the_bar_grows_with_the_confidence_or_with_what_is_used_of_the_budget(
         ((50.0, 100.0), "30"),
         ((90.0, 100.0), "87"),
         ((1990.0, 2000.0), "1,987"),
+        ((999_400.0, 999_500.0), "999,300"),  # differences below a thousandth have no finer step
+        ((1_000_600.0, 1_000_700.0), "1,000,000"),
         ((100.0, 100.0), None),
     ],
 )

@@ -26,6 +26,7 @@ pytest.importorskip("mcp", reason="the extra mcp is not installed")
 import httpx2
 from mcp import Client, StdioServerParameters
 from mcp.client.streamable_http import streamable_http_client
+from mcp.server.mcpserver import MCPServer
 from starlette.responses import Response
 
 from bexp.api.agents import http, server
@@ -127,6 +128,15 @@ def test_over_http_an_agent_explores_on_the_service(open_service: str, worker: W
 
     with worker():
         talk(open_service, conversation)
+
+
+def test_an_exploration_goes_on_when_the_wait_is_over(open_service: str) -> None:
+    async def conversation(_: Client, call: Call) -> None:
+        with anyio.fail_after(20):
+            begun = await call("explore", config=TINY, fields={"fresh": True}, wait_seconds=0.3)
+        assert begun["job"]["state"] == "queued"
+
+    talk(open_service, conversation)
 
 
 def test_over_http_the_tokens_are_the_services(guarded: tuple[str, Database], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -346,6 +356,20 @@ def test_an_agent_explores_here_unless_a_service_is_named_and_no_device(
     assert (last().arguments, last().folder) == (("tune", "--json", "--", "true"), None)
     assert tools["doctor"]() == {"waited": math.inf}
     assert last().arguments == ("doctor", "--json")
+
+
+def test_a_tool_of_this_machine_is_told_a_command_and_how_long_to_wait() -> None:
+    tools = MCPServer("bexp")
+    server.add_local_tools(tools, SimpleNamespace(start=Started), service=False)  # type: ignore[arg-type]  # all it asks
+
+    async def conversation(_: Client, call: Call) -> None:
+        for name, given in (("tune", {"command": ["true"]}), ("explore", {"config": TINY})):
+            assert await call(name, **given, wait_seconds=3600) == {"waited": 3600}
+            for seconds in (-1, 3601):
+                assert "wait_seconds" in await call(name, **given, wait_seconds=seconds)
+        assert "command" in await call("tune", command=[])
+
+    talk(tools, conversation)
 
 
 def test_over_http_a_service_is_needed_and_served_where_it_was_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:

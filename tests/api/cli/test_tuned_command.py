@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer, _best
+from bexp.api.cli.errors import CommandError, ExitCode
+from bexp.api.cli.tune_answer import LOOP, Speed, TuneAnswer, _best, check_writable
 from bexp.api.cli.tuned_command import SIZE, STEPS, TunedCommand
 from bexp.api.cli.yaml_lines import UnchangeableError
 from bexp.explorer.records.recommendation import DividingCandidate
@@ -86,6 +87,28 @@ def test_the_keys_of_a_yaml_are_told_and_changed(tmp_path: Path, start: str, siz
     assert command.changed_yaml(VALUES) == f"{size}: 8  # two\nseed: 1\n{STEPS}: 4\n"
     written = command.with_flags(VALUES, Path("y.yaml"))
     assert written == [*start.split(), "y.yaml", "--flag"]
+
+
+def test_what_cannot_be_written_is_told_before_anything_is_run(tmp_path: Path) -> None:
+    path, there = tmp_path / "x.yaml", tmp_path / "there.yaml"
+    command = TunedCommand(["axolotl", "train", str(path)])
+
+    def said(out: Path) -> str:
+        with pytest.raises(CommandError) as refused:
+            check_writable(command, out)
+        assert refused.value.code == ExitCode.USAGE
+        return str(refused.value)
+
+    assert said(tmp_path / "new.yaml") == f"--write: {path}: No such file or directory"
+    path.write_text("- a list\n")
+    assert said(tmp_path / "new.yaml") == f"--write: {path}: it is no mapping of names to values"
+    path.write_text("micro_batch_size: 2\n")
+    there.touch()
+    assert said(there) == f"--write {there}: it exists"
+    nowhere = tmp_path / "none"
+    assert said(nowhere / "new.yaml") == f"--write {nowhere}/new.yaml: there is no folder {nowhere}"
+    check_writable(command, tmp_path / "new.yaml")
+    assert not (tmp_path / "new.yaml").exists()
 
 
 def test_what_overrides_a_yaml_is_told_in_its_place(tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_a_size_that_fails_is_told_with_how_often() -> None:
         ({1: 1000, 4: 1600}, set(), 6.0),
         ({4: 1600}, {8}, 4.0),
         ({1: 1000, 4: 990}, {8}, 4.0),
+        ({1: 2200, 4: 2100}, {8}, 4.0),
         ({}, {1}, 1.0),
     ],
 )
@@ -100,6 +101,19 @@ def test_the_slowest_and_the_fullest_process_are_named() -> None:
     assert describe_processes(spread) == "4: rank 2 is the slowest, with 1.31x the seconds of the fastest"
     alike = ProcessSpread(number=2, slowest=0, slower=1.01, fullest=1, fuller=1.0)
     assert describe_processes(alike) == "2: none is slower or fuller than another by 5%"
+
+
+def test_an_evaluation_and_the_processes_are_told_with_the_answer() -> None:
+    evaluation = EvaluationBatch(batch_size=8, length=0, peak_bytes=1 << 30)
+    spread = ProcessSpread(number=2, slowest=1, slower=1.0, fullest=0, fuller=1.21)
+    parts = PARTS.model_copy(update={"evaluation": evaluation, "processes": spread})
+    job = SimpleNamespace(report={"parts": parts.model_dump(mode="json")})
+    stored: Any = SimpleNamespace(get=lambda _: job, trials=lambda _: [])
+    assert list(describe_training(stored, "job", candidate(4), 1700)) == [
+        row("worst micro-batch", describe_worst(None, 4)),
+        row("evaluation", "one batch of 8, the longest there is, has a peak of 1.0 GiB"),
+        row("processes", "2: rank 0 is the fullest, with 1.21x the peak of the emptiest"),
+    ]
 
 
 def test_larger_sizes_are_told_by_the_peaks_and_the_failures_of_the_same_settings() -> None:

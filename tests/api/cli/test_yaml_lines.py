@@ -52,7 +52,10 @@ def test_a_value_may_be_missing_quoted_or_twice(text: str, changed: str) -> None
     assert change_values(text, {"size": 8}) == changed
 
 
-@pytest.mark.parametrize(("value", "shown"), [(True, "true"), ("adafactor", "adafactor"), ("true", "'true'")])
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [(True, "true"), ("adafactor", "adafactor"), ("true", "'true'"), ("a b " * 50 + "c",) * 2, ([1], "[1]")],
+)
 def test_a_value_keeps_its_type(value: Any, shown: str) -> None:
     assert change_values("a: 1\n", {"size": value}) == f"a: 1\nsize: {shown}\n"
 

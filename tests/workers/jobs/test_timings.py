@@ -52,5 +52,8 @@ def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkey
         clock.now += 4.0 + 0.5
         account.add_trial(4.0, PhaseSeconds(build=2.0, timed=6.0), beside_others=True)
         account.add_trial(0.0, PhaseSeconds(build=1.0, timed=7.0), beside_others=True)
+        clock.now += 3.0
+        account.add_trial(3.0, PhaseSeconds(build=0.5, timed=0.5, process_start=9.0), beside_others=True)
     timings = account.seconds()
-    assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.0, 3.0, 0.5, 4.5)
+    assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.5, 3.5, 0.5, 7.5)
+    assert timings["process_start"] == 2.0

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -15,10 +15,11 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.notifications import QUEUED_JOBS, Listener
 from bexp.storage.queue import Queue
 from bexp.storage.schema import upgrade
-from bexp.storage.workers import list_workers
-from bexp.workers.jobs.worker import JobWorker, installed_software
+from bexp.storage.workers import forget_worker, list_workers, worker_heartbeat
+from bexp.workers.jobs.worker import JobWorker, Registration, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
+from tests.contracts.samples import make_worker as a_worker
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 
@@ -158,7 +159,9 @@ def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database)
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
-def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: Database) -> None:
+def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(
+    sqlite_database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     """Their ids are read before each claim, and the database may be away just then."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
 
@@ -168,7 +171,7 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: D
         def __iter__(self) -> Iterator[str]:
             self.times += 1
             if self.times == 1:
-                raise sa.exc.OperationalError("SELECT", {}, ConnectionError("connection refused"))
+                raise sa.exc.OperationalError("SELECT", {}, ConnectionError("refused\nIs it running?"))
             yield job.id
 
     queue = Queue(sqlite_database)
@@ -176,6 +179,34 @@ def test_a_worker_goes_on_when_its_own_jobs_could_not_be_read(sqlite_database: D
         max_jobs=1
     )
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+    assert "no job could be claimed: (builtins.ConnectionError) refused" in caplog.messages
+
+
+def test_a_worker_that_was_taken_off_the_list_is_on_it_again(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("bexp.workers.jobs.worker.LIVE_WITHIN", timedelta(seconds=0.03))
+    away = threading.Event()
+
+    def beat(database: Database, worker_id: str) -> bool:
+        if away.is_set():
+            raise sa.exc.OperationalError("UPDATE", {}, ConnectionError("refused\nIs it running?"))
+        return worker_heartbeat(database, worker_id)
+
+    def wait(condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 60
+        while not condition():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.worker_heartbeat", beat)
+    with Registration(sqlite_database, a_worker("w")):
+        forget_worker(sqlite_database, "w")
+        wait(lambda: [known.info.id for known in list_workers(sqlite_database)] == ["w"])
+        away.set()
+        wait(lambda: bool(caplog.messages))
+    assert caplog.messages[0] == "worker w could not report to the database: (builtins.ConnectionError) refused"
+    assert list_workers(sqlite_database) == []
 
 
 @pytest.mark.parametrize(("is_told", "longest"), [(False, 1.0), (True, 4.0)])
