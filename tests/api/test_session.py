@@ -16,6 +16,7 @@ from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.examples import REQUEST
 from bexp.api.stored import StoredExplorations
 from bexp.client.errors import ProblemError, ServiceError
+from bexp.explorer.spec.request import ExplorationRequest
 from bexp.storage.database import Database
 
 
@@ -30,11 +31,12 @@ from bexp.storage.database import Database
 def test_a_failure_is_one_line_of_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], failure: Exception, said: str
 ) -> None:
-    def fail(*_: Any) -> None:
+    def fail(request: ExplorationRequest, *_: Any) -> None:
+        assert request.device_kind == "cpu"
         raise failure
 
     monkeypatch.setattr(session, "LocalRun", fail)
-    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"document": REQUEST, "device": None}) + "\n"))
+    monkeypatch.setattr("sys.stdin", io.StringIO(json.dumps({"document": REQUEST, "device": "cpu"}) + "\n"))
     assert session.main() == ExitCode.SERVICE
     assert json.loads(capsys.readouterr().out) == {"error": said}
 

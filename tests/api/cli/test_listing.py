@@ -16,6 +16,8 @@ import yaml
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
 from bexp.api.cli.results import INDENT, answer_text, say_best, table_lines, terminal_width, usage_rows
+from bexp.api.stored import StoredExplorations
+from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Result
 from bexp.explorer.records.event import Progress
@@ -56,6 +58,17 @@ def test_explorations_are_found_by_label_and_deleted_when_they_have_ended(bexp: 
     bexp("cancel", job_id)
     assert bexp("delete", job_id[:8]).stderr == f"exploration {job_id} is deleted\n"
     assert bexp("best", job_id).code == 2
+
+
+def test_what_else_a_deletion_is_refused_for_is_told(bexp: Run, config: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> None:
+        raise ProblemError(403, {"detail": "this token may only read"})
+
+    job_id = bexp("submit", config, "--fresh").stdout.strip()
+    monkeypatch.setattr(Client, "delete", refuse)
+    monkeypatch.setattr(StoredExplorations, "delete", refuse)
+    assert "this token may only read" in bexp("delete", job_id).stderr
+    bexp("cancel", job_id)
 
 
 def test_workers_are_listed_and_the_same_request_is_answered_from_what_is_stored(

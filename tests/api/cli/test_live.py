@@ -16,7 +16,7 @@ from rich.live import Live
 from bexp.api.cli import following
 from bexp.api.cli.following import LiveOutput
 from bexp.api.live import LiveView
-from bexp.api.live_chart import RateChart
+from bexp.api.live_chart import RateChart, axis_start
 from bexp.api.local_worker import WorkerEndedError
 from bexp.api.stored import StoredExplorations
 from bexp.client.errors import ServiceError
@@ -300,6 +300,13 @@ def test_what_ends_the_events_ends_the_command_and_a_failed_worker_is_told_first
     for thread in threading.enumerate():
         if thread.name == "events":
             thread.join()
+
+
+@pytest.mark.parametrize(("low", "top"), [(2.2, 5.0), (2.6, 5.0), (4.9, 5.0), (5.0, 5.0), (0.0, 0.0)])
+def test_bars_begin_at_zero_unless_they_would_look_alike(low: float, top: float) -> None:
+    start = axis_start(low, top)
+    assert (start > 0) is (top / 2 <= low < top)
+    assert low - start >= 0.99 * (top - start) / 5
 
 
 def test_a_view_is_drawn_while_nothing_comes_and_by_no_other_thread(

@@ -42,7 +42,7 @@ def test_what_looks_like_a_secret_is_not_stored(argument: list[str], shown: list
     [
         (["accelerate", "launch", "--num_processes", "2", "dir/train.py", "--x", "1"], "train"),
         (["axolotl", "train", "my-config.yaml"], "my-config"),
-        (["/usr/bin/torchrun"], "torchrun"),
+        (["/usr/bin/torchrun", "--help"], "torchrun"),
     ],
 )
 def test_a_command_has_the_name_of_its_script_or_settings(command: list[str], name: str) -> None:
