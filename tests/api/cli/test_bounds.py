@@ -92,7 +92,7 @@ def test_an_option_takes_its_least_and_its_most_and_nothing_beyond(command: str,
         assert not is_refused or (done.exit_code, done.stdout) == (ExitCode.USAGE, "")
 
 
-def test_what_serve_does_unless_told_is_what_the_documentation_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_serve_gives_the_service_these_settings_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr("bexp.api.serve.serve", lambda settings, host, port, **_: given.extend((settings, host, port)))
     assert CliRunner().invoke(app, ["serve", "--max-wait-hours", "2"]).exit_code == 0
