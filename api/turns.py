@@ -21,8 +21,11 @@ from bexp.api.settings import ServiceSettings
 
 WAITING_SHARE = 0.8
 """How much of the time to the start of a response a request may wait for its turn; the rest is for its answer."""
-AT_ONCE = 8
-"""Requests of one address, or of one user of this machine, that are worked on at the same time."""
+AT_ONCE = 4
+"""Requests of one address, or of one user of this machine, that are worked on at the same time.
+
+A process computes one at a time. More at once take the turns of the processor in any order, so the slowest wait longer.
+"""
 
 
 class TurnMiddleware:

@@ -129,32 +129,36 @@ def _check_number_of_values(data: Any) -> None:
         collections += [value for value in inner if isinstance(value, dict | list)]
 
 
-def find_problems(data: Any, location: Location = ()) -> Iterator[Problem]:
+def find_problems(data: Any) -> Iterator[Problem]:
     """Find what no document may contain: odd numbers, odd text, odd types, or too deep a nesting."""
-    if len(location) >= MAX_DEPTH:
-        yield location, f"nested deeper than {MAX_DEPTH} levels"
-    elif isinstance(data, dict):
-        for key, value in data.items():
-            if not isinstance(key, str):
-                named = _TOO_MANY_DIGITS if _has_too_many_digits(key) else f"the key {key!r:.40} must be text: quote it"
-                yield location, named
-            elif reason := _refuse_text(key):
-                yield location, f"a key contains {reason}"
-            else:
-                yield from find_problems(value, (*location, key))
-    elif isinstance(data, list | tuple):
-        for index, value in enumerate(data):
-            yield from find_problems(value, (*location, index))
-    elif isinstance(data, str):
-        if reason := _refuse_text(data):
-            yield location, f"contains {reason}"
-    elif isinstance(data, float):
-        if not math.isfinite(data):
-            yield location, "must be a finite number"
-    elif _has_too_many_digits(data):
-        yield location, _TOO_MANY_DIGITS
-    elif not isinstance(data, bool | int) and data is not None:
-        yield location, f"must be text, a number, true, false, null, a list or a mapping, not {_describe(data)}"
+    left: list[tuple[Location, Any]] = [((), data)]
+    while left:
+        location, value = left.pop()
+        if len(location) >= MAX_DEPTH:
+            yield location, f"nested deeper than {MAX_DEPTH} levels"
+        elif isinstance(value, dict):
+            odd = {key: reason for key in value if (reason := _refuse_key(key))}
+            yield from ((location, reason) for reason in odd.values())
+            left += [((*location, key), value[key]) for key in reversed(value) if key not in odd]
+        elif isinstance(value, list | tuple):
+            left += [((*location, index), value[index]) for index in reversed(range(len(value)))]
+        elif isinstance(value, str):
+            if reason := _refuse_text(value):
+                yield location, f"contains {reason}"
+        elif isinstance(value, float):
+            if not math.isfinite(value):
+                yield location, "must be a finite number"
+        elif _has_too_many_digits(value):
+            yield location, _TOO_MANY_DIGITS
+        elif not isinstance(value, bool | int) and value is not None:
+            yield location, f"must be text, a number, true, false, null, a list or a mapping, not {_describe(value)}"
+
+
+def _refuse_key(key: Any) -> str | None:
+    if isinstance(key, str):
+        reason = _refuse_text(key)
+        return reason and f"a key contains {reason}"
+    return _TOO_MANY_DIGITS if _has_too_many_digits(key) else f"the key {key!r:.40} must be text: quote it"
 
 
 def _has_too_many_digits(data: Any) -> bool:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import ast
 import os
 import signal
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Collection
@@ -64,11 +65,17 @@ CHANGE: Change = (
 )
 
 
+_PARSING = threading.Lock()
+"""CPython's parser may fail in a thread while another one parses: "AST constructor recursion depth mismatch"."""
+
+
 def list_edges() -> list[str]:
     """Return each edge that a campaign can reach, from the source of `storage`."""
     names = set[str]()
     for path in (Path(__file__).parents[2] / "storage").glob("*.py"):
-        _find_begins(ast.parse(path.read_text()), (), names)
+        with _PARSING:
+            module = ast.parse(path.read_text())
+        _find_begins(module, (), names)
     names -= {"Database.begin", "Database.read", *OF_ADMINISTRATORS, *UNREACHED}
     return [f"{name}:{place}" for name, place in product(sorted(names), PLACES)]
 
