@@ -143,12 +143,17 @@ def test_two_submissions_at_once_do_not_both_take_the_last_place(database: Datab
 
 
 def test_quotas_that_are_set_at_once_follow_each_other(database: Database) -> None:
+    """One of them holds as a whole, and each is noted."""
     owners = [f"owner-{number}" for number in range(10)]
     with ThreadPoolExecutor(4) as pool:
         for owner in owners:
-            assert list(pool.map(lambda limit, of=owner: set_quota(database, of, Quota(limit)), range(4))) == [None] * 4
+            list(pool.map(lambda n, of=owner: set_quota(database, of, Quota(n, n + 10, n + 20)), range(4)))
     stored = list_quotas(database)
-    assert all(stored[owner].max_queued in range(4) for owner in owners)
+    assert list(stored) == owners
+    assert all(quota in [Quota(n, n + 10, n + 20) for n in range(4)] for quota in stored.values())
+    assert [record.subject for record in read_audit(database)][::4] == owners[::-1]
+    set_quota(database, "owner-0", Quota(max_running=1))
+    assert list_quotas(database)["owner-0"] == Quota(max_running=1), "what is not given is no longer limited"
 
 
 def test_a_submission_waits_for_those_of_its_owner_alone(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
