@@ -1,13 +1,17 @@
-"""Targets without a process of their own, for what needs none."""
+"""Targets without a process of their own, and training commands that need not import torch."""
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from tests.forked_ranks import HAS_GPUS
+from tests.forked_trainings import start_training
 from tests.workers.targets.custom.samples import ProcessStandIn
 
 
@@ -21,3 +25,12 @@ def in_process(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None
     for name, module in list(sys.modules.items()):
         if tmp_path in Path(getattr(module, "__file__", None) or "/").parents:
             del sys.modules[name]
+
+
+@pytest.fixture
+def forked_trainings(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Training commands have torch and transformers when they begin, unless this host has GPUs."""
+    names = {name: getattr(subprocess, name) for name in ("DEVNULL", "PIPE", "STDOUT", "TimeoutExpired")}
+    if not HAS_GPUS:
+        stand_in = SimpleNamespace(Popen=start_training, **names)
+        monkeypatch.setattr("bexp.workers.targets.custom.command.subprocess", stand_in)

@@ -20,14 +20,15 @@ from bexp.workers.devices.lock import DeviceBusyError, DeviceLocks
 from bexp.workers.instruments.failures import TrialFailedError
 from bexp.workers.targets.custom.command import FIRST_SIZE, NO_APPLY, NO_SIZE, CommandProcess
 from bexp.workers.targets.custom.training_command import TrainingCommand, locks_of
+from tests.forked_trainings import SCRIPTS
 from tests.tune_commands import with_a_loader, with_trainer
 
-SCRIPTS = Path(__file__).parents[4] / "tests" / "tune_commands"
+pytestmark = [pytest.mark.slow(together="trainings"), pytest.mark.usefixtures("forked_trainings")]
 SECONDS = 120.0
 
 
 class Commands:
-    """Starts commands in a folder of their own, and ends them."""
+    """Starts commands in a folder of their own, and ends them. A script after an option, `-u`, is no fork."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -58,7 +59,8 @@ def measure(process: CommandProcess, size: int, seconds: float = SECONDS) -> Who
 
 def test_a_trainer_is_measured_at_several_sizes_in_one_start_and_writes_nothing(commands: Commands) -> None:
     out = commands.folder / "out"
-    process = commands(str(SCRIPTS / "with_trainer.py"), "--output_dir", str(out), gradient_checkpointing=[False, True])
+    script = str(SCRIPTS / "with_trainer.py")
+    process = commands("-u", script, "--output_dir", str(out), gradient_checkpointing=[False, True])
     assert open_(process, gradient_checkpointing=True) == {"dimensions": {"gradient_checkpointing": [False, True]}}
     described = process.ask("describe", SECONDS)
     assert described["class_name"] == "GPT2LMHeadModel"
@@ -183,14 +185,14 @@ def test_a_loop_needs_no_transformers(commands: Commands, monkeypatch: pytest.Mo
     libraries.mkdir()
     (libraries / "transformers.py").write_text("raise ImportError('there is none')")
     monkeypatch.setenv("PYTHONPATH", str(libraries))
-    process = commands(str(SCRIPTS / "with_a_loop.py"), "--batch", "{micro_batch_size}", "--output", "model")
+    process = commands("-u", str(SCRIPTS / "with_a_loop.py"), "--batch", "{micro_batch_size}", "--output", "model")
     open_(process)
     assert measure(process, 2).repeats >= 6
 
 
 def test_a_loop_of_accelerates_gets_its_sizes_from_within(commands: Commands) -> None:
     out = commands.folder / "model"
-    process = commands(str(SCRIPTS / "with_accelerate.py"), "--output", str(out))
+    process = commands("-u", str(SCRIPTS / "with_accelerate.py"), "--output", str(out))
     open_(process)
     first = process.pid
     described = process.ask("describe", SECONDS)
