@@ -28,7 +28,7 @@ from tests.chaos.failpoints import OF_CALLS, OF_JOBS, Failpoints, list_edges
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import violations_of
 from tests.chaos.processes import Service
-from tests.chaos.promises import broken_promises, read_stored
+from tests.chaos.promises import Stored, broken_promises, read_stored
 from tests.chaos.result import Result, read_commit
 from tests.chaos.undisturbed import Outcome, UndisturbedSearches
 
@@ -175,11 +175,23 @@ def _drain(opened: Database, service: Service, result: Result) -> None:
     result.violations += [f"{row}: {left}" for row in progress]
 
 
+def _read_stored(opened: Database) -> dict[str, Stored]:
+    """Read when the database answers: a process that is frozen in a commit holds SQLite's file until it goes on."""
+    ends_at = time.monotonic() + STALL_SECONDS
+    while True:
+        try:
+            return read_stored(opened)
+        except DATABASE_TROUBLE:
+            if time.monotonic() > ends_at:
+                raise
+        time.sleep(0.2)
+
+
 def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoints, result: Result) -> bool:
     """Judge all calls, and the jobs that have ended by now; return whether a promise is broken."""
     frozen = [[since, until] for pid, since, until in failpoints.frozen if pid in service.api_pids]
     service.disturbances += [times for times in frozen if times not in service.disturbances]
-    stored = read_stored(opened)
+    stored = _read_stored(opened)
     found = broken_promises(crowd.history, stored, service.was_disturbed)
     calls_of = crowd.history.of_jobs()
     undisturbed = UndisturbedSearches()
