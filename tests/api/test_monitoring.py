@@ -70,13 +70,15 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
         make_worker("worker-1", device_kind="cuda", device_name="NVIDIA H200", targets={"transformers": "5.23.0"}),
     )
     register_worker(queue.database, make_worker("worker-2", targets={}))
-    done, _ = queue.enqueue(make_request(seed=1))
+    done = [queue.enqueue(make_request(seed=1 + number))[0] for number in range(3)]
     with queue.database.begin() as connection:
         now = queue.database.now(connection)
         silent = sa.update(workers).where(workers.c.id == "worker-2")
         connection.execute(silent.values(last_seen_at=now - timedelta(minutes=1)))
-        here = sa.update(jobs).where(jobs.c.id == done.id)
-        connection.execute(here.values(state="succeeded", created_at=now - timedelta(seconds=90), finished_at=now))
+        for seconds, job in zip((90, 10, 30), done, strict=True):
+            here = sa.update(jobs).where(jobs.c.id == job.id)
+            created_at = now - timedelta(seconds=seconds)
+            connection.execute(here.values(state="succeeded", created_at=created_at, finished_at=now))
     client.get(f"/v1/explorations/{lease.job_id}")
     client.get("/v1/explorations/unknown/trials")
     client.get("/favicon.ico")
@@ -85,7 +87,8 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     assert found['bexp_jobs{state="queued"}'] == 1
     assert found['bexp_jobs{state="running"}'] == 1
     assert found["bexp_jobs_without_worker"] == found["bexp_reused_jobs"] == found["bexp_background_trouble"] == 0
-    assert found['bexp_recent_answer_seconds{quantile="0.5"}'] == pytest.approx(90)
+    assert found['bexp_recent_answer_seconds{quantile="0.5"}'] == pytest.approx(30)
+    assert found['bexp_recent_answer_seconds{quantile="0.95"}'] == pytest.approx(90)
     assert found["bexp_lost_workers"] == 1
     assert found["bexp_oldest_queued_seconds"] > 0
     assert found['bexp_workers{device_kind="cuda"}'] == 1
@@ -95,6 +98,8 @@ def test_metrics_count_jobs_workers_trials_and_requests(client: TestClient, queu
     assert found[count % ("/v1/explorations/{exploration_id}", 200)] == 1
     assert found[count % ("/v1/explorations/{exploration_id}/trials", 404)] == 1
     assert found[count % ("unmatched", 404)] == 1
+    taken = count.replace("_count", "_sum") % ("/v1/explorations/{exploration_id}", 200)
+    assert 0 < found[taken] < 10
 
 
 def test_a_request_that_fails_is_counted_once(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

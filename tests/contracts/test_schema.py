@@ -173,6 +173,19 @@ def test_migrations_lead_to_the_tables(database: Database) -> None:
         assert compare_metadata(context, metadata) == []
 
 
+def test_what_a_job_is_followed_by_is_stored_once(sqlite_database: Database) -> None:
+    """SQLite stores a table with a rowid, and each of its primary keys once more; Alembic does not compare that."""
+    fresh = sa.create_engine("sqlite://")
+    metadata.create_all(fresh)
+    tables = sa.text("SELECT name, sql LIKE '%WITHOUT ROWID%' AS lean FROM sqlite_master WHERE type = 'table'")
+    with fresh.connect() as connection, sqlite_database.read() as migrated:
+        of_tables = {row.name: row.lean for row in connection.execute(tables)}
+        of_migrations = {row.name: row.lean for row in migrated.execute(tables)}
+    assert of_migrations == {**of_tables, VERSION_TABLE: 0}
+    assert {name for name, lean in of_tables.items() if lean} == {"bexp_events", "bexp_recommendations", "bexp_trials"}
+    fresh.dispose()
+
+
 def test_autogenerate_would_see_a_missing_column(database: Database) -> None:
     with database.begin() as connection:
         connection.exec_driver_sql("ALTER TABLE bexp_workers DROP COLUMN pid")

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 from datetime import timedelta
 
+import pytest
+import sqlalchemy as sa
+
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Outcome
 from bexp.storage.database import Database
@@ -9,7 +12,9 @@ from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.statistics import read_statistics
+from bexp.storage.tables import workers
 from bexp.storage.workers import register_worker
+from tests.contracts.jobs import store
 from tests.contracts.samples import make_request, make_trial, make_worker
 
 
@@ -55,3 +60,40 @@ def test_what_a_quota_holds_back_is_no_lack_of_workers(database: Database) -> No
     assert statistics.jobs_by_state[JobState.QUEUED] == statistics.num_held_back == 1
     assert statistics.num_without_worker == 0
     assert statistics.oldest_queued_seconds == 0
+
+
+def test_workers_are_live_for_15_seconds_and_lost_for_a_day(database: Database) -> None:
+    silent_seconds = {"a": 0, "b": 13, "c": 17, "d": 86_300, "e": 86_500}
+    for worker_id in silent_seconds:
+        register_worker(database, make_worker(worker_id))
+    with database.begin() as connection:
+        for worker_id, seconds in silent_seconds.items():
+            here = sa.update(workers).where(workers.c.id == worker_id)
+            connection.execute(here.values(last_seen_at=database.clock(timedelta(seconds=-seconds))))
+    statistics = read_statistics(database)
+    assert (statistics.workers_by_device_kind, statistics.num_lost_workers) == ({"cpu": 2}, 2)
+    assert read_statistics(database, live_within=timedelta(seconds=5)).num_lost_workers == 3
+
+
+def test_recent_answers_are_those_that_were_measured_within_the_last_hour(database: Database) -> None:
+    queue = Queue(database)
+    with database.read() as connection:
+        now = database.now(connection)
+    day = 86_400
+    for took, ago, values in (
+        (90, 0, {}),
+        (30, 3590, {}),
+        (60, 0, {}),
+        (day - 10, 0, {}),
+        (day + 10, 0, {}),
+        (10, 3610, {}),
+        (20, 0, {"state": "failed"}),
+        (0, 0, {"reused_from": "m" * 16}),
+    ):
+        job, _ = queue.enqueue(make_request(fresh=True))
+        finished_at = now - timedelta(seconds=ago)
+        times = {"created_at": finished_at - timedelta(seconds=took), "finished_at": finished_at}
+        store(database, job.id, **({"state": "succeeded"} | times | values))
+    statistics = read_statistics(database)
+    assert statistics.recent_answer_seconds == pytest.approx([30, 60, 90, day - 10])
+    assert (statistics.num_reused, statistics.oldest_queued_seconds) == (1, 0)

@@ -67,7 +67,7 @@ def flags_of(command: tuple[str, ...]) -> dict[str, object]:
     return {name: each.default for each in found.params if getattr(each, "is_flag", False) for name in each.opts}
 
 
-@pytest.mark.parametrize("command", list(filter(flags_of, commands())), ids=" ".join)
+@pytest.mark.parametrize("command", [each for each in commands() if flags_of(each)], ids=" ".join)
 def test_a_flag_is_off_unless_it_is_given(command: tuple[str, ...]) -> None:
     assert not any(flags_of(command).values()), flags_of(command)
 

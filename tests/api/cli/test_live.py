@@ -93,6 +93,7 @@ def test_the_bar_grows_with_the_confidence_or_with_what_is_used_of_the_budget(
         *([confident(confidence)] if confidence else []),
     )
     assert view._bar().completed == pytest.approx(share)
+    assert f"  {trials} trial{'' if trials == 1 else 's'}  " in render(view)
 
 
 @pytest.mark.parametrize(
