@@ -15,10 +15,11 @@ import pytest
 from fastapi.testclient import TestClient
 
 from bexp.api.settings import ServiceSettings
+from bexp.api.streams import PAGE
 from bexp.explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
 from bexp.storage.database import Database
 from bexp.storage.events import read_events, read_last_seqs
-from bexp.storage.jobs import Job, JobState
+from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from tests.api.conftest import GRACE_SECONDS, wait_until
@@ -169,6 +170,19 @@ def test_the_followed_log_shows_each_line_at_once(served: Served, queue: Queue, 
         queue.finish(lease, JobState.FAILED, error="broken")
         assert next(lines).endswith(": broken")
         assert list(lines) == []
+
+
+def test_a_stream_goes_on_after_an_end_that_fills_its_page(client: TestClient, queue: Queue, lease: Lease) -> None:
+    num_before = get_job(queue.database, lease.job_id).last_seq
+    drafts = tuple(EventDraft(code=EventCode.WARNING, message=str(i)) for i in range(PAGE - 1 - num_before))
+    queue.record(lease, Progress(events=drafts))
+    queue.finish(lease, JobState.FAILED, error="oh")
+    assert get_job(queue.database, lease.job_id).last_seq == PAGE
+    path = f"/v1/explorations/{lease.job_id}/log?follow=true"
+    assert client.get(path).text.count("\n") == PAGE
+    queue.resume(lease.job_id)
+    queue.request_cancel(lease.job_id)
+    assert client.get(path).text.count("\n") == get_job(queue.database, lease.job_id).last_seq > PAGE
 
 
 def test_a_long_log_is_complete(client: TestClient, queue: Queue, lease: Lease) -> None:

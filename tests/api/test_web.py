@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import base64
 import json
+import math
 import re
 
 import pytest
@@ -9,6 +11,21 @@ from fastapi.testclient import TestClient
 from bexp.api.web.assets import CONTENT_SECURITY_POLICY, read_assets
 from bexp.api.web.report import render_report
 from bexp.explorer.records.recommendation import Recommendation
+
+
+def test_a_report_holds_each_module_that_it_imports_and_names_none_by_a_folder() -> None:
+    page = render_report({"model": "<b>"}, [], [{"message": "</script>"}])
+    assert "<title>&lt;b&gt;: report of bexp</title>" in page
+    assert page.count("</script>") == page.count("<script"), "nothing in the data ends the element"
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        render_report({"model": "m", "performance": math.nan}, [], [])
+    found = re.search(r'\{"imports": .*?\}\}', page)
+    assert found is not None
+    modules = json.loads(found[0])["imports"]
+    texts = [base64.b64decode(url.removeprefix("data:text/javascript;base64,")).decode() for url in modules.values()]
+    imported = {name for text in texts for name in re.findall(r'from "(.+?)"', text)}
+    assert imported <= set(modules)
+    assert set(modules) - imported == {"report.js"}, "nothing else is held, as of the pages of a service"
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,23 @@ def test_a_key_whose_faster_job_is_deleted_meanwhile_makes_another(
     assert job.id != faster.id
 
 
+def test_a_key_that_another_takes_meanwhile_stands_for_its_job(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue = Queue(database)
+    for key in "abcd":
+        queue.enqueue(make_request(seed=2), idempotency_key=key)
+    faster, _ = queue.enqueue(make_request(), idempotency_key="k")
+    monkeypatch.setattr(submission, "_find_first", lambda *_: None)
+    again, is_new = queue.enqueue(make_request(), idempotency_key="k")
+    assert (again.id, is_new) == (faster.id, False)
+    with pytest.raises(IdempotencyConflictError):
+        queue.enqueue(make_request(seed=1), idempotency_key="k")
+    with pytest.raises(sa.exc.IntegrityError):
+        queue.enqueue(make_request(), job_id=faster.id)
+    assert len(list_jobs(database)[0]) == 5
+
+
 def test_a_key_makes_one_job_when_used_at_once(database: Database) -> None:
     queue = Queue(database)
     with ThreadPoolExecutor(8) as pool:

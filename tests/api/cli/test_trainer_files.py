@@ -137,6 +137,14 @@ def test_a_file_that_trains_otherwise_than_was_measured_is_not_written(
         written(files, name, PLAIN, asked)
 
 
+@pytest.mark.parametrize("dtype", ["float16", None])
+def test_weights_in_float16_are_held_against_no_file(files: Path, dtype: str | None) -> None:
+    """No reader of these files takes them."""
+    asked = asked_by(files / "llamafactory, full", "llamafactory", **{"training.precision": "autocast"})
+    asked = asked.model_copy(update={"hf_config": {**(asked.hf_config or {}), "dtype": dtype}})
+    assert yaml.safe_load(written(files, "llamafactory, full", PLAIN, asked)[0])["finetuning_type"] == "full"
+
+
 def test_a_file_gets_the_answer_of_shapes_and_of_sharding(files: Path) -> None:
     """The keys of an export are the file's own, whatever the reader says of them."""
     sharded = asked_by(
