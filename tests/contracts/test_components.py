@@ -81,7 +81,7 @@ def test_other_versions_are_counted_and_not_reused(database: Database) -> None:
     assert other == EarlierRuns()  # nobody expects those
 
 
-@pytest.mark.parametrize("changes", [{"fresh": True}, {"sampler": "tpe"}])
+@pytest.mark.parametrize("changes", [{"fresh": True}, {"sampler": "tpe"}, {"sampler": "random"}])
 def test_nothing_is_reused_where_that_is_not_wanted(database: Database, changes: dict[str, Any]) -> None:
     keep(database, "one", make_trial(0), **changes)
     assert find(database, make_request(**changes)) == EarlierRuns()
@@ -94,13 +94,20 @@ def test_rows_are_bounded_by_number_and_by_age(database: Database, monkeypatch: 
         keep(database, f"job {number}", make_trial(0))
         make_older(database, timedelta(minutes=4 - number))
     keep(database, "newest", make_trial(0))
+    assert [run.age_seconds // 60 for run in find(database).runs] == [1, 0], "the newest are left"
+    monkeypatch.setattr(storage_components, "MAX_ROWS", 1)
+    keep(database, "one more", make_trial(0))
+    assert [run.age_seconds < 60 for run in find(database).runs] == [True], "all that is too much goes at once"
     with database.read() as connection:
-        assert connection.scalar(sa.select(sa.func.count()).select_from(components)) == 2
+        assert connection.scalar(sa.select(sa.func.count()).select_from(components)) == 1
+    monkeypatch.undo()
     with database.begin() as connection:
         at = database.now(connection) - storage_components.MAX_AGE - timedelta(days=1)
         connection.execute(sa.update(components).values(at=at))
     keep(database, "last", make_trial(0))
     assert find(database).num_explorations == 1
+    keep(database, "beside it", make_trial(1))
+    assert find(database).num_explorations == 2
 
 
 def test_components_are_pruned_by_age(database: Database) -> None:

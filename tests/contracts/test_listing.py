@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import base64
 import statistics
 import time
+from datetime import UTC, datetime, timedelta
 
 import pytest
 import sqlalchemy as sa
@@ -16,14 +18,14 @@ from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.spec.options import Budget
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState, JobSummary, get_summary
-from bexp.storage.listing import JobFilter, list_jobs
+from bexp.storage.listing import InvalidCursorError, JobFilter, list_jobs
 from bexp.storage.migrations.versions import v0104_list
 from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.tables import jobs, labels
 from tests.api.serving import in_process
-from tests.contracts.jobs import ANSWER, claim_one
-from tests.contracts.samples import make_recommendation, make_report, make_request
+from tests.contracts.jobs import ANSWER, claim_one, store
+from tests.contracts.samples import MODEL, make_recommendation, make_report, make_request
 
 MOST_SECONDS = 0.3
 
@@ -142,3 +144,56 @@ def test_a_list_of_10000_is_searched_in_300_ms(database: Database) -> None:
 
         rounds = ([measured(query) for query in queries * 4] for _ in range(6))  # a busy host delays some
         assert any(statistics.quantiles(seconds, n=20)[-1] < MOST_SECONDS for seconds in rounds)
+
+
+@pytest.fixture
+def seven(database: Database) -> Database:
+    """Seven jobs in an order that is neither that of their ids nor of their storing; three came at once."""
+    queue, at = Queue(database), datetime(2026, 1, 15, 21, tzinfo=UTC)
+    states = [*JobState, JobState.QUEUED, JobState.FAILED]
+    for place, (name, minute) in enumerate(zip("fdbaceg", (3, 1, 2, 2, 2, 4, 0), strict=True)):
+        queue.enqueue(make_request(model=MODEL.model_copy(update={"name": name}), fresh=True), job_id=name * 16)
+        created_at = at + timedelta(minutes=minute)
+        store(database, name * 16, created_at=created_at, state=states[place].value, owner=name)
+    return database
+
+
+def names(found: list[JobSummary]) -> str:
+    return "".join(job.id[0] for job in found)
+
+
+@pytest.mark.parametrize("limit", range(1, 9))
+def test_the_newest_come_first_on_pages_of_any_size(seven: Database, limit: int) -> None:
+    pages, cursor = [], None
+    while not pages or (cursor is not None and len(pages) < 9):
+        page, cursor = list_jobs(seven, limit=limit, cursor=cursor)
+        pages.append(names(page))
+    assert pages == ["efcbadg"[start : start + limit] for start in range(0, 7, limit)]
+
+
+def test_a_filter_finds_what_is_equal_and_nothing_beside_it(seven: Database) -> None:
+    for name in "abcdefg":
+        for wanted in (JobFilter(model=name), JobFilter(owner=name)):
+            assert names(list_jobs(seven, wanted)[0]) == name
+    found = {state: set(names(list_jobs(seven, JobFilter(state=state))[0])) for state in JobState}
+    assert found == {
+        state: {name for name, own in zip("fdbaceg", [*JobState, JobState.QUEUED, JobState.FAILED]) if own is state}
+        for state in JobState
+    }
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "2026-01-15T21:00:00~abc",
+        "2026-01-15T21:00:00+00:00~a-b",
+        "2026-01-15T21:00:00+00:00~",
+        "2026-01-15T21:00:00+00:00",
+        "0001-01-01T00:00:00+14:00~abc",
+        "yesterday~abc",
+        "",
+    ],
+)
+def test_a_cursor_that_no_list_gave_out_is_refused(sqlite_database: Database, text: str) -> None:
+    with pytest.raises(InvalidCursorError, match="not one that this list gave out"):
+        list_jobs(sqlite_database, cursor=base64.urlsafe_b64encode(text.encode()).decode())
