@@ -39,7 +39,7 @@ def test_one_holds_a_role_until_it_expires_or_is_given_up(database: Database) ->
 
 @pytest.mark.parametrize("names", ["ab", "ba"])
 def test_a_role_and_a_holder_are_given_up_alone(database: Database, names: str) -> None:
-    mine, other = names
+    mine, other = names[0], names[1]
     assert hold_role(database, mine, mine, TERM)
     assert hold_role(database, other, mine, TERM)
     assert not hold_role(database, mine, other, TERM)

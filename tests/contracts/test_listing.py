@@ -164,7 +164,7 @@ def names(found: list[JobSummary]) -> str:
 
 @pytest.mark.parametrize("limit", range(1, 9))
 def test_the_newest_come_first_on_pages_of_any_size(seven: Database, limit: int) -> None:
-    pages, cursor = [], None
+    pages, cursor = list[str](), None
     while not pages or (cursor is not None and len(pages) < 9):
         page, cursor = list_jobs(seven, limit=limit, cursor=cursor)
         pages.append(names(page))
