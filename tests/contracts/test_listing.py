@@ -177,7 +177,11 @@ def test_a_filter_finds_what_is_equal_and_nothing_beside_it(seven: Database) -> 
             assert names(list_jobs(seven, wanted)[0]) == name
     found = {state: set(names(list_jobs(seven, JobFilter(state=state))[0])) for state in JobState}
     assert found == {
-        state: {name for name, own in zip("fdbaceg", [*JobState, JobState.QUEUED, JobState.FAILED]) if own is state}
+        state: {
+            name
+            for name, own in zip("fdbaceg", [*JobState, JobState.QUEUED, JobState.FAILED], strict=True)
+            if own is state
+        }
         for state in JobState
     }
 
