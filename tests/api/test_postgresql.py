@@ -94,6 +94,7 @@ def test_the_api_opens_no_more_connections_than_its_budget(
         return [], None
 
     monkeypatch.setattr(explorations, "list_jobs", list_slowly)
+    monkeypatch.setattr("bexp.api.turns.AT_ONCE", 8)  # as of two addresses
     patient = timedelta(seconds=60)
     monkeypatch.setattr(
         "bexp.api.service.open_database", lambda url, limits: open_database(url, replace(limits, pool=patient))

@@ -75,6 +75,7 @@ def talk(server: Any, conversation: Callable[[Client, Call], Awaitable[None]], *
 
 def serve(service_url: str, host: str = "127.0.0.1") -> Iterator[str]:
     listener = bind(host, 0)
+    listener.listen()  # a client may connect before the thread has begun
     server = uvicorn.Server(uvicorn.Config(create_app(service_url, host), log_level="warning"))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
