@@ -92,7 +92,7 @@ def test_the_peak_with_activations_on_the_host_is_composed_from_measured_layers(
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:  # none holds what an earlier one has measured
         found = dict(zip(policies, pool.map(peaks, policies), strict=True))
     for policy, (composed, whole) in found.items():
-        assert abs(whole - composed) < WORKSPACE_BYTES, f"{policy}: cuBLAS has one for each thread"
+        assert 0 <= whole - composed < WORKSPACE_BYTES, f"{policy}: cuBLAS has one for each thread"
     assert found["offload"][1] < found["full"][1] < found["none"][1]
 
 
