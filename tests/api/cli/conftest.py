@@ -33,33 +33,36 @@ class Finished:
         self.stderr = stderr
 
 
-@pytest.fixture(scope="session")
-def service(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, str]]:
-    """The URLs of an API and of its database."""
+@pytest.fixture
+def stored_at(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The URL of a database that no other test has."""
     path = tmp_path_factory.mktemp("service") / "bexp.db"
     path.write_bytes(sqlite_template.read_bytes())
-    database_url = f"sqlite:///{path}"
-    served = start(ServiceSettings(database_url, poll_seconds=0.05))
-    yield served.url, database_url
-    served.stop()
+    return f"sqlite:///{path}"
 
 
 @pytest.fixture
-def queue(service: tuple[str, str], open_url: Callable[[str], Database]) -> Queue:
+def service(stored_at: str) -> Iterator[str]:
+    """The URL of an API on this database."""
+    served = start(ServiceSettings(stored_at, poll_seconds=0.05))
+    yield served.url
+    served.server.should_exit = True  # it ends by itself; to wait for that would take each test 0.2 s
+
+
+@pytest.fixture
+def queue(stored_at: str, open_url: Callable[[str], Database]) -> Queue:
     """The queue of the service."""
-    return Queue(open_url(service[1]))
+    return Queue(open_url(stored_at))
 
 
 @pytest.fixture(params=["service", "database"])
-def bexp(
-    request: pytest.FixtureRequest, service: tuple[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Run:
+def bexp(request: pytest.FixtureRequest, stored_at: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Run:
     """Runs a command in this process, in an empty folder: against the service, and in its database."""
     if request.param == "service":
-        monkeypatch.setenv("BEXP_API_URL", service[0])
+        monkeypatch.setenv("BEXP_API_URL", request.getfixturevalue("service"))
     else:
         monkeypatch.delenv("BEXP_API_URL", raising=False)
-    monkeypatch.setenv("BEXP_DATABASE_URL", service[1])
+    monkeypatch.setenv("BEXP_DATABASE_URL", stored_at)
     monkeypatch.delenv("BEXP_API_TOKEN", raising=False)
     monkeypatch.chdir(tmp_path)
 

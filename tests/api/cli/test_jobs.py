@@ -248,11 +248,11 @@ def test_an_exploration_is_found_by_the_beginning_of_its_id(bexp: Run, config: P
     assert (too_short.code, "several" in too_short.stderr) == (2, False)
 
 
-def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Worker, service: tuple[str, str]) -> None:
+def test_best_shows_what_real_runs_reached(bexp: Run, config: Path, worker: Worker, service: str) -> None:
     with worker():
         job_id = bexp("submit", config, "--watch").stderr.split()[1]
     report = RunReport.model_validate(RUN_REPORT["report"] | {"micro_batch_size": 4})
-    with Client(service[0]) as client:
+    with Client(service) as client:
         client.report_run(job_id, report)
         client.report_run(job_id, report.model_copy(update={"micro_batch_size": 3}))
     done = bexp("best", job_id)

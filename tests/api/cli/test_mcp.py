@@ -85,9 +85,9 @@ def serve(service_url: str, host: str = "127.0.0.1") -> Iterator[str]:
 
 
 @pytest.fixture
-def open_service(service: tuple[str, str]) -> Iterator[str]:
+def open_service(service: str) -> Iterator[str]:
     """The address of a server for a service that asks its own user for no token."""
-    yield from serve(service[0])
+    yield from serve(service)
 
 
 @pytest.fixture
@@ -179,27 +179,27 @@ def test_the_kernel_says_who_sends_no_token(open_service: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", pytest.param("127.0.0.2", marks=linux)])
-def test_a_page_that_rebinds_its_name_is_refused(service: tuple[str, str], host: str) -> None:
-    for url in serve(service[0], host):
+def test_a_page_that_rebinds_its_name_is_refused(service: str, host: str) -> None:
+    for url in serve(service, host):
         assert httpx.post(url, json=MESSAGE, headers=ACCEPTED).status_code == 200
         assert httpx.post(url, json=MESSAGE, headers={**ACCEPTED, "Host": "evil.example"}).status_code == 421
         assert httpx.post(url, json=MESSAGE, headers={**ACCEPTED, "Origin": "http://evil.example"}).status_code == 403
 
 
 def test_other_machines_are_served_only_if_the_service_requires_tokens(
-    service: tuple[str, str], requiring: str, monkeypatch: pytest.MonkeyPatch
+    service: str, requiring: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     served: list[str] = []
     monkeypatch.setattr(uvicorn, "run", lambda *_, host, **__: served.append(host))
     with pytest.raises(CommandError, match="--require-token"):
-        http.serve(service[0], "0.0.0.0", 1)
+        http.serve(service, "0.0.0.0", 1)
     http.serve(requiring, "0.0.0.0", 1)
-    http.serve(service[0], "127.0.0.1", 1)
+    http.serve(service, "127.0.0.1", 1)
     assert served == ["0.0.0.0", "127.0.0.1"]
 
 
 def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(
-    service: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+    service: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[list[tuple[bytes, bytes]]] = []
 
@@ -208,7 +208,7 @@ def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(
         await Response()(scope, receive, send)
 
     async def main() -> None:
-        guard = Guard(app, service[0], "127.0.0.1")
+        guard = Guard(app, service, "127.0.0.1")
         threads = anyio.to_thread.current_default_thread_limiter()
         for _ in range(int(threads.total_tokens)):  # as many tools
             threads.acquire_on_behalf_of_nowait(object())
