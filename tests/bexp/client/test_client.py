@@ -117,12 +117,12 @@ def test_an_id_never_leaves_its_place_in_the_path(job_id: str) -> None:
         client.get(job_id)
 
 
-def test_a_proxy_is_not_asked_for_this_machine(service: tuple[str, str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proxy_is_not_asked_for_this_machine(service: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")
     for name in ("NO_PROXY", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
-    with Client(service[0]) as client:
+    with Client(service) as client:
         client.connection.check_alive()
 
 

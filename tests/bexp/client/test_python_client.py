@@ -25,9 +25,9 @@ ROOT = Path(__file__).parents[3]
 
 
 def test_an_exploration_is_submitted_followed_and_its_answer_applied(
-    service: tuple[str, str], worker: Callable[..., Any]
+    service: str, worker: Callable[..., Any]
 ) -> None:
-    with bexp.Client(service[0]) as client, worker():
+    with bexp.Client(service) as client, worker():
         submitted = client.submit(TINY, seed=3)
         assert submitted.request is not None
         assert (submitted.state, submitted.request.seed) == ("queued", 3)
@@ -45,8 +45,8 @@ def test_an_exploration_is_submitted_followed_and_its_answer_applied(
         assert refused.value.lines()[1].startswith("batchsize: ")
 
 
-def test_a_cancelled_exploration_has_no_answer_and_is_resumed(service: tuple[str, str]) -> None:
-    with bexp.Client(service[0]) as client:
+def test_a_cancelled_exploration_has_no_answer_and_is_resumed(service: str) -> None:
+    with bexp.Client(service) as client:
         exploration = client.cancel(client.submit(REQUEST.model_dump(mode="json")).id)
         assert exploration.is_final
         assert client.recommendation(exploration.id) is None
@@ -55,9 +55,9 @@ def test_a_cancelled_exploration_has_no_answer_and_is_resumed(service: tuple[str
 
 
 def test_a_configuration_is_explored_on_the_service_of_the_environment(
-    service: tuple[str, str], worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    service: str, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("BEXP_API_URL", service[0])
+    monkeypatch.setenv("BEXP_API_URL", service)
     seen: list[str] = []
 
     def note(view: ExplorationView) -> None:
@@ -72,7 +72,7 @@ def test_a_configuration_is_explored_on_the_service_of_the_environment(
 
 
 def test_a_notebook_shows_one_output_that_changes(
-    service: tuple[str, str], worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    service: str, worker: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     shown: list[tuple[str, int]] = []
 
@@ -87,7 +87,7 @@ def test_a_notebook_shows_one_output_that_changes(
     monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace(get_ipython=object))
     monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=display))
     with worker():
-        result = bexp.explore_config(TINY, url=service[0])
+        result = bexp.explore_config(TINY, url=service)
     assert [how for how, _ in shown] == ["display True", *["update"] * (len(shown) - 1)]
     assert shown[-1] == ("update", len(result._repr_html_()))
     assert "Recommended: micro_batch_size 4" in result._repr_html_()
