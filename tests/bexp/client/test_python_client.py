@@ -24,9 +24,7 @@ from tests.api.cli.samples import REQUEST, TINY
 ROOT = Path(__file__).parents[3]
 
 
-def test_an_exploration_is_submitted_followed_and_its_answer_applied(
-    service: str, worker: Callable[..., Any]
-) -> None:
+def test_an_exploration_is_submitted_followed_and_its_answer_applied(service: str, worker: Callable[..., Any]) -> None:
     with bexp.Client(service) as client, worker():
         submitted = client.submit(TINY, seed=3)
         assert submitted.request is not None
