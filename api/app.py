@@ -8,7 +8,7 @@ from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
-from fastapi import Depends, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from pydantic.json_schema import models_json_schema
 
 from bexp.api import examples
@@ -55,6 +55,22 @@ COMMON_PROBLEMS = examples.problems(
 )
 
 
+def _include_all() -> APIRouter:
+    """Return all routes. Applications share them: at an application's first request FastAPI works long on its own."""
+    routes = APIRouter(
+        generate_unique_id_function=lambda route: route.name
+    )  # what a generated client calls its functions
+    v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
+    for module in (explorations, resuming, results, comparisons, run_reports, logs, workers, administration, schemas):
+        routes.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
+    routes.include_router(monitoring.router)
+    routes.include_router(web.router)
+    return routes
+
+
+ROUTES = _include_all()
+
+
 def create_app(settings: ServiceSettings) -> FastAPI:
     """Return an application that opens the database when it starts and closes it when it stops."""
     metrics = Metrics()
@@ -75,17 +91,12 @@ def create_app(settings: ServiceSettings) -> FastAPI:
         docs_url=None,  # FastAPI's own pages load their scripts from another host; `web` has a page of its own
         redoc_url=None,
         redirect_slashes=False,
-        generate_unique_id_function=lambda route: route.name,  # what a generated client calls its functions
+        routes=ROUTES.routes,
     )
     app.add_middleware(TurnMiddleware, settings=settings)
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
-    for module in (explorations, resuming, results, comparisons, run_reports, logs, workers, administration, schemas):
-        app.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
-    app.include_router(monitoring.router)
-    app.include_router(web.router)
     _describe(app)
     web.add_openapi(app)
     return app
