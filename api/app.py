@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from functools import cache
 from http import HTTPStatus
 from importlib.metadata import version
 from typing import Any
 
 from fastapi import APIRouter, Depends, FastAPI
+from fastapi.openapi.utils import get_openapi
 from pydantic.json_schema import models_json_schema
 
 from bexp.api import examples
@@ -82,10 +84,6 @@ def create_app(settings: ServiceSettings) -> FastAPI:
             yield
 
     app = FastAPI(
-        title="bexp",
-        summary="Automatic batch-size exploration",
-        description=DESCRIPTION,
-        version=version("bexp"),
         lifespan=lifespan,
         openapi_url=None,  # FastAPI's own route encodes the document anew for each request
         docs_url=None,  # FastAPI's own pages load their scripts from another host; `web` has a page of its own
@@ -97,34 +95,34 @@ def create_app(settings: ServiceSettings) -> FastAPI:
     app.add_middleware(DeadlineMiddleware, seconds=settings.answer_seconds)
     app.add_middleware(LatencyMiddleware, metrics=metrics)
     install_problem_handlers(app)
-    _describe(app)
+    app.openapi = describe_api  # type: ignore[method-assign]  # FastAPI's way to replace it
     web.add_openapi(app)
     return app
 
 
-def _describe(app: FastAPI) -> None:
-    """Correct the OpenAPI document where this application differs from FastAPI's defaults."""
-    generate = app.openapi
-
-    def openapi() -> dict[str, Any]:
-        if app.openapi_schema is None:
-            document = generate()
-            schemas = document["components"]["schemas"]
-            for name in ("HTTPValidationError", "ValidationError"):
-                schemas.pop(name, None)
-            _, definitions = models_json_schema(
-                [(Problem, "serialization"), (ExplorationRequest, "validation"), (QuotaLimits, "validation")],
-                ref_template="#/components/schemas/{model}",
-            )
-            for name, schema in definitions["$defs"].items():
-                schemas.setdefault(name, schema)
-            for item in document["paths"].values():
-                for operation in item.values():
-                    _drop_default_error(operation["responses"])
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]  # FastAPI's way to replace it
+@cache
+def describe_api() -> dict[str, Any]:
+    """Return the OpenAPI document, which is the same of all applications."""
+    document = get_openapi(
+        title="bexp",
+        summary="Automatic batch-size exploration",
+        description=DESCRIPTION,
+        version=version("bexp"),
+        routes=ROUTES.routes,
+    )
+    schemas = document["components"]["schemas"]
+    for name in ("HTTPValidationError", "ValidationError"):  # FastAPI's, for which this has problem documents
+        schemas.pop(name, None)
+    _, definitions = models_json_schema(
+        [(Problem, "serialization"), (ExplorationRequest, "validation"), (QuotaLimits, "validation")],
+        ref_template="#/components/schemas/{model}",
+    )
+    for name, schema in definitions["$defs"].items():
+        schemas.setdefault(name, schema)
+    for item in document["paths"].values():
+        for operation in item.values():
+            _drop_default_error(operation["responses"])
+    return document
 
 
 def _drop_default_error(responses: dict[str, Any]) -> None:
