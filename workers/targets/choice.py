@@ -22,14 +22,18 @@ from bexp.workers.targets.custom.training_command import SUFFIX, TrainingCommand
 from bexp.workers.targets.target import ProfiledTarget, WholeTarget
 
 _NEEDED_BY = {
-    BEXP: ("bexp.workers.targets.reference.target",),
+    BEXP: ("bexp.workers.targets.reference.target", "torch._dynamo"),
     TRANSFORMERS: (
         "transformers.modeling_layers",
         "transformers.models.auto.modeling_auto",
         "bexp.workers.targets.transformers.target",
     ),
 }
-"""The modules that a target is made of. The process of a target of somebody else imports its own."""
+"""The modules that a target is made of. The process of a target of somebody else imports its own.
+
+`torch._dynamo` is imported by the first embedding if nothing has done so: amid a
+trial, and each collection before a timing would then go through it for 0.1 s.
+"""
 _NEEDED_ON_GPUS = (("torch._inductor.compile_fx",), ("liger_kernel.transformers.monkey_patch",))
 """What compiled candidates and those with liger's kernels need. Both are explored on GPUs by default."""
 
