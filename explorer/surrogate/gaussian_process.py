@@ -68,9 +68,9 @@ class _KindPrior:
         evidence, rows = self.evidence, self.rows
         each_N3 = np.stack([hyperparameters.run_N, hyperparameters.own_N, hyperparameters.amplitude_N], axis=1)
         outlier_NL = self.uniform_NK[:, rows] < evidence.outlier_probability(*np.median(each_N3, axis=0))
-        cells, index_N = np.unique(np.hstack([each_N3, outlier_NL]), axis=0, return_inverse=True)
+        cells, index_N = _distinct(np.hstack([each_N3, outlier_NL]))
         run, own_std, amplitude = cells[:, :3].T
-        inverse = np.linalg.inv(evidence.gram(run, own_std, amplitude, cells[:, 3:]))[index_N.reshape(-1)]
+        inverse = np.linalg.inv(evidence.gram(run, own_std, amplitude, cells[:, 3:]))[index_N]
         noise_NL = evidence.noise(hyperparameters.run_N, outlier=outlier_NL)
         imagined_NL = prior_NK[:, rows] + self.noise_NK[:, rows] * np.sqrt(noise_NL)
         level_LK, curve_LK = self.covariance.level[rows], self.covariance.curve[rows]
@@ -82,6 +82,13 @@ class _KindPrior:
         samples_NK = prior_NK + weights_NL @ level_LK + curve**2 * (weights_NL @ curve_LK)
         samples_NK[:, rows] += own**2 * weights_NL
         return mean_K, samples_NK
+
+
+def _distinct(rows: Floats) -> tuple[Floats, Ints]:
+    """The rows that differ, and for each row which of them it is; numpy's own, of an axis, takes six times as long."""
+    whole = np.ascontiguousarray(rows).view(np.dtype((np.void, rows.shape[1] * rows.itemsize)))[:, 0]
+    _, first, index = np.unique(whole, return_index=True, return_inverse=True)
+    return rows[first], index
 
 
 class Surrogate:
