@@ -41,7 +41,7 @@ def test_transformers_takes_every_field_as_an_argument(precision: str, batch_siz
 def test_transformers_own_fields_in_a_file_of_llamafactory(tmp_path: Path) -> None:
     from transformers import HfArgumentParser, TrainingArguments
 
-    parser = HfArgumentParser((TrainingArguments,))  # type: ignore[arg-type]  # it takes several classes
+    parser = HfArgumentParser((TrainingArguments,))
     own = {"flash_attn", "disable_gradient_checkpointing", "use_reentrant_gc", "pure_bf16", "cutoff_len"}
     adapters: dict[str, Any] = {"training": {"lora": {"r": 4, "target_modules": "all-linear"}}}
     for changes in ({}, SHARDED, adapters):
