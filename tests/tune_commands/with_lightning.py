@@ -81,7 +81,7 @@ def main() -> None:
 
 
 def _define(package: Any) -> Any:
-    class Model(package.LightningModule):  # type: ignore[misc]  # its package is an option
+    class Model(package.LightningModule):
         """Takes longer for a sample in small micro-batches, and in large ones."""
 
         def __init__(self, options: Any) -> None:
@@ -123,7 +123,7 @@ def _define(package: Any) -> Any:
 
 
 def _define_data(package: Any) -> Any:
-    class Data(package.LightningDataModule):  # type: ignore[misc]  # its package is an option
+    class Data(package.LightningDataModule):
         """Texts of one length or of many."""
 
         def __init__(self, options: Any) -> None:
