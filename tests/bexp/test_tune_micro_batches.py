@@ -58,7 +58,7 @@ def timed(
     multiple: int,
 ) -> list[MicroStep]:
     """What the clock notes of the first micro-steps of a trial, padded to the longest; two in a hundred are noise."""
-    order = list(micro_batches.sampler)
+    order = list(itertools.islice(micro_batches.sampler, number * SIZE))
     steps = []
     for i in range(number):
         places = order[i * SIZE : (i + 1) * SIZE]
