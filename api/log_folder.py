@@ -15,7 +15,6 @@ from bexp.storage.jobs import JobNotFoundError, get_job
 from bexp.storage.listing import latest_events
 
 WRITE_SECONDS = 2.0
-PAGE = 500
 
 
 class LogFolder:
@@ -53,7 +52,7 @@ class LogFolder:
         mode = "train" if job.request is None else job.request.mode
         with RunLog(log_path(self._directory, mode, job.model_name, job_id)) as file:
             after = self._written.get(job_id, 0)
-            while file.is_writing and (events := read_events(self._database, job_id, after=after, limit=PAGE)):
+            while file.is_writing and (events := read_events(self._database, job_id, after=after)):
                 for event in events:
                     file.write(event)
                 after = self._written[job_id] = events[-1].seq

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api import rate_limits, streams, turns
-from bexp.api.cli import local_run
+from bexp.api import housekeeping, log_folder, rate_limits, streams, tokens, turns
+from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
 from bexp.storage import components
@@ -118,9 +118,13 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("service", r"requests a second of a token, of an address \| (\S+),", USUAL.token_rate),
         ("service", r"requests a second of a token, of an address \| \S+, (\S+),", USUAL.address_rate),
         ("service", r"local user at a time \| (\S+)", turns.AT_ONCE),
+        ("service", r"the next ones wait (\S+) s, then 429", turns.WAITING_SHARE * USUAL.answer_seconds),
+        ("service", r"with a comment every (\S+) s", USUAL.keep_alive_seconds),
         ("service", r"open streams of a token, of all together \| (\S+)", USUAL.token_streams),
         ("owners", r"What (\S+) seconds allow may come at once", rate_limits.BURST_SECONDS),
-        ("owners", r"an API process looks a token up again after (\S+) s", USUAL.token_check_seconds),
+        ("owners", r"looks each of the last \S+ tokens up again after (\S+) s", USUAL.token_check_seconds),
+        ("owners", r"looks each of the last (\S+) tokens up again", tokens.MAX_KEPT),
+        ("owners", r"for the last (\S+) tokens or addresses", rate_limits.MAX_KEYS),
         ("operations", r"asks for new events every (\S+) s", USUAL.poll_seconds),
         ("operations", r"asks for new events every \S+ s instead of every (\S+) s", streams.LISTENING_POLL_SECONDS),
         ("operations", r"Every (\S+) s it notes why explorations wait", USUAL.waiting_check_seconds),
@@ -130,6 +134,13 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
             r"Idle workers look for expired leases every (\S+) s",
             worker.LISTENING_FACTOR * worker.MAX_POLL_SECONDS,
         ),
+        (
+            "operations",
+            r"dies or freezes is replaced within (\S+) s",
+            housekeeping.TERM.total_seconds() + USUAL.waiting_check_seconds,
+        ),
+        ("answer", r"and `serve` \(every (\S+) s\)", log_folder.WRITE_SECONDS),
+        ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
         ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
         ("service", r"honours `Idempotency-Key` for (\S+) hours", KEY_LIFETIME / HOUR),
         ("owners", r"returns the same exploration for (\S+) hours", KEY_LIFETIME / HOUR),
