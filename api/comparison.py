@@ -101,9 +101,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     differences += _loads(*(known.host_busy_share for known in sides.values()))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
-    seconds = (
-        None if found.runs_needed is None or None in taken else found.runs_needed * sum(each or 0 for each in taken)
-    )
+    seconds = None if found.runs_needed is None or None in taken else found.runs_needed * sum(filter(None, taken))
     advice = _advice(found.runs_needed, seconds)
     document = {
         **found.model_dump(mode="json", exclude={"a", "b"}),

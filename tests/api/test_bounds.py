@@ -72,7 +72,7 @@ def test_a_text_has_its_most_characters_and_no_more(
 @pytest.mark.parametrize(("name", "most", "given"), [("set", 32, "seed={}"), ("label", 16, "a{}=b")])
 def test_a_parameter_is_repeated_so_often_and_no_more(client: TestClient, name: str, most: int, given: str) -> None:
     def ask(number: int) -> int:
-        params = [(name, given.format(each)) for each in range(number)]
+        params = {name: [given.format(each) for each in range(number)]}
         if name == "label":
             return client.get("/v1/explorations", params=params).status_code
         return client.post("/v1/explorations", params=params, json=REQUEST).status_code

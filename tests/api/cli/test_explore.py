@@ -214,6 +214,10 @@ def test_a_submission_says_nothing_of_workers_that_it_may_not_see(error: Excepti
         ({"num_devices": 4, "context_parallel": {"sizes": [1, 2]}, "mode": "eval"}, (2,)),
         ({"num_devices": 4, "context_parallel": {"sizes": "explore"}}, (1, 2, 4)),
         ({"num_devices": 4, "context_parallel": {"sizes": "explore"}, "mode": "eval"}, (1, 2, 4)),
+        (
+            {"num_devices": 4, "context_parallel": {"sizes": "explore"}, "micro_batch_size": "auto", "batch_size": 2},
+            (1, 2, 4),  # all four have too few sequences without sharing them, and one device does not
+        ),
     ],
 )
 def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], counts: tuple[int, ...]) -> None:

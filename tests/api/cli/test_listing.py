@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,7 +16,7 @@ import yaml
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.results import INDENT, answer_text, say_best, table_lines, terminal_width, usage_rows
+from bexp.api.cli.results import INDENT, answer_text, print_json, say_best, table_lines, terminal_width, usage_rows
 from bexp.api.stored import StoredExplorations
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
@@ -190,6 +191,11 @@ def test_a_report_is_written_where_it_can_be(bexp: Run, config: Path, queue: Que
         2,
         f"bexp: cannot write {tmp_path}/none/x.html: No such file or directory\n",
     )
+
+
+def test_a_program_is_given_no_number_that_json_does_not_have() -> None:
+    with pytest.raises(ValueError, match="not JSON"):
+        print_json({"noise": math.nan})
 
 
 def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFixture[str]) -> None:

@@ -79,6 +79,37 @@ def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue:
     forget_worker(queue.database, other.id)
 
 
+@pytest.mark.parametrize(
+    ("fields", "device", "target", "options", "again"),
+    [
+        ({}, None, None, ["--num-devices", "1"], ""),
+        ({"device_kind": "cuda"}, None, None, ["--device", "cuda"], ""),
+        ({"device_kind": "cpu", "num_devices": 2}, None, None, ["--device", "cpu", "--group"], ""),
+        ({"device_kind": "cuda", "num_devices": 2}, None, None, ["--num-devices", "1,2", "--group"], ""),
+        ({"num_devices": 2}, "cuda:0-1", "t.py:T", ["--device", "cuda:0-1", "--group"], " --target t.py:T"),
+    ],
+)
+def test_a_worker_owns_what_it_is_told_or_as_many_devices_as_can_be_used(
+    bexp: Run,
+    queue: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    device: str | None,
+    target: str | None,
+    options: list[str],
+    again: str,
+) -> None:
+    given: list[Any] = []
+    Path("t.py").touch()
+    monkeypatch.setattr(local_run, "check_devices", lambda _: None)
+    monkeypatch.setattr(Interrupting, "__init__", lambda _, *known, **named: given.extend((*known, named)))
+    run = LocalRun(ExplorationRequest.model_validate(TINY | fields), "job", device, target)
+    with run:
+        environment = {} if target is None else {"BEXP_LOCAL_TARGET": str(Path(target).absolute())}
+        assert given == ["job", options, {"database_url": queue.database.url, "more_environment": environment}]
+    assert run._again == f"bexp resume job{'' if device is None else f' --device {device}'}{again}"
+
+
 @pytest.mark.parametrize("ends_after", [1.0, 3600.0])
 def test_a_cancelled_exploration_is_awaited_for_some_seconds(
     bexp: Run, monkeypatch: pytest.MonkeyPatch, ends_after: float
