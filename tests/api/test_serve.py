@@ -56,7 +56,8 @@ def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_p
         frozen, switched = (float(process.stdout.readline()) for _ in range(2))
         assert frozen > 10_000, "a collection goes through all that was imported, and holds all requests up"
         assert switched < 0.001, "a thread that computes holds all requests up"
-        assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
+        ready = httpx.get(f"{url}/readyz")
+        assert (ready.json(), "Server" in ready.headers) == ({"status": "ready"}, False)
         job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
         with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=60) as response:
             lines = response.iter_lines()
@@ -120,7 +121,7 @@ def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> No
             admitted = named | {"Authorization": f"Bearer {secret}"}
             assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
             process.terminate()
-            assert HOW_TO_ADMIT not in process.communicate(timeout=60)[1], "there is a token"
+            assert process.communicate(timeout=60)[1] == "", "there is a token, and no request is noted"
         finally:
             process.kill()
 

@@ -17,7 +17,9 @@ import yaml
 
 from bexp.api.cli import explore
 from bexp.api.cli.connection import shown_url
+from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
+from bexp.api.cli.option_values import parse_micro_batch_size
 from bexp.api.cli.options import read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
@@ -238,6 +240,14 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
+
+
+@pytest.mark.parametrize("text", ["", "all", "1.5", "-4", "2-", "2-x", "x-4", "2-4-8", "2,", "2,x", "two"])
+def test_what_is_no_micro_batch_size_is_refused_with_what_is(text: str) -> None:
+    said = "is neither explore, auto, MIN-MAX, a number, nor a list such as 2,4,8"
+    with pytest.raises(CommandError, match=said) as refused:
+        parse_micro_batch_size(text)
+    assert refused.value.code == 2
 
 
 def test_a_model_without_a_name_is_called_by_its_file(tmp_path: Path) -> None:
