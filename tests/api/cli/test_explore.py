@@ -20,7 +20,7 @@ from bexp.api.cli.connection import shown_url
 from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
 from bexp.api.cli.option_values import parse_micro_batch_size
-from bexp.api.cli.options import read_request
+from bexp.api.cli.options import device_kind, read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration
@@ -99,6 +99,8 @@ def test_one_gpu_is_enough_where_nothing_is_shared(refused: Refused, configure: 
         ("train.py", "names no class: write it as train.py:Target"),
         ("train.py:", "names no class"),
         ("train.py:not-a-name", "names no class"),
+        ("train.c:Target", "names no class"),
+        ("train.txt:Target", "names no class"),
         ("other.py:Target", "there is no file other.py"),
         ("my-gpt", "there is no target 'my-gpt' here; there are bexp "),
         ("z-gpt", "there is no target 'z-gpt' here; there are bexp "),
@@ -240,6 +242,21 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [(None, None), ("cpu", "cpu"), ("cuda:0-3", "cuda"), ("cuda,cpu", "cuda"), ("replay:table.jsonl", None)],
+)
+def test_a_device_says_its_kind(device: str | None, kind: str | None) -> None:
+    assert device_kind(device) == kind
+
+
+@pytest.mark.parametrize("device", ["", "all:0", "cpus", "gpu:0", "tpu"])
+def test_what_is_no_device_is_refused_with_what_is(device: str) -> None:
+    with pytest.raises(CommandError, match="is none of cpu, cuda:0, cuda:0-3 and replay:TABLE") as refused:
+        device_kind(device)
+    assert refused.value.code == 2
 
 
 @pytest.mark.parametrize("text", ["", "all", "1.5", "-4", "2-", "2-x", "x-4", "2-4-8", "2,", "2,x", "two"])

@@ -136,18 +136,19 @@ def test_another_command_is_not_resumed(bexp: Run, queue: Queue, own: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("reason", "starts_after", "said"),
+    ("reason", "state", "starts_after", "said"),
     [
         (
             None,
+            "running",
             65,
             [
                 "not started after 30 s: its worker is still starting",
                 "not started after 60 s: its worker is still starting",
             ],
         ),
-        ("no device is free", 31, ["not started after 30 s: no device is free"]),
-        (None, 29, []),
+        ("no device is free", "failed", 31, ["not started after 30 s: no device is free"]),
+        (None, "running", 29, []),
     ],
 )
 def test_a_worker_that_takes_long_is_explained_every_30_seconds(
@@ -155,6 +156,7 @@ def test_a_worker_that_takes_long_is_explained_every_30_seconds(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     reason: str | None,
+    state: str,
     starts_after: int,
     said: list[str],
 ) -> None:
@@ -167,7 +169,7 @@ def test_a_worker_that_takes_long_is_explained_every_30_seconds(
     def summary(job_id: str) -> SimpleNamespace:
         asked.append(job_id)
         started = clock.now - 1000 >= starts_after
-        return SimpleNamespace(state="running" if started else "queued", waiting_reason=reason)
+        return SimpleNamespace(state=state if started else "queued", waiting_reason=reason)
 
     stored: Any = SimpleNamespace(summary=summary)
     with LocalRun(REQUEST, "job", "cpu") as run:

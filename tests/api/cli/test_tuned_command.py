@@ -222,6 +222,11 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         ),
         (
             "python train.py",
+            [("for the command", f"add --{SIZE} 8"), ("", f"add --{STEPS} 2")],
+            {"class_name": "my_trainer"},
+        ),
+        (
+            "python train.py",
             [("for the command", "nothing to change")],
             {"own": {SIZE: 8, STEPS: 2}},
         ),
