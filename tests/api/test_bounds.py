@@ -80,6 +80,11 @@ def test_a_parameter_is_repeated_so_often_and_no_more(client: TestClient, name: 
     assert (ask(most), ask(most + 1)) == (202 if name == "set" else 200, 422)
 
 
+def test_a_problem_names_256_characters_of_a_path(client: TestClient) -> None:
+    paths = [client.get("/" + "x" * length).json()["instance"] for length in (255, 256)]
+    assert paths == ["/" + "x" * 255, "/" + "x" * 254 + "\N{HORIZONTAL ELLIPSIS}"]
+
+
 @pytest.mark.parametrize(("priority", "status"), [(-101, 422), (-100, 202), (100, 202), (101, 422)])
 def test_a_priority_is_between_minus_100_and_100(client: TestClient, priority: int, status: int) -> None:
     assert client.post("/v1/explorations", json=REQUEST, params={"priority": priority}).status_code == status

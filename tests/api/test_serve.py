@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ import uvicorn
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
+from bexp.api import serve as api_serve
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
 from bexp.api.serve import HOW_TO_ADMIT, OneLineFormatter, RateFilter, ServeError, Server, bind
+from bexp.api.settings import ServiceSettings
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
@@ -90,6 +93,36 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
         _, stderr = process.communicate(timeout=60)
         assert process.returncode == 0
     assert stderr.strip() == HOW_TO_ADMIT
+
+
+@pytest.mark.parametrize(
+    ("host", "proxies", "is_required", "url"),
+    [
+        ("127.0.0.1", (), False, r"http://127\.0\.0\.1:\d+"),
+        ("127.0.0.1", (4711,), True, r"http://127\.0\.0\.1:\d+"),
+        ("0.0.0.0", (), True, r"http://0\.0\.0\.0:\d+"),
+        ("::1", (), False, r"http://\[::1\]:\d+"),
+    ],
+)
+def test_tokens_are_required_beyond_loopback_and_behind_a_proxy(
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    proxies: tuple[int, ...],
+    is_required: bool,
+    url: str,
+) -> None:
+    required, urls, said = list[bool](), list[str](), list[str]()
+
+    def serve_on(_listener: socket.socket, settings: ServiceSettings, *, on_ready: Callable[[], None]) -> None:
+        required.append(settings.require_token)
+        on_ready()
+
+    monkeypatch.setattr(api_serve, "serve_on", serve_on)
+    settings = ServiceSettings(sqlite_url, trusted_proxies=proxies)
+    api_serve.serve(settings, host, 0, on_ready=urls.append, notify=said.append)
+    assert (required, said) == ([is_required], [HOW_TO_ADMIT] if is_required else [])
+    assert re.fullmatch(url, urls[0])
 
 
 @pytest.mark.parametrize(
