@@ -7,7 +7,19 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api import housekeeping, log_folder, rate_limits, streams, tokens, turns
+from bexp.api import (
+    background,
+    connections,
+    housekeeping,
+    local_worker,
+    log_folder,
+    rate_limits,
+    serve,
+    streams,
+    tokens,
+    turns,
+)
+from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
@@ -27,6 +39,8 @@ def test_nothing_need_be_set() -> None:
     assert environment.api_token is None
     assert environment.database_url.startswith("sqlite:////")
     assert environment.database_url.endswith("/.local/share/bexp/bexp.db")
+    assert (environment.host, environment.port) == ("127.0.0.1", 8642)
+    assert USUAL.max_wait_seconds == 7 * DAY.total_seconds()
 
 
 def test_the_environment_is_read() -> None:
@@ -71,7 +85,7 @@ def test_a_port_is_the_least_or_the_most_that_there_is(port: int) -> None:
     assert read_environment({"BEXP_PORT": str(port)}).port == port
 
 
-@pytest.mark.parametrize("port", ["-1", "65536", "x", "٣", "1e3"])
+@pytest.mark.parametrize("port", ["-1", "65536", "99999", "x", "٣", "1e3"])
 def test_an_odd_port_is_refused(port: str) -> None:
     with pytest.raises(ValueError, match="BEXP_PORT"):
         read_environment({"BEXP_PORT": port})
@@ -140,7 +154,13 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
             housekeeping.TERM.total_seconds() + USUAL.waiting_check_seconds,
         ),
         ("answer", r"and `serve` \(every (\S+) s\)", log_folder.WRITE_SECONDS),
+        ("answer", r"its processes within (\S+) s", local_worker.GRACE_SECONDS),
+        ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
         ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
+        ("agents", r"which gives each (\S+) s to stop", commands.GRACE_SECONDS),
+        ("service", r"open files allow; (\S+) more wait", connections.QUEUED),
+        ("service", r"one that fails starts again after (\S+) s", background.RESTART_SECONDS),
+        ("service", r"gives open requests (\S+) s", serve.SHUTDOWN_SECONDS),
         ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
         ("service", r"honours `Idempotency-Key` for (\S+) hours", KEY_LIFETIME / HOUR),
         ("owners", r"returns the same exploration for (\S+) hours", KEY_LIFETIME / HOUR),
