@@ -74,9 +74,27 @@ def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue:
     done = bexp("resume", job.id, "--device", "cpu")
     assert done.code == 130
     assert f"exploration {job.id} goes on: another worker runs it" in done.stderr
+    assert "it runs already, or its worker has died" in done.stderr
     assert not get_job(queue.database, job.id).cancel_requested
     queue.finish(claim.lease, JobState.CANCELLED)
     forget_worker(queue.database, other.id)
+
+
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.CANCELLED, JobState.FAILED, JobState.SUCCEEDED])
+def test_all_but_what_has_succeeded_is_resumed(bexp: Run, queue: Queue, state: JobState) -> None:
+    job, _ = queue.enqueue(REQUEST)
+    if state is not JobState.QUEUED:
+        claim = queue.claim(make_worker("w"), among=[job.id])
+        assert claim is not None
+        queue.finish(claim.lease, state)
+    done = bexp("resume", job.id, "--device", "cpu")
+    if state is JobState.SUCCEEDED:
+        said = f"bexp: exploration {job.id} has succeeded: `bexp best {job.id}` prints its answer\n"
+        assert (done.code, done.stderr) == (2, said)
+        return
+    assert (done.code, "it runs already" in done.stderr) == (130, False)
+    assert f"cancelling exploration {job.id}" in done.stderr
+    assert get_job(queue.database, job.id).state is JobState.CANCELLED
 
 
 @pytest.mark.parametrize(
