@@ -94,11 +94,6 @@ def test_an_option_takes_its_least_and_its_most_and_nothing_beyond(command: str,
         assert not is_refused or (done.exit_code, done.stdout) == (ExitCode.USAGE, "")
 
 
-@pytest.mark.parametrize(("command", "default"), [("audit", 50), ("list", 20), ("mcp", 8643)])
-def test_the_help_says_what_an_option_is_unless_given(command: str, default: int) -> None:
-    assert f"default: {default}" in CliRunner().invoke(app, [command, "--help"], env=WIDE).stdout
-
-
 def test_serve_gives_the_service_these_settings_unless_told(monkeypatch: pytest.MonkeyPatch) -> None:
     given: list[Any] = []
     monkeypatch.setattr("bexp.api.serve.serve", lambda settings, host, port, **_: given.extend((settings, host, port)))
