@@ -111,7 +111,13 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     advised = describe_certainty(Exploration.model_validate(job_document("cancelled")), early, 0)
     assert advised is not None
     assert advised["next_measurement"]["advice"].startswith("resume the exploration, which has ended early, or")
-    assert describe_certainty(Exploration.model_validate(job_document()), None, 0) is None
+    assert (known["tolerance"], known["confidence_asked_for"]) == (0.01, 60)
+    unread = certainty(job_document(request=None), confidence=20)
+    assert (unread["tolerance"], unread["confidence_asked_for"]) == (None, None)
+    assert unread["next_measurement"]["advice"].startswith("resume the exploration")
+    nothing = Result.model_validate(result_document(recommendation=None))
+    for result in (None, nothing):
+        assert describe_certainty(Exploration.model_validate(job_document()), result, 0) is None
 
 
 def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callable[..., str]) -> None:
