@@ -142,9 +142,9 @@ def _describe(known: _Known) -> str:
 
 def _not_measured(name: str, known: _Known) -> Iterator[str]:
     side = known.side
-    if known.chosen.candidate.is_whole and side.num_runs == 0:
+    if not side.num_runs and known.chosen.candidate.is_whole:
         yield f"{name} in a run of its own; its speed is that of the search's steps"
-    elif side.num_runs == 0:
+    elif not side.num_runs:
         yield f"{name} as a whole model; its speed follows from measured parts"
     elif side.num_runs == 1:
         yield (

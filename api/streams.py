@@ -130,7 +130,7 @@ class EventFeed:
                     yield []
         finally:
             watch.num_streams -= 1
-            if watch.num_streams == 0 and self._watches.get(job_id) is watch:
+            if not watch.num_streams and self._watches.get(job_id) is watch:
                 del self._watches[job_id]
 
     async def read(self, job_id: str, after: int) -> list[Event]:
