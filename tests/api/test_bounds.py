@@ -121,6 +121,12 @@ def test_a_body_is_read_up_to_its_most(
     assert statuses[1] == 413
 
 
+def test_a_body_that_is_no_utf8_is_refused_with_the_place(client: TestClient) -> None:
+    headers = {"Content-Type": "application/json"}
+    assert_problem(refused := client.post("/v1/explorations", content=b'{"a": "\xff"}', headers=headers), 422)
+    assert refused.json()["errors"] == [{"message": "is not UTF-8: invalid byte at offset 7"}]
+
+
 @pytest.mark.parametrize(
     "media_type",
     ["application/json", "application/vnd.x+json", "APPLICATION/YAML", "application/json; charset=US-ASCII"],
