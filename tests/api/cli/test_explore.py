@@ -203,6 +203,9 @@ def test_a_submission_says_nothing_of_workers_that_it_may_not_see(error: Excepti
     client.workers = lambda: []
     assert missing_target(client, ended, "my-gpt") is None
     assert missing_target(client, queued, "my-gpt") is not None
+    for state in ("idle", "lost", "measuring"):
+        client.workers = lambda: [SimpleNamespace(state=state, targets={"my-gpt": "1"})]  # noqa: B023 - called at once
+        assert (missing_target(client, queued, "my-gpt") is None) is (state != "lost")
 
 
 @pytest.mark.parametrize(
