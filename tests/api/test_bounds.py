@@ -81,8 +81,10 @@ def test_a_parameter_is_repeated_so_often_and_no_more(client: TestClient, name: 
 
 
 def test_a_problem_names_256_characters_of_a_path(client: TestClient) -> None:
-    paths = [client.get("/" + "x" * length).json()["instance"] for length in (255, 256)]
+    problems = [client.get("/" + "x" * length).json() for length in (255, 256)]
+    paths = [problem["instance"] for problem in problems]
     assert paths == ["/" + "x" * 255, "/" + "x" * 254 + "\N{HORIZONTAL ELLIPSIS}"]
+    assert "detail" not in problems[0], "the title says it"
 
 
 @pytest.mark.parametrize(("priority", "status"), [(-101, 422), (-100, 202), (100, 202), (101, 422)])

@@ -95,7 +95,6 @@ def test_options_take_the_place_of_what_the_file_says(bexp: Run, config: Path) -
     [
         ("--quick", "quick", True),
         ("", "fresh", False),
-        ("", "quick", False),
         ("--fresh", "fresh", True),
         ("--optim sgd", "training.optimizer.name", "sgd"),
         ("--trainer deepspeed", "trainer", "deepspeed"),

@@ -318,6 +318,16 @@ def test_lines_scroll_when_they_say_something_new() -> None:
     assert "\n        performance: 1.23x base" in text.getvalue()
 
 
+@pytest.mark.parametrize(("is_terminal", "is_dumb"), [(True, False), (True, True), (False, False)])
+def test_only_a_terminal_that_can_draw_gets_a_view(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, is_dumb: bool
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    monkeypatch.setattr(Console, "is_dumb_terminal", is_dumb)
+    with following.open_output(Exploration.model_validate(job_document("queued")), to_stderr=False) as output:
+        assert isinstance(output, LiveOutput) is (is_terminal and not is_dumb)
+
+
 @pytest.mark.parametrize("worker_has_failed", [False, True])
 def test_what_ends_the_events_ends_the_command_and_a_failed_worker_is_told_first(worker_has_failed: bool) -> None:
     def events(_: str) -> Iterator[Event]:
