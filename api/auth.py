@@ -97,8 +97,7 @@ Administrator = Annotated[Caller, Depends(_caller_with(Scope.ADMIN))]
 
 
 def _limit(limiter: RateLimiter, key: str, what: str) -> None:
-    wait = limiter.wait_seconds(key)
-    if wait > 0:
+    if wait := limiter.wait_seconds(key):
         raise ProblemException(
             HTTPStatus.TOO_MANY_REQUESTS,
             f"This {what} has sent more than {limiter.rate:g} requests a second.",

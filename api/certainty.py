@@ -52,7 +52,7 @@ def _not_measured(best: Recommendation, request: ExplorationRequest | None, num_
         yield "communication between devices"
     if best.reused is not None:
         yield "what earlier explorations had measured on the same device; it was reused"
-    if num_reports == 0:
+    if not num_reports:
         yield "a training run with this answer; none has been reported"
     yield "whether training converges as well"
 

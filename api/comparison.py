@@ -101,9 +101,7 @@ def compare_answers(client: Explorations, a: str, b: str) -> ComparisonText:
     differences += _loads(*(known.host_busy_share for known in sides.values()))
     missing = [line for name, known in sides.items() for line in _not_measured(name, known)]
     taken = [known.run_seconds for known in sides.values()]
-    seconds = (
-        None if found.runs_needed is None or None in taken else found.runs_needed * sum(each or 0 for each in taken)
-    )
+    seconds = None if found.runs_needed is None or None in taken else found.runs_needed * sum(filter(None, taken))
     advice = _advice(found.runs_needed, seconds)
     document = {
         **found.model_dump(mode="json", exclude={"a", "b"}),
@@ -144,9 +142,9 @@ def _describe(known: _Known) -> str:
 
 def _not_measured(name: str, known: _Known) -> Iterator[str]:
     side = known.side
-    if known.chosen.candidate.is_whole and side.num_runs == 0:
+    if not side.num_runs and known.chosen.candidate.is_whole:
         yield f"{name} in a run of its own; its speed is that of the search's steps"
-    elif side.num_runs == 0:
+    elif not side.num_runs:
         yield f"{name} as a whole model; its speed follows from measured parts"
     elif side.num_runs == 1:
         yield (

@@ -11,6 +11,7 @@ from bexp.api.refusals import Problem
 from bexp.api.resources import Links
 from bexp.explorer.cost_model.step import MemoryParts
 from bexp.explorer.exports.registry import formats_for
+from bexp.explorer.formats.document import load_document
 from bexp.explorer.records.event import Event as LogEvent
 from bexp.explorer.records.event import EventCode, EventDraft, recommendation_event, render_line
 from bexp.explorer.records.measurement import Measurement, Outcome
@@ -23,23 +24,6 @@ from bexp.explorer.spec.request import ExplorationRequest
 JOB_ID = "9f1c2d3e4a5b46c7"
 CREATED_AT = "2026-01-15T19:39:12Z"
 
-REQUEST: dict[str, Any] = {
-    "model": {
-        "name": "tiny-moe",
-        "num_layers": 4,
-        "hidden_size": 256,
-        "num_attention_heads": 4,
-        "num_query_groups": 2,
-        "vocab_size": 4096,
-        "seq_length": 128,
-        "dtype": "float32",
-        "moe": {"num_experts": 8, "top_k": 2, "expert_ffn_hidden_size": 512},
-    },
-    "batch_size": 64,
-    "micro_batch_size": "explore",
-    "budget": {"max_seconds": 60},
-    "labels": {"team": "search"},
-}
 REQUEST_YAML = """\
 model:
   name: tiny-moe
@@ -56,6 +40,7 @@ micro_batch_size: explore
 budget: {max_seconds: 60}
 labels: {team: search}
 """
+REQUEST: dict[str, Any] = load_document(REQUEST_YAML)
 
 _CANDIDATE = Candidate(micro_batch_size=2, attention_backend="flash", expert_backend="loop", num_query_groups=2)
 _RECOMMENDATION = Recommendation(

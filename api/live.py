@@ -119,8 +119,7 @@ class LiveView:
             self._chart.note_failure(size, str(event.data.get("outcome", "infeasible")))
 
     def _elapsed(self) -> float:
-        if self._started_at is None:
-            return 0.0
+        assert self._started_at is not None, "the callers have looked"
         return max(0.0, ((self._ended_at or self._clock()) - self._started_at).total_seconds())
 
     def _head(self) -> Text:
@@ -146,7 +145,7 @@ class LiveView:
         confidence = self._best.confidence if self._best is not None else 0
         if at_most <= 0 or confidence >= budget.confidence_target:
             return "comparing and checking"
-        if confidence > 0:
+        if confidence:
             about = passed * (budget.confidence_target - confidence) / confidence
             if about < at_most:
                 return f"about {clock_text(about)} left"
@@ -184,12 +183,12 @@ class LiveView:
         for name, size in memory_parts(best.memory):
             bar.append("█" * round(size / whole * cells), style=PART_COLORS[name])
             legend.append(Text(f"{name} {bytes_text(size)}", style=PART_COLORS[name]))
-        bar.append("░" * max(0, cells - len(bar)), style="dim")
+        bar.append("░" * (cells - len(bar)), style="dim")
         title = f"memory at the peak: {bytes_text(total)} ({total / limit:.1%} of {bytes_text(limit)})"
         return [Text(title, style="bold"), bar, Columns(legend, padding=(0, 2))]
 
 
 def _find_size(data: dict[str, Any]) -> int | None:
     candidate = data.get("candidate")
-    size = candidate.get("micro_batch_size") if isinstance(candidate, dict) else data.get("micro_batch_size")
-    return size if isinstance(size, int) else None
+    size: int | None = candidate.get("micro_batch_size") if isinstance(candidate, dict) else None
+    return size

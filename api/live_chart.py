@@ -102,11 +102,11 @@ def axis_start(low: float, top: float) -> float:
 
     The shortest bar then has at least a fifth of the length of the longest.
     """
-    if top <= 0 or low < top / 2 or low == top:
+    if low < top / 2 or low == top:
         return 0.0
     room = (top - low) / 4
     step = 10.0 ** math.floor(math.log10(max(room, top / 1000)))
-    return max(0.0, math.floor((low - room) / step) * step)
+    return math.floor((low - room) / step) * step
 
 
 def _bar(cells: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import defaultdict
 from pathlib import Path
 
 from anyio.to_thread import run_sync
@@ -15,7 +16,6 @@ from bexp.storage.jobs import JobNotFoundError, get_job
 from bexp.storage.listing import latest_events
 
 WRITE_SECONDS = 2.0
-PAGE = 500
 
 
 class LogFolder:
@@ -24,7 +24,7 @@ class LogFolder:
     def __init__(self, database: Database, directory: Path) -> None:
         self._database = database
         self._directory = directory
-        self._written: dict[str, int] = {}
+        self._written: defaultdict[str, int] = defaultdict(int)
         """The last event in the file of each exploration."""
 
     async def run(self, beat: Beat) -> None:
@@ -42,7 +42,7 @@ class LogFolder:
             sqlalchemy.exc.SQLAlchemyError: the database does not answer.
         """
         for job_id, last in latest_events(self._database).items():
-            if last > self._written.get(job_id, 0):
+            if last > self._written[job_id]:
                 self._append(job_id)
 
     def _append(self, job_id: str) -> None:
@@ -52,8 +52,8 @@ class LogFolder:
             return
         mode = "train" if job.request is None else job.request.mode
         with RunLog(log_path(self._directory, mode, job.model_name, job_id)) as file:
-            after = self._written.get(job_id, 0)
-            while file.is_writing and (events := read_events(self._database, job_id, after=after, limit=PAGE)):
+            after = self._written[job_id]
+            while file.is_writing and (events := read_events(self._database, job_id, after=after)):
                 for event in events:
                     file.write(event)
                 after = self._written[job_id] = events[-1].seq

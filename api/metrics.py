@@ -113,7 +113,7 @@ def _quantiles(name: str, description: str, ascending: Sequence[float]) -> Gauge
     """Return a gauge for each quantile; none without values."""
     family = GaugeMetricFamily(name, description, labels=["quantile"])
     for quantile in QUANTILES if ascending else ():
-        family.add_metric([str(quantile)], ascending[min(len(ascending) - 1, int(quantile * len(ascending)))])
+        family.add_metric([str(quantile)], ascending[int(quantile * len(ascending))])
     return family
 
 

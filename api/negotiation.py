@@ -25,7 +25,7 @@ def choose_media_type(request: Request, offered: Sequence[str]) -> str:
         return offered[0]
     ranges = [_parse_range(part) for part in accept.split(",") if part.strip()]
     best = max(offered, key=lambda media_type: _quality(media_type, ranges))
-    if _quality(best, ranges) > 0:
+    if _quality(best, ranges):
         return best
     raise ProblemException(HTTPStatus.NOT_ACCEPTABLE, f"This is offered as {' or '.join(offered)}.")
 

@@ -32,7 +32,6 @@ class RunLog:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._seq = 0
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file: IO[bytes] | None = path.open("a+b")
         try:

@@ -110,10 +110,8 @@ def serve(
     *,
     on_ready: Callable[[str], None] = lambda url: None,
     notify: Callable[[str], None] = lambda message: print(message, file=sys.stderr, flush=True),  # noqa: T201 - the default for a command, where standard error is the log
-    upgrade_schema: bool = True,
-    access_log: bool = False,
 ) -> None:
-    """Serve until SIGINT or SIGTERM.
+    """Serve until SIGINT or SIGTERM, on a database whose schema is brought up to date first.
 
     Args:
         settings: how to serve. Tokens are always required if `host` is not a loopback address, or behind a proxy.
@@ -121,8 +119,6 @@ def serve(
         port: 0 for any free port.
         on_ready: called with the URL once requests are answered.
         notify: called with messages for the person who started the service.
-        upgrade_schema: bring the database's schema up to date first.
-        access_log: write a line for each request to stderr.
 
     Raises:
         ServeError: the address is in use, or is not an address of this machine.
@@ -131,9 +127,9 @@ def serve(
     if not is_loopback(host) or settings.trusted_proxies:
         settings = replace(settings, require_token=True)
     with bind(host, port) as listener:
-        _prepare(settings, notify, upgrade_schema=upgrade_schema)
+        _prepare(settings, notify)
         url = _url(host, listener.getsockname()[1])
-        serve_on(listener, settings, on_ready=lambda: on_ready(url), access_log=access_log)
+        serve_on(listener, settings, on_ready=lambda: on_ready(url))
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -158,13 +154,7 @@ def bind(host: str, port: int) -> socket.socket:
     return listener
 
 
-def serve_on(
-    listener: socket.socket,
-    settings: ServiceSettings,
-    *,
-    on_ready: Callable[[], None] = lambda: None,
-    access_log: bool = False,
-) -> None:
+def serve_on(listener: socket.socket, settings: ServiceSettings, *, on_ready: Callable[[], None]) -> None:
     """Serve on a bound socket until SIGINT or SIGTERM; open streams are then ended."""
     settings = replace(settings, max_connections=allow_connections(settings.max_connections))
     app = create_app(settings)
@@ -176,8 +166,8 @@ def serve_on(
         ws="none",
         backlog=BACKLOG,
         log_config=log_config(),
-        log_level="info" if access_log else "warning",
-        access_log=access_log,
+        log_level="warning",
+        access_log=False,
         server_header=False,
         proxy_headers=False,  # `authorize` reads them
         timeout_graceful_shutdown=SHUTDOWN_SECONDS,
@@ -216,11 +206,10 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
 
-def _prepare(settings: ServiceSettings, notify: Callable[[str], None], *, upgrade_schema: bool) -> None:
+def _prepare(settings: ServiceSettings, notify: Callable[[str], None]) -> None:
     database = open_database(settings.database_url)
     try:
-        if upgrade_schema:
-            upgrade(database)
+        upgrade(database)
         if settings.require_token and not list_tokens(database):
             notify(HOW_TO_ADMIT)
     finally:

@@ -31,7 +31,6 @@ from bexp.storage.trials import read_all_trials
 from bexp.storage.workers import list_known_workers
 
 POLL_SECONDS = 0.1
-PAGE = 500
 
 
 class StoredExplorations:
@@ -79,7 +78,7 @@ class StoredExplorations:
         cursor = None
         while True:
             with _refusals():
-                page, cursor = list_jobs(self.database, wanted=wanted, limit=100, cursor=cursor)
+                page, cursor = list_jobs(self.database, wanted=wanted, cursor=cursor)
             for job in page:
                 yield _as(Exploration, resources.ExplorationSummary.of(job))
             if cursor is None:
@@ -142,7 +141,7 @@ class StoredExplorations:
         while not cancelled():
             with _refusals():
                 now = get_summary(self.database, job_id)
-                page = read_events(self.database, job_id, after=after, limit=PAGE)
+                page = read_events(self.database, job_id, after=after)
             yield from page
             after = page[-1].seq if page else after
             if now.state.is_final and after >= now.last_seq:
@@ -155,7 +154,7 @@ class StoredExplorations:
         """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
         events: list[Event] = []
         with _refusals():
-            while page := read_events(self.database, job_id, after=events[-1].seq if events else 0, limit=PAGE):
+            while page := read_events(self.database, job_id, after=len(events)):  # they have no gaps
                 events += page
         return tuple(events)
 

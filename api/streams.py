@@ -12,10 +12,9 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from bexp.explorer.records.event import Event
 from bexp.storage.database import Database
-from bexp.storage.events import read_events, read_last_seqs
+from bexp.storage.events import PAGE, read_events, read_last_seqs
 from bexp.storage.notifications import NEW_EVENTS, Listener, parse_events_message
 
-PAGE = 500
 LISTENING_POLL_SECONDS = 5.0
 """How often PostgreSQL is asked although it tells of new events: a notification can be lost with its connection."""
 
@@ -131,12 +130,12 @@ class EventFeed:
                     yield []
         finally:
             watch.num_streams -= 1
-            if watch.num_streams == 0 and self._watches.get(job_id) is watch:
+            if not watch.num_streams and self._watches.get(job_id) is watch:
                 del self._watches[job_id]
 
     async def read(self, job_id: str, after: int) -> list[Event]:
         """Return one page of the stored events."""
-        return await run_sync(lambda: read_events(self._database, job_id, after=after, limit=PAGE))
+        return await run_sync(lambda: read_events(self._database, job_id, after=after))
 
     async def _read_together(self, watch: _Watch, job_id: str, after: int) -> list[Event]:
         """`read`, shared by all streams that know of the same events and want the same page."""

@@ -18,10 +18,11 @@ from bexp.storage.notifications import notify_events
 from bexp.storage.recommendations import join_recommendation, select_columns, split_recommendation
 from bexp.storage.tables import events, jobs, recommendations
 
+PAGE = 500
 _ENDS = [int(code) for code in EventCode if code.ends_job]
 
 
-def read_events(database: Database, job_id: str, *, after: int = 0, limit: int = 500) -> list[Event]:
+def read_events(database: Database, job_id: str, *, after: int = 0, limit: int = PAGE) -> list[Event]:
     """Return events with `seq` > `after`, in order, at most `limit`; none for a job that does not exist."""
     here = (recommendations.c.job_id == events.c.job_id) & (recommendations.c.seq == events.c.seq)
     of_end = (jobs.c.id == events.c.job_id) & events.c.code.in_(_ENDS)

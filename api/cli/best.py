@@ -68,7 +68,7 @@ def best(
         if whole:
             _print_whole(client, job, result, as_json=as_json)
         printed = as_json or export_format is not None
-        reports = client.run_reports(job.id) if known is not None and not printed else ()
+        reports = () if printed else client.run_reports(job.id)
         others = _answered_before(client) if known is None and job_id == LATEST else ()
         exported = client.export(job.id, export_format) if known is not None and export_format is not None else None
     if known is None:

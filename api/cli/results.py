@@ -34,7 +34,7 @@ FEWEST_COLUMNS, MOST_COLUMNS = 60, 120
 def conclude(client: Explorations, job_id: str, last: Event, *, as_json: bool, verbose: bool) -> ExitCode:
     """Print the answer of a job that has ended with the event `last`, in six lines unless `verbose`."""
     job = client.get(job_id)
-    code = _exit_code(job, last)
+    code = _exit_code(last)
     if as_json:
         print_json(document(client, job))
         return code
@@ -148,7 +148,7 @@ def _dump(part: BaseModel | None) -> dict[str, Any] | None:
     return None if part is None else part.model_dump(mode="json")
 
 
-def _exit_code(job: Exploration, last: Event) -> ExitCode:
-    if job.state == "succeeded" and last.code is EventCode.SUCCEEDED:
+def _exit_code(last: Event) -> ExitCode:
+    if last.code is EventCode.SUCCEEDED:
         return ExitCode.ANSWER
     return ExitCode.SERVICE if last.code is EventCode.FAILED else ExitCode.NO_ANSWER

@@ -130,7 +130,7 @@ class TunedCommand:
 
     @cached_property
     def _begin(self) -> int:
-        """The place behind the script or the module; the beginning of a command without one."""
-        scripts = [place + 1 for place, each in enumerate(self.arguments) if each.endswith(".py")]
-        modules = [place + 2 for place, (flag, _) in enumerate(pairwise(self.arguments)) if flag == "-m"]
+        """The place of the script or the module, which is no flag itself; the beginning of a command without one."""
+        scripts = [place for place, each in enumerate(self.arguments) if each.endswith(".py")]
+        modules = [place for place, each in enumerate(self.arguments) if each == "-m"]
         return scripts[0] if scripts else modules[-1] if modules else 0

@@ -69,7 +69,7 @@ def show_audit(
     service: ServiceDep,
     owner: Annotated[str | None, Query(max_length=64, pattern=NO_NUL, description="Only what this owner did.")] = None,
     cursor: Annotated[int | None, Query(ge=1, lt=1 << 63, description="`next_cursor` of the page before.")] = None,
-    limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 100,
 ) -> AuditPage:
     """Submissions, cancels, resumes and deletions of explorations, and changes of tokens and quotas, newest first."""
     records = read_audit(service.database, owner=owner, before=cursor, limit=limit + 1)

@@ -187,7 +187,7 @@ def list_explorations(
             examples=["h100 team=search"],
         ),
     ] = "",
-    limit: Annotated[int, Query(ge=1, le=200, description="How many.", examples=[20])] = 50,
+    limit: Annotated[int, Query(ge=1, le=200, description="How many.")] = 50,
     cursor: Annotated[str | None, Query(max_length=256, description="`next_cursor` of the page before.")] = None,
 ) -> ExplorationPage:
     """One page of the explorations of the token's owner; with the scope `admin`, of all owners.

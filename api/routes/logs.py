@@ -58,7 +58,7 @@ async def follow_events(
     service: ServiceDep,
     caller: Reader,
     after: After = 0,
-    limit: Annotated[int, Query(ge=1, le=500, description="The most events on a page of JSON.", examples=[100])] = 500,
+    limit: Annotated[int, Query(ge=1, le=500, description="The most events on a page of JSON.")] = 500,
     last_event_id: Annotated[
         str | None, Header(description="Resume after this event; it takes precedence over `after`.", examples=["17"])
     ] = None,

@@ -97,7 +97,7 @@ def list_trials(
             examples=[41],
         ),
     ] = None,
-    limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 100,
 ) -> TrialPage:
     """The trials in the order of storing, with outcome, measurement, and predicted and measured peak.
 

@@ -89,7 +89,7 @@ def list_run_reports(
     job: SummaryDep,
     service: ServiceDep,
     cursor: Annotated[int, Query(ge=0, lt=1 << 31, description="`next_cursor` of the page before.", examples=[2])] = 0,
-    limit: Annotated[int, Query(ge=1, le=1000, description="How many.", examples=[100])] = 100,
+    limit: Annotated[int, Query(ge=1, le=1000, description="How many.")] = 100,
 ) -> RunReportPage:
     """What trainers have reported, in the order in which it arrived."""
     stored = read_run_reports(service.database, job.id, after=cursor, limit=limit + 1)

@@ -61,11 +61,16 @@ def check_declared(response: Any) -> None:
 
 
 @cache
+def described() -> dict[str, Any]:
+    """The OpenAPI document."""
+    return create_app(ServiceSettings("sqlite://")).openapi()
+
+
+@cache
 def _declared() -> list[tuple[str, set[int]]]:
-    paths = create_app(ServiceSettings("sqlite://")).openapi()["paths"]
     return [
         (re.sub(r"\{\w+\}", "[^/]+", f"{method.upper()} {path}"), set(map(int, operation["responses"])))
-        for path, item in paths.items()
+        for path, item in described()["paths"].items()
         for method, operation in item.items()
     ]
 

@@ -10,15 +10,18 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import timedelta
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
 from fastapi.testclient import TestClient
 
+from bexp.api import streams, tokens
 from bexp.api.background import Beat, Supervisor
 from bexp.api.examples import REQUEST
 from bexp.api.routes import explorations
 from bexp.api.settings import ServiceSettings
+from bexp.api.streams import EventFeed
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.jobs import Job
@@ -109,6 +112,51 @@ def test_events_go_on_after_a_pool_of_connections_was_exhausted(
         text = client.get(f"/v1/explorations/{job.id}/log?follow=true").text
     thread.join()
     wait_until(lambda: client.get("/readyz").status_code == 200)
+
+
+AWAY = sa.exc.OperationalError("SELECT", {}, Exception("it is away"))
+
+
+def test_a_stream_whose_events_cannot_be_read_ends(
+    sqlite_database: Database, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise AWAY
+
+    async def read() -> list[object]:
+        feed = EventFeed(sqlite_database, poll_seconds=60, keep_alive_seconds=60)
+        pages: list[object] = [page async for page in feed.follow(job.id, 0)]
+        assert not feed._watches
+        return pages
+
+    monkeypatch.setattr(streams, "read_events", fail)
+    assert asyncio.run(read()) == []
+
+
+def test_streams_go_on_while_tokens_cannot_be_looked_up(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    faults, beats, woken = [AWAY], list[None](), list[set[str]]()
+
+    def find(_: Database, digests: set[str]) -> set[str]:
+        if faults:
+            raise faults.pop()
+        return digests if woken else set()
+
+    monkeypatch.setattr(tokens, "find_revoked", find)
+    feed: Any = SimpleNamespace(wake=woken.append)
+    known = tokens.Tokens(sqlite_database, feed, check_seconds=0.0)
+
+    async def run() -> None:
+        with known.stream("secret", "job") as may_continue:
+            task = asyncio.create_task(known.run(lambda: beats.append(None)))
+            while may_continue():
+                await asyncio.sleep(0)
+            task.cancel()
+
+    asyncio.run(run())
+    assert (woken, len(beats)) == ([set(), {"job"}], 2)
+    assert caplog.messages == ["the database does not answer: it is away"]
 
 
 def test_ready_reports_a_background_task_that_failed(client: TestClient, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ from bexp.storage.jobs import JobState
 from bexp.storage.leaders import HOUSEKEEPER, hold_role
 from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
+from bexp.storage.schema import NewerSchemaError
 from bexp.storage.tables import audit, jobs, leaders
 from tests.api.serving import in_process
 from tests.contracts.samples import make_request
@@ -104,3 +106,36 @@ def test_it_looks_for_what_is_old_every_five_minutes_and_at_once_while_there_is_
     for clock.now in (1000.0, 1002.0, 1004.0, 1006.0, 1303.9, 1304.0, 1306.0):
         assert keeper.work()
     assert asked == [1000.0, 1002.0, 1004.0, 1304.0]
+
+
+def test_a_housekeeper_goes_on_after_what_the_database_refuses(
+    settings: ServiceSettings, queue: Queue, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    away = sa.exc.OperationalError("SELECT", {}, Exception("it is away"))
+    faults, beats = [NewerSchemaError(), away], list[None]()
+    keeper = Housekeeper(queue, replace(settings, waiting_check_seconds=0.0))
+
+    def work() -> bool:
+        if faults:
+            raise faults.pop()
+        return True
+
+    def give_up(*_: object) -> None:
+        raise away
+
+    monkeypatch.setattr(keeper, "work", work)
+    monkeypatch.setattr(keeper, "_is_elected", True)
+    monkeypatch.setattr(housekeeping, "give_up_role", give_up)
+
+    async def run() -> None:
+        task = asyncio.create_task(keeper.run(lambda: beats.append(None)))
+        while len(beats) < 2:
+            await asyncio.sleep(0)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+
+    asyncio.run(run())
+    first, second = caplog.messages
+    assert first == "the database does not answer: it is away"
+    assert second.startswith("the service takes no changes: ")

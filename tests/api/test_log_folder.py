@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def text_of(queue: Queue, job_id: str) -> str:
 def test_every_log_is_kept_and_goes_on_after_a_restart(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_folder, "PAGE", 1)
+    monkeypatch.setattr(log_folder, "read_events", partial(read_events, limit=1))
     train, evaluated = queue.enqueue(make_request())[0], queue.enqueue(make_request(mode="eval"))[0]
     folder = LogFolder(queue.database, tmp_path)
     folder.write()

@@ -15,10 +15,9 @@ import pytest
 from fastapi.testclient import TestClient
 
 from bexp.api.settings import ServiceSettings
-from bexp.api.streams import PAGE
 from bexp.explorer.records.event import Event, EventCode, EventDraft, Progress, recommendation_event
 from bexp.storage.database import Database
-from bexp.storage.events import read_events, read_last_seqs
+from bexp.storage.events import PAGE, read_events, read_last_seqs
 from bexp.storage.jobs import Job, JobState, get_job
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
@@ -205,10 +204,17 @@ def test_an_idle_stream_is_kept_alive(
             comments += next(lines).startswith(":")
 
 
-def test_a_client_that_leaves_is_noticed_though_nothing_happens(served: Served, job: Job) -> None:
-    with follow(served, f"{job.id}/events", **SSE) as (_, lines):
-        read_frames(lines, 1)
+def test_a_client_that_leaves_is_noticed_though_nothing_happens_and_others_go_on(
+    serve: Callable[[ServiceSettings], Served], settings: ServiceSettings, queue: Queue, job: Job
+) -> None:
+    served = serve(replace(settings, keep_alive_seconds=1000))
+    with follow(served, f"{job.id}/events", **SSE) as (_, staying):
+        with follow(served, f"{job.id}/events", **SSE) as (_, lines):
+            read_frames(lines, 1)
+            wait_until(lambda: served.num_watchers == 2)
         wait_until(lambda: served.num_watchers == 1)
+        queue.request_cancel(job.id)
+        assert [frame["event"] for frame in read_frames(staying)] == ["queued", "cancelled"]
     wait_until(lambda: served.num_watchers == 0)
 
 
@@ -248,6 +254,8 @@ def test_watchers_of_one_job_share_its_polls_and_its_pages(
         thread.join(60)
     assert counts == [3] * 8
     assert read == [lease.job_id]
+    feed = served.server._app.state.service.feed
+    wait_until(lambda: not feed._watches)  # nobody asks for what nobody follows
 
 
 def test_a_watcher_ahead_of_the_log_does_not_keep_others_busy(served: Served, queue: Queue, lease: Lease) -> None:
@@ -259,7 +267,7 @@ def test_a_watcher_ahead_of_the_log_does_not_keep_others_busy(served: Served, qu
         wait_until(lambda: served.num_watchers == 2)
         queue.record(lease, make_progress(0))
         assert read_frames(lines, 1)[0]["id"] == "3"
-        assert next(ahead).startswith("retry:")
+        assert next(ahead) == "retry: 1000"
         served.stop()
         assert read_frames(ahead) == []
 

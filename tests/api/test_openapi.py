@@ -14,8 +14,6 @@ from pydantic import BaseModel, TypeAdapter
 from bexp.api import administration, examples, resources
 from bexp.api.refusals import Problem
 from bexp.api.settings import ServiceSettings
-from bexp.explorer.formats.document import load_document
-from bexp.explorer.formats.request import parse_request
 from tests.api.serving import Served
 
 
@@ -160,10 +158,6 @@ def test_every_reference_resolves(document: dict[str, Any]) -> None:
 )
 def test_the_examples_are_what_the_service_answers(model: type[BaseModel], example: dict[str, Any]) -> None:
     assert TypeAdapter(model).validate_python(example, extra="forbid").model_dump(mode="json") == example
-
-
-def test_the_example_requests_are_one() -> None:
-    assert parse_request(load_document(examples.REQUEST_YAML)) == parse_request(examples.REQUEST)
 
 
 def test_the_examples_tell_of_one_exploration() -> None:

@@ -302,6 +302,7 @@ def test_a_rate_allows_a_burst_and_then_one_after_the_other() -> None:
     assert limiter.wait_seconds("a") > 0
     now += 1000
     assert [limiter.wait_seconds("a") for _ in range(burst)] == [0.0] * burst
+    assert limiter.wait_seconds("a") == pytest.approx(0.5), "what is not used is not kept"
     slow = RateLimiter(0.01, clock=lambda: now)
     assert [slow.wait_seconds("a") > 0 for _ in range(2)] == [False, True]
     assert not any(RateLimiter(0.0).wait_seconds("a") for _ in range(1000))

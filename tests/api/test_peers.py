@@ -201,6 +201,12 @@ def test_where_the_system_does_not_say_it_the_user_is_unknown(
     assert peer_of(accepted) == Peer("127.0.0.1", None)
 
 
+@pytest.mark.parametrize("client", [("nowhere", 1), ("127.0.0.1", None), ("127.0.0.1", 1 << 16)])
+def test_what_is_no_address_is_nobodys(client: tuple[str, int | None]) -> None:
+    assert find_peer(client, ("127.0.0.1", 80)) == Peer(client[0])
+    assert find_peer(None, client) == find_peer(client, None) == Peer("")
+
+
 def test_without_tokens_another_machine_is_refused_even_if_the_service_is_open(settings: ServiceSettings) -> None:
     with in_process(replace(settings, is_open=True)) as client:
         client.app_state["peer"] = Peer("10.0.0.7")

@@ -48,6 +48,8 @@ def test_a_refusal_says_what_is_too_much_and_when_to_come_again(
 
 def test_a_body_with_many_errors_is_refused_with_a_hundred_of_them_each_with_its_place() -> None:
     refused = invalid_body([(("a/b", 3, "~"), "x" * 600), ((), "y"), *[(("c",), "z")] * 200])
+    (long,) = invalid_body([(("x" * 65,), "y")]).errors
+    assert long.field == "x" * 63 + "\N{HORIZONTAL ELLIPSIS}"
     first, second, *others = refused.errors
     assert (first.field, first.pointer, len(first.message)) == ("a/b.3.~", "#/a~1b/3/~0", 500)
     assert (second.field, second.pointer, second.message) == (None, None, "y")

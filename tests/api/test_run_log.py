@@ -6,9 +6,11 @@ from pathlib import Path
 
 import pytest
 
+from bexp.api.cli.following import open_run_log
 from bexp.api.run_log import RunLog, log_path
+from bexp.client.explorations import Exploration
 from bexp.explorer.records.event import render_line
-from tests.api.cli.samples import EVENTS
+from tests.api.cli.samples import EVENTS, job_document
 
 LINES = [render_line(event) for event in EVENTS]
 
@@ -61,3 +63,18 @@ def test_only_one_of_two_writes(tmp_path: Path) -> None:
             first.write(event)
             second.write(event)
     assert path.read_text().splitlines() == LINES
+
+
+def test_whoever_watches_is_told_where_the_log_is_and_who_writes_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    job, unread = map(Exploration.model_validate, (job_document(), job_document(request=None)))
+    path = tmp_path / "local_compile_train" / "tiny" / "run_job1.log"
+    with open_run_log(job, tmp_path) as first, open_run_log(job, tmp_path) as second:
+        assert first is not None and second is not None
+        assert (first.is_writing, second.is_writing) == (True, False)
+    assert capsys.readouterr().err == f"log file: {path}\nlog file: {path} (another command writes it)\n"
+    for other, folder in ((job, None), (unread, tmp_path)):
+        with open_run_log(other, folder) as none:
+            assert none is None
+    assert capsys.readouterr().err == ""

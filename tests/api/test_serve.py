@@ -2,11 +2,12 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,9 +18,11 @@ import uvicorn
 from fastapi import FastAPI
 from typer.testing import CliRunner
 
+from bexp.api import serve as api_serve
 from bexp.api.cli import app
 from bexp.api.examples import REQUEST
 from bexp.api.serve import HOW_TO_ADMIT, OneLineFormatter, RateFilter, ServeError, Server, bind
+from bexp.api.settings import ServiceSettings
 from bexp.storage.database import open_database
 from bexp.storage.schema import upgrade
 from bexp.storage.tokens import create_token
@@ -56,7 +59,8 @@ def test_a_service_makes_its_database_says_where_it_is_and_stops_when_told(tmp_p
         frozen, switched = (float(process.stdout.readline()) for _ in range(2))
         assert frozen > 10_000, "a collection goes through all that was imported, and holds all requests up"
         assert switched < 0.001, "a thread that computes holds all requests up"
-        assert httpx.get(f"{url}/readyz").json() == {"status": "ready"}
+        ready = httpx.get(f"{url}/readyz")
+        assert (ready.json(), "Server" in ready.headers) == ({"status": "ready"}, False)
         job_id = httpx.post(f"{url}/v1/explorations", json=REQUEST).json()["id"]
         with httpx.stream("GET", f"{url}/v1/explorations/{job_id}/log?follow=true", timeout=60) as response:
             lines = response.iter_lines()
@@ -92,6 +96,36 @@ def test_beyond_loopback_tokens_are_required_and_their_absence_is_told(
 
 
 @pytest.mark.parametrize(
+    ("host", "proxies", "is_required", "url"),
+    [
+        ("127.0.0.1", (), False, r"http://127\.0\.0\.1:\d+"),
+        ("127.0.0.1", (4711,), True, r"http://127\.0\.0\.1:\d+"),
+        ("0.0.0.0", (), True, r"http://0\.0\.0\.0:\d+"),
+        ("::1", (), False, r"http://\[::1\]:\d+"),
+    ],
+)
+def test_tokens_are_required_beyond_loopback_and_behind_a_proxy(
+    sqlite_url: str,
+    monkeypatch: pytest.MonkeyPatch,
+    host: str,
+    proxies: tuple[int, ...],
+    is_required: bool,
+    url: str,
+) -> None:
+    required, urls, said = list[bool](), list[str](), list[str]()
+
+    def serve_on(_listener: socket.socket, settings: ServiceSettings, *, on_ready: Callable[[], None]) -> None:
+        required.append(settings.require_token)
+        on_ready()
+
+    monkeypatch.setattr(api_serve, "serve_on", serve_on)
+    settings = ServiceSettings(sqlite_url, trusted_proxies=proxies)
+    api_serve.serve(settings, host, 0, on_ready=urls.append, notify=said.append)
+    assert (required, said) == ([is_required], [HOW_TO_ADMIT] if is_required else [])
+    assert re.fullmatch(url, urls[0])
+
+
+@pytest.mark.parametrize(
     ("signals", "is_forced"),
     [("INT", False), ("INT INT", True), ("TERM", False), ("TERM TERM", False), ("TERM INT", True)],
 )
@@ -120,7 +154,7 @@ def test_tokens_can_be_required_behind_a_proxy_on_loopback(tmp_path: Path) -> No
             admitted = named | {"Authorization": f"Bearer {secret}"}
             assert httpx.get(f"{url}/v1/explorations", headers=admitted).status_code == 200
             process.terminate()
-            assert HOW_TO_ADMIT not in process.communicate(timeout=60)[1], "there is a token"
+            assert process.communicate(timeout=60)[1] == "", "there is a token, and no request is noted"
         finally:
             process.kill()
 
@@ -134,8 +168,9 @@ def test_an_address_that_is_taken_is_named() -> None:
 
 @pytest.mark.parametrize("host", ["no.such.host.invalid", "192.0.2.1", "a" * 300])
 def test_a_host_that_is_not_here_is_named(host: str) -> None:
-    with pytest.raises(ServeError, match=host):
+    with pytest.raises(ServeError, match=host) as refused:
         bind(host, 0)
+    assert ("not a host" in str(refused.value)) is (len(host) == 300), "else the system says why"
 
 
 def test_a_process_that_fails_all_the_time_writes_fifty_lines_and_then_ten_a_second() -> None:

@@ -1,11 +1,16 @@
-"""How many streams may be open."""
+"""How many streams may be open, and what a process does now and then."""
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+
 import pytest
 
+from bexp.api import service
 from bexp.api.refusals import ProblemException
-from bexp.api.service import StreamLimits
+from bexp.api.service import StreamLimits, WriteProbe, keep_trimmed
+from bexp.storage.database import Database
 
 
 def test_streams_count_while_they_are_open() -> None:
@@ -24,6 +29,44 @@ def test_streams_count_while_they_are_open() -> None:
             with limits.count(None):
                 assert (status_of("a"), status_of("b"), status_of(None)) == (429, 503, 503)
         assert status_of("a") is None
-        with limits.count("a"), pytest.raises(ProblemException, match="has 2 open streams"):
+        with limits.count("a"), pytest.raises(ProblemException, match="has 2 open streams") as refused:
             limits.check("a")
+        assert refused.value.headers == {"Retry-After": "10"}
     assert not limits._open, "a token that is gone takes no room"
+
+
+def test_a_write_is_tried_once_a_second_and_again_after_it_failed(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, tried = SimpleNamespace(seconds=0.0), list[float]()
+
+    def try_write(database: Database) -> None:
+        assert database is sqlite_database
+        tried.append(now.seconds)
+        if now.seconds == 3:
+            raise OSError
+
+    monkeypatch.setattr(service, "time", SimpleNamespace(monotonic=lambda: now.seconds))
+    monkeypatch.setattr(service, "try_write", try_write)
+    probe = WriteProbe(sqlite_database)
+    for now.seconds in (0.5, 1.0, 1.5, 1.75, 3.0, 3.25):
+        try:
+            probe.check()
+        except OSError:
+            assert now.seconds == 3
+    assert tried == [0.5, 1.75, 3.0, 3.25]
+
+
+def test_memory_is_given_back_every_30_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    pauses, beats = list[float](), list[None]()
+
+    async def sleep(seconds: float) -> None:
+        pauses.append(seconds)
+        if len(pauses) == 2:
+            raise asyncio.CancelledError
+
+    monkeypatch.setattr(service, "trim", lambda: None)
+    monkeypatch.setattr(service, "asyncio", SimpleNamespace(sleep=sleep))
+    with pytest.raises(asyncio.CancelledError):
+        asyncio.run(keep_trimmed(lambda: beats.append(None)))
+    assert (pauses, len(beats)) == ([30, 30], 2)

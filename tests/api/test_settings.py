@@ -7,8 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from bexp.api import rate_limits, streams, turns
-from bexp.api.cli import local_run
+from bexp.api import (
+    background,
+    connections,
+    housekeeping,
+    local_worker,
+    log_folder,
+    rate_limits,
+    serve,
+    streams,
+    tokens,
+    turns,
+)
+from bexp.api.agents import commands
+from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
 from bexp.storage import components
@@ -27,6 +39,8 @@ def test_nothing_need_be_set() -> None:
     assert environment.api_token is None
     assert environment.database_url.startswith("sqlite:////")
     assert environment.database_url.endswith("/.local/share/bexp/bexp.db")
+    assert (environment.host, environment.port) == ("127.0.0.1", 8642)
+    assert USUAL.max_wait_seconds == 7 * DAY.total_seconds()
 
 
 def test_the_environment_is_read() -> None:
@@ -71,7 +85,7 @@ def test_a_port_is_the_least_or_the_most_that_there_is(port: int) -> None:
     assert read_environment({"BEXP_PORT": str(port)}).port == port
 
 
-@pytest.mark.parametrize("port", ["-1", "65536", "x", "٣", "1e3"])
+@pytest.mark.parametrize("port", ["-1", "65536", "99999", "x", "٣", "1e3"])
 def test_an_odd_port_is_refused(port: str) -> None:
     with pytest.raises(ValueError, match="BEXP_PORT"):
         read_environment({"BEXP_PORT": port})
@@ -118,9 +132,13 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("service", r"requests a second of a token, of an address \| (\S+),", USUAL.token_rate),
         ("service", r"requests a second of a token, of an address \| \S+, (\S+),", USUAL.address_rate),
         ("service", r"local user at a time \| (\S+)", turns.AT_ONCE),
+        ("service", r"the next ones wait (\S+) s, then 429", turns.WAITING_SHARE * USUAL.answer_seconds),
+        ("service", r"with a comment every (\S+) s", USUAL.keep_alive_seconds),
         ("service", r"open streams of a token, of all together \| (\S+)", USUAL.token_streams),
         ("owners", r"What (\S+) seconds allow may come at once", rate_limits.BURST_SECONDS),
-        ("owners", r"an API process looks a token up again after (\S+) s", USUAL.token_check_seconds),
+        ("owners", r"looks each of the last \S+ tokens up again after (\S+) s", USUAL.token_check_seconds),
+        ("owners", r"looks each of the last (\S+) tokens up again", tokens.MAX_KEPT),
+        ("owners", r"for the last (\S+) tokens or addresses", rate_limits.MAX_KEYS),
         ("operations", r"asks for new events every (\S+) s", USUAL.poll_seconds),
         ("operations", r"asks for new events every \S+ s instead of every (\S+) s", streams.LISTENING_POLL_SECONDS),
         ("operations", r"Every (\S+) s it notes why explorations wait", USUAL.waiting_check_seconds),
@@ -130,6 +148,19 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
             r"Idle workers look for expired leases every (\S+) s",
             worker.LISTENING_FACTOR * worker.MAX_POLL_SECONDS,
         ),
+        (
+            "operations",
+            r"dies or freezes is replaced within (\S+) s",
+            housekeeping.TERM.total_seconds() + USUAL.waiting_check_seconds,
+        ),
+        ("answer", r"and `serve` \(every (\S+) s\)", log_folder.WRITE_SECONDS),
+        ("answer", r"its processes within (\S+) s", local_worker.GRACE_SECONDS),
+        ("operations", r"A cancelled exploration ends within (\S+) s", local_run.CANCEL_SECONDS),
+        ("agents", r"at http://127.0.0.1:(\d+)/mcp", mcp.PORT),
+        ("agents", r"which gives each (\S+) s to stop", commands.GRACE_SECONDS),
+        ("service", r"open files allow; (\S+) more wait", connections.QUEUED),
+        ("service", r"one that fails starts again after (\S+) s", background.RESTART_SECONDS),
+        ("service", r"gives open requests (\S+) s", serve.SHUTDOWN_SECONDS),
         ("when-something-goes-wrong", r"not started after (\S+) s: REASON", local_run.REMIND_SECONDS),
         ("service", r"honours `Idempotency-Key` for (\S+) hours", KEY_LIFETIME / HOUR),
         ("owners", r"returns the same exploration for (\S+) hours", KEY_LIFETIME / HOUR),

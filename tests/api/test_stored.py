@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from functools import partial
 
 import pytest
 from fastapi.testclient import TestClient
@@ -11,6 +12,7 @@ from bexp.api import stored
 from bexp.client.errors import ProblemError
 from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database
+from bexp.storage.events import read_events
 from bexp.storage.queue import Queue
 from tests.contracts.samples import make_request
 
@@ -26,6 +28,17 @@ def test_who_follows_hears_of_each_look_that_finds_nothing_new(
     )
     assert [event.code for event in events] == [EventCode.QUEUED]
     assert len(idle) == 3
+
+
+def test_a_log_of_several_pages_is_read_to_its_end(sqlite_database: Database, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stored, "read_events", partial(read_events, limit=1))
+    queue = Queue(sqlite_database)
+    job, _ = queue.enqueue(make_request())
+    queue.request_cancel(job.id)
+    explorations = stored.StoredExplorations(sqlite_database)
+    assert [event.seq for event in explorations.events(job.id)] == [1, 2]
+    assert [event.seq for event in explorations.events(job.id, after=1)] == [2]
+    assert [event.seq for event in explorations.stored_events(job.id)] == [1, 2]
 
 
 def test_what_is_submitted_is_as_a_service_stores_it(sqlite_database: Database, client: TestClient) -> None:

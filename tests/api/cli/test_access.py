@@ -105,3 +105,11 @@ def test_the_audit_is_shown_and_pruned(sqlite_database: Database, monkeypatch: p
     assert len(read_audit(sqlite_database)) == 2
     assert "records of the audit deleted: 2" in bexp("prune", "--audit-older-than-days", "0").stderr
     assert read_audit(sqlite_database) == []
+
+
+def test_a_user_without_a_name_is_audited_by_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    nameless: dict[int, pwd.struct_passwd] = {}
+    monkeypatch.setattr(pwd, "getpwuid", nameless.__getitem__)
+    bexp("token", "create", "t")
+    (latest,) = json.loads(bexp("audit", "--json").stdout)
+    assert latest["origin"] == f"{os.getuid()}@{socket.gethostname()}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ipaddress
 import math
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -103,3 +105,15 @@ def test_serve_gives_the_service_these_settings_unless_told(monkeypatch: pytest.
     assert (settings.keep_days, settings.keep_jobs) == (None, None)
     assert (settings.token_rate, settings.address_rate, settings.token_streams) == (50, 100, 500)
     assert (settings.require_token, settings.is_open, settings.trusted_proxies) == (False, False, ())
+    given.clear()
+    options = "--require-token --open --trusted-proxy 10.0.0.0/8 --host ::1 --port 0 --keep-days 2.5 --keep-jobs 7"
+    options += " --token-rate 1 --address-rate 2 --token-streams 3 --log-dir logs"
+    assert CliRunner().invoke(app, ["serve", *options.split()]).exit_code == 0
+    settings, host, port = given
+    assert (host, port, settings.keep_days, settings.keep_jobs, settings.log_dir) == ("::1", 0, 2.5, 7, Path("logs"))
+    assert (settings.token_rate, settings.address_rate, settings.token_streams) == (1, 2, 3)
+    assert (settings.require_token, settings.is_open) == (True, True)
+    assert settings.trusted_proxies == (ipaddress.ip_network("10.0.0.0/8"),)
+    given.clear()
+    assert CliRunner().invoke(app, ["serve"], env={"BEXP_HOST": "::1", "BEXP_PORT": "80"}).exit_code == 0
+    assert given[1:] == ["::1", 80]

@@ -21,7 +21,7 @@ from bexp.explorer.records.measurement import Conditions
 from bexp.explorer.records.recommendation import Answer
 from bexp.explorer.records.trial import Trial
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, UNDIVIDED, job_document, result_document
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, SMALLER, TINY, UNDIVIDED, job_document, result_document
 from tests.explorer.search.test_comparison import whole_run
 
 Worker = Callable[..., AbstractContextManager[None]]
@@ -97,13 +97,27 @@ def test_a_document_says_what_was_not_measured_and_what_measuring_is_worth() -> 
     two = job_document(request={**TINY, "num_devices": 2})
     assert communication in certainty(two)["not_measured"]
     assert communication not in certainty(two, communication_seconds=0.01)["not_measured"]
+    exchanged = {"mesh": {"data": 2}, "base_mesh": {"data": 2}, "num_micro_batches": 12, "tokens_per_second": 2e4}
+    shares = {"compute_share": 1.0, "exchange_share": 0.0, "bubble_share": 0.0, "measured_share": 1.0}
+    planned = certainty(two, plan={**exchanged, **shares, "layers_per_stage": [2], "fullest_rank": 0})
+    assert communication not in planned["not_measured"], "the shares of the plan have it"
+    ran = {"micro_batch_size": 4, "attention_backend": "own", "num_query_groups": 1, "settings": "tf32=true"}
+    in_steps = certainty(whole_model=None, candidate=ran, dividing=SMALLER.model_dump(mode="json"))["not_measured"]
+    assert not any("as a whole model" in line for line in in_steps)
+    assert "all parts of the best that divides the batch; its throughput is predicted in part" in in_steps
     running = certainty(job_document("running"))["next_measurement"]["advice"]
     assert running == "wait: the exploration has not ended"
     early = Result.model_validate(result_document("cancelled", answer=None))
     advised = describe_certainty(Exploration.model_validate(job_document("cancelled")), early, 0)
     assert advised is not None
     assert advised["next_measurement"]["advice"].startswith("resume the exploration, which has ended early, or")
-    assert describe_certainty(Exploration.model_validate(job_document()), None, 0) is None
+    assert (known["tolerance"], known["confidence_asked_for"]) == (0.01, 60)
+    unread = certainty(job_document(request=None), confidence=20)
+    assert (unread["tolerance"], unread["confidence_asked_for"]) == (None, None)
+    assert unread["next_measurement"]["advice"].startswith("resume the exploration")
+    nothing = Result.model_validate(result_document(recommendation=None))
+    for result in (None, nothing):
+        assert describe_certainty(Exploration.model_validate(job_document()), result, 0) is None
 
 
 def test_what_divides_the_batch_is_what_is_compared(bexp: Run, explored: Callable[..., str]) -> None:
@@ -224,6 +238,18 @@ def test_no_probability_is_shown_as_certain_and_one_run_says_what_it_rests_on() 
     (line,) = known.compare("once", "fast")[0]["not_measured"]
     assert line.startswith("the noise between whole runs of A, of which there is one: ")
     assert "noise that was seen elsewhere" in line
+
+
+def test_a_command_that_was_not_run_again_has_the_speed_of_its_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = {"micro_batch_size": 4, "attention_backend": "own", "num_query_groups": 1, "settings": "tf32=true"}
+    best = {**RECOMMENDATION.model_dump(mode="json"), "candidate": own, "dividing": None, "whole_model": None}
+    known = Known(a=(), b=())
+    monkeypatch.setattr(known, "result", lambda id: Result.model_validate(result_document(id=id, recommendation=best)))
+    said, lines = known.compare("a", "b")
+    assert said["not_measured"] == [
+        f"{name} in a run of its own; its speed is that of the search's steps" for name in "AB"
+    ]
+    assert (said["next_measurement"]["seconds"], "no whole runs, noise" in " ".join(lines.split())) == (None, True)
 
 
 def test_long_values_are_cut_to_60_characters() -> None:

@@ -14,6 +14,8 @@ import yaml
 from bexp.api.cli import main
 from bexp.api.cli.failures import describe_failure
 from bexp.api.local_worker import WorkerEndedError
+from bexp.client.errors import ProblemError
+from bexp.explorer.formats.document import FormatError
 from bexp.storage.queue import Queue
 from bexp.storage.tokens import list_tokens
 from tests.api.cli.conftest import Finished, Run
@@ -235,6 +237,29 @@ def test_a_worker_that_ended_by_itself_is_exit_2_only_if_its_device_cannot_be_us
     failure = describe_failure(WorkerEndedError("the worker ended", status))
     assert failure is not None
     assert failure.code == code
+
+
+@pytest.mark.parametrize("status", [400, 401, 403, 404, 408, 409, 422, 425, 429])
+def test_what_a_service_refuses_is_exit_2_unless_it_may_be_tried_again(status: int) -> None:
+    failure = describe_failure(ProblemError(status, {"title": "No", "detail": "not so"}))
+    assert failure is not None
+    assert failure.code == (3 if status in {408, 425, 429} else 2)
+    assert ("set BEXP_API_TOKEN to a token" in str(failure)) is (status == 401)
+
+
+@pytest.mark.parametrize(("name", "extra"), [("fastapi.routing", "service"), ("mcp", "mcp"), ("x", None), (None, None)])
+def test_a_package_of_an_extra_that_is_missing_is_named(name: str | None, extra: str | None) -> None:
+    failure = describe_failure(ModuleNotFoundError(name=name))
+    said = None if failure is None else (failure.code, failure.lines[0].partition("pip install ")[2])
+    assert said == (None if extra is None else (2, f"'bexp[{extra}]'"))
+
+
+def test_the_length_of_a_config_json_is_named_by_its_option() -> None:
+    failure = describe_failure(
+        FormatError([(("hf_seq_length",), "is missing"), (("seed",), "is odd"), (("batch_size",), "is odd")])
+    )
+    assert failure is not None
+    assert failure.lines[1:] == ("hf_seq_length (--seq-length): is missing", "seed: is odd", "batch_size: is odd")
 
 
 def test_version(bexp: Run) -> None:

@@ -17,8 +17,10 @@ import yaml
 
 from bexp.api.cli import explore
 from bexp.api.cli.connection import shown_url
+from bexp.api.cli.errors import CommandError
 from bexp.api.cli.local_run import usable_device_counts
-from bexp.api.cli.options import read_request
+from bexp.api.cli.option_values import parse_micro_batch_size
+from bexp.api.cli.options import device_kind, read_request
 from bexp.api.cli.submit import missing_target
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration
@@ -97,6 +99,8 @@ def test_one_gpu_is_enough_where_nothing_is_shared(refused: Refused, configure: 
         ("train.py", "names no class: write it as train.py:Target"),
         ("train.py:", "names no class"),
         ("train.py:not-a-name", "names no class"),
+        ("train.c:Target", "names no class"),
+        ("train.txt:Target", "names no class"),
         ("other.py:Target", "there is no file other.py"),
         ("my-gpt", "there is no target 'my-gpt' here; there are bexp "),
         ("z-gpt", "there is no target 'z-gpt' here; there are bexp "),
@@ -199,6 +203,9 @@ def test_a_submission_says_nothing_of_workers_that_it_may_not_see(error: Excepti
     client.workers = lambda: []
     assert missing_target(client, ended, "my-gpt") is None
     assert missing_target(client, queued, "my-gpt") is not None
+    for state in ("idle", "lost", "measuring"):
+        client.workers = lambda: [SimpleNamespace(state=state, targets={"my-gpt": "1"})]  # noqa: B023 - called at once
+        assert (missing_target(client, queued, "my-gpt") is None) is (state != "lost")
 
 
 @pytest.mark.parametrize(
@@ -214,6 +221,10 @@ def test_a_submission_says_nothing_of_workers_that_it_may_not_see(error: Excepti
         ({"num_devices": 4, "context_parallel": {"sizes": [1, 2]}, "mode": "eval"}, (2,)),
         ({"num_devices": 4, "context_parallel": {"sizes": "explore"}}, (1, 2, 4)),
         ({"num_devices": 4, "context_parallel": {"sizes": "explore"}, "mode": "eval"}, (1, 2, 4)),
+        (
+            {"num_devices": 4, "context_parallel": {"sizes": "explore"}, "micro_batch_size": "auto", "batch_size": 2},
+            (1, 2, 4),  # all four have too few sequences without sharing them, and one device does not
+        ),
     ],
 )
 def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], counts: tuple[int, ...]) -> None:
@@ -234,6 +245,29 @@ def test_a_worker_takes_as_many_devices_as_can_be_used(changes: dict[str, Any], 
 )
 def test_a_password_is_not_shown(url: str, shown: str) -> None:
     assert shown_url(url) == shown
+
+
+@pytest.mark.parametrize(
+    ("device", "kind"),
+    [(None, None), ("cpu", "cpu"), ("cuda:0-3", "cuda"), ("cuda,cpu", "cuda"), ("replay:table.jsonl", None)],
+)
+def test_a_device_says_its_kind(device: str | None, kind: str | None) -> None:
+    assert device_kind(device) == kind
+
+
+@pytest.mark.parametrize("device", ["", "all:0", "cpus", "gpu:0", "tpu"])
+def test_what_is_no_device_is_refused_with_what_is(device: str) -> None:
+    with pytest.raises(CommandError, match="is none of cpu, cuda:0, cuda:0-3 and replay:TABLE") as refused:
+        device_kind(device)
+    assert refused.value.code == 2
+
+
+@pytest.mark.parametrize("text", ["", "all", "1.5", "-4", "2-", "2-x", "x-4", "2-4-8", "2,", "2,x", "two"])
+def test_what_is_no_micro_batch_size_is_refused_with_what_is(text: str) -> None:
+    said = "is neither explore, auto, MIN-MAX, a number, nor a list such as 2,4,8"
+    with pytest.raises(CommandError, match=said) as refused:
+        parse_micro_batch_size(text)
+    assert refused.value.code == 2
 
 
 def test_a_model_without_a_name_is_called_by_its_file(tmp_path: Path) -> None:

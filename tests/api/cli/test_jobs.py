@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,13 +15,14 @@ import yaml
 
 from bexp.api.examples import RUN_REPORT
 from bexp.client.client import Client
+from bexp.client.explorations import Exploration
 from bexp.explorer.records.event import EventCode
 from bexp.explorer.records.recommendation import Answer, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, REQUEST, TINY, UNDIVIDED
+from tests.api.cli.samples import ANSWER, REQUEST, TINY, UNDIVIDED, job_document
 
 LINE = re.compile(r"BEXP\d{3} \d\d:\d\d:\d\d GMT  \S.*")
 RECOMMENDED = re.compile(
@@ -357,3 +359,25 @@ def test_a_search_that_ended_below_its_target_is_provisional(bexp: Run, config: 
     warned = bexp("best", done.stderr.split()[1])
     assert (warned.code, warned.stdout) == (0, "4\n")
     assert "warning: provisional: confidence 87 is below 95, which was asked for" in warned.stderr
+
+
+@pytest.mark.parametrize("bexp", ["database"], indirect=True)
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("queued", "cancelled", "is cancelled"),
+        ("queued", "queued", "is being cancelled"),
+        ("running", "running", "is being cancelled"),
+        ("running", "failed", "had ended before: failed"),
+        ("running", "succeeded", "had ended before: succeeded"),
+        ("succeeded", "succeeded", "had ended before: succeeded"),
+    ],
+)
+def test_a_cancel_says_what_has_become_of_it(
+    bexp: Run, monkeypatch: pytest.MonkeyPatch, before: str, after: str, said: str
+) -> None:
+    jobs = {state: Exploration.model_validate(job_document(state)) for state in (before, after)}
+    client = SimpleNamespace(get=lambda _: jobs[before], cancel=lambda _: jobs[after])
+    monkeypatch.setattr("bexp.api.cli.jobs.connect", lambda: nullcontext(client))
+    done = bexp("cancel", "job1")
+    assert (done.code, done.stdout, done.stderr) == (0, "", f"exploration job1 {said}\n")

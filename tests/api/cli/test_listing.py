@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import replace
@@ -15,18 +16,27 @@ import yaml
 
 from bexp.api.cli.errors import CommandError, ExitCode
 from bexp.api.cli.job_ids import find_job
-from bexp.api.cli.results import INDENT, answer_text, say_best, table_lines, terminal_width, usage_rows
+from bexp.api.cli.results import (
+    INDENT,
+    answer_text,
+    conclude,
+    print_json,
+    say_best,
+    table_lines,
+    terminal_width,
+    usage_rows,
+)
 from bexp.api.stored import StoredExplorations
 from bexp.client.client import Client
 from bexp.client.errors import ProblemError, ServiceError
 from bexp.client.explorations import Exploration, Result
-from bexp.explorer.records.event import Progress
+from bexp.explorer.records.event import EventCode, Progress
 from bexp.explorer.records.recommendation import Answer
 from bexp.storage.jobs import JobState
 from bexp.storage.queue import Queue
 from bexp.storage.workers import forget_worker, register_worker
 from tests.api.cli.conftest import Run
-from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, job_document, result_document
+from tests.api.cli.samples import ANSWER, RECOMMENDATION, TINY, event, job_document, result_document
 from tests.contracts.samples import make_report, make_worker
 
 ROOM = {"memory_bytes": 1 << 34, "memory_limit_bytes": 1 << 33}
@@ -190,6 +200,57 @@ def test_a_report_is_written_where_it_can_be(bexp: Run, config: Path, queue: Que
         2,
         f"bexp: cannot write {tmp_path}/none/x.html: No such file or directory\n",
     )
+
+
+NOTHING = Answer(
+    variants=(ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "use zero3"}),)
+).model_dump(mode="json")
+
+
+@pytest.mark.parametrize(
+    ("code", "known", "status", "begin", "said"),
+    [
+        (EventCode.SUCCEEDED, {}, ExitCode.ANSWER, "\nRecommended micro_batch_size: 4", ""),
+        (
+            EventCode.CANCELLED,
+            {"answer": None},
+            ExitCode.NO_ANSWER,
+            "\nEnded early. The best until",
+            "bexp: it ended\n",
+        ),
+        (EventCode.CANCELLED, {"answer": None, "recommendation": None}, ExitCode.NO_ANSWER, "", "bexp: it ended\n"),
+        (EventCode.NOTHING_FITS, {"answer": NOTHING, "recommendation": None}, ExitCode.NO_ANSWER, "\nNo recomm", ""),
+        (EventCode.FAILED, None, ExitCode.SERVICE, "", "bexp: it ended\n"),
+    ],
+)
+def test_the_end_of_an_exploration_is_its_answer_or_why_there_is_none(
+    capsys: pytest.CaptureFixture[str],
+    code: EventCode,
+    known: dict[str, Any] | None,
+    status: ExitCode,
+    begin: str,
+    said: str,
+) -> None:
+    result = None if known is None else Result.model_validate(result_document(**known))
+    job = Exploration.model_validate(job_document())
+    client: Any = SimpleNamespace(get=lambda _: job, result=lambda _: result, run_reports=lambda _: ())
+    last = event(9, code, "it ended")
+    assert conclude(client, job.id, last, as_json=False, verbose=False) is status
+    told = capsys.readouterr()
+    assert (told.out[: len(begin)], bool(told.out), told.err) == (begin, bool(begin), said)
+    assert conclude(client, job.id, last, as_json=True, verbose=False) is status
+    told = capsys.readouterr()
+    found = json.loads(told.out)
+    assert (found["job"]["id"], told.err) == (job.id, "")
+    of_result = None if result is None else result.model_dump(mode="json")
+    assert found["answer"] == (of_result and of_result["answer"])
+    assert found["recommendation"] == (of_result and of_result["recommendation"])
+    assert ("target" in found) is (result is not None)
+
+
+def test_a_program_is_given_no_number_that_json_does_not_have() -> None:
+    with pytest.raises(ValueError, match="not JSON"):
+        print_json({"noise": math.nan})
 
 
 def test_the_best_so_far_is_said_if_the_service_answers(capsys: pytest.CaptureFixture[str]) -> None:

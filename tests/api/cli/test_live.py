@@ -80,6 +80,36 @@ def test_the_view_is_this_picture() -> None:
     assert [line.rstrip() for line in render(view_of(*events, ended)).splitlines()] == expected.splitlines()
 
 
+def test_before_the_start_and_without_a_request_there_is_no_time_to_tell() -> None:
+    ended = view_of(event(1, EventCode.QUEUED), event(2, EventCode.CANCELLED))
+    assert render(ended).startswith("tiny  job1  0 trials\n")
+    unread = LiveView("job1", None, clock=lambda: NOW)  # another version has written the request
+    for one in (event(1, EventCode.QUEUED), started_ago(5), EVENTS[3]):
+        unread.show(one)
+        assert render(unread).splitlines()[0].rstrip() == "exploration  job1  0 trials"
+    assert re.search(r"confidence 87$", render(unread), re.MULTILINE)
+    assert "  0:00 passed" in render(view_of(started_ago(-9))), "the clock of another machine is ahead"
+
+
+def test_what_has_no_rate_or_no_size_is_in_no_bar() -> None:
+    candidate = {"micro_batch_size": 2}
+    without = [event(2, EventCode.TRIAL, candidate=candidate, tokens_per_second=None), event(3, EventCode.TRIAL)]
+    assert "tokens/s" not in render(view_of(*without, event(4, EventCode.INFEASIBLE)))
+    failed = render(view_of(event(2, EventCode.INFEASIBLE, candidate=candidate, tokens_per_second=None)))
+    assert re.search(r"^2 infeasible *$", failed, re.MULTILINE)
+
+
+def test_the_recommended_bar_is_green_and_a_failure_red() -> None:
+    best = RECOMMENDATION.model_dump(mode="json")
+    events = [event(2, EventCode.TRIAL, candidate={"micro_batch_size": n}, tokens_per_second=9e3) for n in (2, 8)]
+    failed = event(4, EventCode.INFEASIBLE, candidate={"micro_batch_size": 16})
+    file = io.StringIO()
+    view = view_of(*events, failed, event(5, EventCode.RECOMMENDATION, recommendation=best))
+    Console(width=80, file=file, force_terminal=True, color_system="standard").print(view)
+    colours = re.findall(r"^ ?(\d+) \x1b\[(\d+)m[█i]", file.getvalue(), re.MULTILINE)
+    assert colours == [("2", "36"), ("4", "32"), ("8", "36"), ("16", "31")]
+
+
 @pytest.mark.parametrize(
     ("seconds", "trials", "confidence", "share"),
     [(4, 1, 0, 0.4), (0, 2, 15, 0.25), (0, 0, 45, 0.75), (11, 8, 60, 0.99), (0, 0, 0, 0.0)],
@@ -94,6 +124,8 @@ def test_the_bar_grows_with_the_confidence_or_with_what_is_used_of_the_budget(
     )
     assert view._bar().completed == pytest.approx(share)
     assert f"  {trials} trial{'' if trials == 1 else 's'}  " in render(view)
+    view.show(event(9, EventCode.FAILED))
+    assert view._bar().completed == 1
 
 
 @pytest.mark.parametrize(
@@ -229,8 +261,8 @@ def test_remaining_time_follows_the_confidence_and_the_budget() -> None:
     assert re.search(r"0:06 passed, about 0:0[12] left", render(view_of(started_ago(6), confident(48))))  # 60 is asked
     assert "0:05 passed, at most about 0:05 left" in render(view_of(started_ago(5), confident(30))), "both end then"
     assert re.search(r"0:06 passed, at most about 0:0[34] left", render(view_of(started_ago(6), confident(10))))
-    for done in (render(view_of(started_ago(6), confident(60))), render(view_of(started_ago(20)))):
-        assert "comparing and checking" in done
+    for done in (*((started_ago(6), confident(sure)) for sure in (60, 99)), (started_ago(10),), (started_ago(20),)):
+        assert "comparing and checking" in render(view_of(*done))
     ended = render(view_of(event(1, EventCode.STARTED), confident(60), event(3, EventCode.SUCCEEDED)))
     assert "left" not in ended
     assert "0:02" in ended
@@ -263,6 +295,7 @@ def test_a_narrow_terminal_and_messages_with_markup_do_no_harm() -> None:
     odd = event(1, EventCode.WARNING, "[red]not markup[/] " * 20)
     trial = event(2, EventCode.TRIAL, candidate=BASE.model_dump(mode="json"), tokens_per_second=None)
     assert "[red]not markup" in render(view_of(odd, trial, EVENTS[3], odd), width=30)
+    assert re.search(r"^[█░]{10} *$", render(view_of(EVENTS[3]), width=13), re.MULTILINE)
 
 
 @pytest.mark.parametrize("width", [80, 120])
@@ -283,6 +316,16 @@ def test_lines_scroll_when_they_say_something_new() -> None:
     lines = re.findall(r"BEXP\d+", text.getvalue())
     assert lines == ["BEXP101", "BEXP202"]
     assert "\n        performance: 1.23x base" in text.getvalue()
+
+
+@pytest.mark.parametrize(("is_terminal", "is_dumb"), [(True, False), (True, True), (False, False)])
+def test_only_a_terminal_that_can_draw_gets_a_view(
+    monkeypatch: pytest.MonkeyPatch, is_terminal: bool, is_dumb: bool
+) -> None:
+    monkeypatch.setattr(Console, "is_terminal", is_terminal)
+    monkeypatch.setattr(Console, "is_dumb_terminal", is_dumb)
+    with following.open_output(Exploration.model_validate(job_document("queued")), to_stderr=False) as output:
+        assert isinstance(output, LiveOutput) is (is_terminal and not is_dumb)
 
 
 @pytest.mark.parametrize("worker_has_failed", [False, True])

@@ -74,9 +74,58 @@ def test_an_interrupted_resume_leaves_what_another_worker_runs(bexp: Run, queue:
     done = bexp("resume", job.id, "--device", "cpu")
     assert done.code == 130
     assert f"exploration {job.id} goes on: another worker runs it" in done.stderr
+    assert "it runs already, or its worker has died" in done.stderr
     assert not get_job(queue.database, job.id).cancel_requested
     queue.finish(claim.lease, JobState.CANCELLED)
     forget_worker(queue.database, other.id)
+
+
+@pytest.mark.parametrize("state", [JobState.QUEUED, JobState.CANCELLED, JobState.FAILED, JobState.SUCCEEDED])
+def test_all_but_what_has_succeeded_is_resumed(bexp: Run, queue: Queue, state: JobState) -> None:
+    job, _ = queue.enqueue(REQUEST)
+    if state is not JobState.QUEUED:
+        claim = queue.claim(make_worker("w"), among=[job.id])
+        assert claim is not None
+        queue.finish(claim.lease, state)
+    done = bexp("resume", job.id, "--device", "cpu")
+    if state is JobState.SUCCEEDED:
+        said = f"bexp: exploration {job.id} has succeeded: `bexp best {job.id}` prints its answer\n"
+        assert (done.code, done.stderr) == (2, said)
+        return
+    assert (done.code, "it runs already" in done.stderr) == (130, False)
+    assert f"cancelling exploration {job.id}" in done.stderr
+    assert get_job(queue.database, job.id).state is JobState.CANCELLED
+
+
+@pytest.mark.parametrize(
+    ("fields", "device", "target", "options", "again"),
+    [
+        ({}, None, None, ["--num-devices", "1"], ""),
+        ({"device_kind": "cuda"}, None, None, ["--device", "cuda"], ""),
+        ({"device_kind": "cpu", "num_devices": 2}, None, None, ["--device", "cpu", "--group"], ""),
+        ({"device_kind": "cuda", "num_devices": 2}, None, None, ["--num-devices", "1,2", "--group"], ""),
+        ({"num_devices": 2}, "cuda:0-1", "t.py:T", ["--device", "cuda:0-1", "--group"], " --target t.py:T"),
+    ],
+)
+def test_a_worker_owns_what_it_is_told_or_as_many_devices_as_can_be_used(
+    bexp: Run,
+    queue: Queue,
+    monkeypatch: pytest.MonkeyPatch,
+    fields: dict[str, Any],
+    device: str | None,
+    target: str | None,
+    options: list[str],
+    again: str,
+) -> None:
+    given: list[Any] = []
+    Path("t.py").touch()
+    monkeypatch.setattr(local_run, "check_devices", lambda _: None)
+    monkeypatch.setattr(Interrupting, "__init__", lambda _, *known, **named: given.extend((*known, named)))
+    run = LocalRun(ExplorationRequest.model_validate(TINY | fields), "job", device, target)
+    with run:
+        environment = {} if target is None else {"BEXP_LOCAL_TARGET": str(Path(target).absolute())}
+        assert given == ["job", options, {"database_url": queue.database.url, "more_environment": environment}]
+    assert run._again == f"bexp resume job{'' if device is None else f' --device {device}'}{again}"
 
 
 @pytest.mark.parametrize("ends_after", [1.0, 3600.0])
@@ -105,18 +154,19 @@ def test_another_command_is_not_resumed(bexp: Run, queue: Queue, own: dict[str, 
 
 
 @pytest.mark.parametrize(
-    ("reason", "starts_after", "said"),
+    ("reason", "state", "starts_after", "said"),
     [
         (
             None,
+            "running",
             65,
             [
                 "not started after 30 s: its worker is still starting",
                 "not started after 60 s: its worker is still starting",
             ],
         ),
-        ("no device is free", 31, ["not started after 30 s: no device is free"]),
-        (None, 29, []),
+        ("no device is free", "failed", 31, ["not started after 30 s: no device is free"]),
+        (None, "running", 29, []),
     ],
 )
 def test_a_worker_that_takes_long_is_explained_every_30_seconds(
@@ -124,6 +174,7 @@ def test_a_worker_that_takes_long_is_explained_every_30_seconds(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     reason: str | None,
+    state: str,
     starts_after: int,
     said: list[str],
 ) -> None:
@@ -136,7 +187,7 @@ def test_a_worker_that_takes_long_is_explained_every_30_seconds(
     def summary(job_id: str) -> SimpleNamespace:
         asked.append(job_id)
         started = clock.now - 1000 >= starts_after
-        return SimpleNamespace(state="running" if started else "queued", waiting_reason=reason)
+        return SimpleNamespace(state=state if started else "queued", waiting_reason=reason)
 
     stored: Any = SimpleNamespace(summary=summary)
     with LocalRun(REQUEST, "job", "cpu") as run:

@@ -189,13 +189,13 @@ def test_a_page_that_rebinds_its_name_is_refused(service: str, host: str) -> Non
 def test_other_machines_are_served_only_if_the_service_requires_tokens(
     service: str, requiring: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    served: list[str] = []
-    monkeypatch.setattr(uvicorn, "run", lambda *_, host, **__: served.append(host))
+    served: list[tuple[str, bool]] = []
+    monkeypatch.setattr(uvicorn, "run", lambda *_, host, proxy_headers, **__: served.append((host, proxy_headers)))
     with pytest.raises(CommandError, match="--require-token"):
         http.serve(service, "0.0.0.0", 1)
     http.serve(requiring, "0.0.0.0", 1)
     http.serve(service, "127.0.0.1", 1)
-    assert served == ["0.0.0.0", "127.0.0.1"]
+    assert served == [("0.0.0.0", False), ("127.0.0.1", False)], "a header makes nobody this user"
 
 
 def test_the_guard_waits_for_no_tool_and_hands_on_what_it_has_checked(

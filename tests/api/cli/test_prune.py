@@ -32,3 +32,27 @@ def test_explorations_are_pruned_by_count(sqlite_database: Database, monkeypatch
     left = list_jobs(sqlite_database)[0]
     assert sorted(job.state for job in left) == [JobState.CANCELLED, JobState.QUEUED]
     assert left[0].id == waiting.id
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ("--keep 0", ["deleted 2 explorations"]),
+        ("--keep 1", ["deleted 1 exploration"]),
+        ("--older-than-days 30", ["deleted 0 explorations", "measured components deleted: 0"]),
+        ("--older-than-days 0", ["deleted 2 explorations", "measured components deleted: 0"]),
+        ("--components", ["measured components deleted: 0"]),
+        ("--studies", ["Optuna studies dropped: 0"]),
+        ("--audit-older-than-days 0", ["records of the audit deleted: 4"]),
+        ("--audit-older-than-days 1", []),
+    ],
+)
+def test_only_what_is_named_is_deleted_and_told(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, options: str, said: list[str]
+) -> None:
+    monkeypatch.setenv("BEXP_DATABASE_URL", sqlite_database.url)
+    queue = Queue(sqlite_database)
+    for _ in range(2):
+        queue.request_cancel(queue.enqueue(make_request())[0].id)
+    done = CliRunner().invoke(app, ["prune", *options.split()])
+    assert (done.exit_code, done.stdout, done.stderr.splitlines()) == (0, "", said)

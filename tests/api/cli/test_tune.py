@@ -31,6 +31,7 @@ from tests.api.cli.samples import BEST
         (["wandb.api_key=aaa"], ["wandb.api_key=..."]),
         (["bash", "-c", "HF_TOKEN=abc python train.py --lr=1"], ["bash", "-c", "HF_TOKEN=... python train.py --lr=1"]),
         (["train.py", "--batch", "4"], ["train.py", "--batch", "4"]),
+        (["token", "count"], ["token", "count"]),
     ],
 )
 def test_what_looks_like_a_secret_is_not_stored(argument: list[str], shown: list[str]) -> None:
@@ -43,6 +44,8 @@ def test_what_looks_like_a_secret_is_not_stored(argument: list[str], shown: list
         (["accelerate", "launch", "--num_processes", "2", "dir/train.py", "--x", "1"], "train"),
         (["axolotl", "train", "my-config.yaml"], "my-config"),
         (["/usr/bin/torchrun", "--help"], "torchrun"),
+        (["python", "-m", "package.trainer", "--x", "1"], "trainer"),
+        (["python", "-X", "dev", "-m", "trainer", "settings.json"], "settings"),
     ],
 )
 def test_a_command_has_the_name_of_its_script_or_settings(command: list[str], name: str) -> None:

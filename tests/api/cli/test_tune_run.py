@@ -71,7 +71,12 @@ def trials(queue: Queue, monkeypatch: pytest.MonkeyPatch) -> type[Trials]:
 def started(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[str], dict[str, str]]]:
     """The commands that this process would have become."""
     started: list[tuple[list[str], dict[str, str]]] = []
-    monkeypatch.setattr(os, "execvpe", lambda _, arguments, environment: started.append((arguments, environment)))
+
+    def become(program: str, arguments: list[str], environment: dict[str, str]) -> None:
+        assert program == arguments[0]
+        started.append((arguments, environment))
+
+    monkeypatch.setattr(os, "execvpe", become)
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     return started
 

@@ -126,6 +126,9 @@ def test_a_word_that_is_named_like_a_field_is_no_flag() -> None:
     command = TunedCommand(["python", "train.py", SIZE, "4"])
     assert not command.has_flag(SIZE)
     assert TunedCommand(["python", "train.py", f"--{SIZE}", "4"]).has_flag(SIZE)
+    for script in (["train.py"], ["-m", "train"]):
+        assert not TunedCommand(["launch", f"--{SIZE}=4", *script]).has_flag(SIZE), "it is of what launches the script"
+        assert TunedCommand(["launch", *script, f"{SIZE}=4"]).has_flag(SIZE)
 
 
 def test_other_commands_have_no_yaml_to_change() -> None:
@@ -219,6 +222,11 @@ def rows(command: str, **changes: Any) -> list[tuple[str, str]]:
         ),
         (
             "python train.py",
+            [("for the command", f"add --{SIZE} 8"), ("", f"add --{STEPS} 2")],
+            {"class_name": "my_trainer"},
+        ),
+        (
+            "python train.py",
             [("for the command", "nothing to change")],
             {"own": {SIZE: 8, STEPS: 2}},
         ),
@@ -266,6 +274,7 @@ def test_an_answer_knows_what_the_command_asked_for_and_what_fits() -> None:
     assert answer.own == {"optim": "adamw", SIZE: 4, STEPS: 6}
     assert (answer.batch_size, answer.class_name, answer.choice) == (24, "Trainer", {})
     assert (answer.best.peak_bytes, answer.best.tokens_per_sample) == (500, 128)
+    assert "peak" not in str(answer.base), "it was not measured as a whole"
     assert answer.base.tokens_per_second == pytest.approx(found.expected_tokens_per_second / 1.2)
     assert answer.most_bytes == (1 << 29) - (1 << 21) + (1 << 20)
     found = found.model_copy(update={"candidate": tuned})

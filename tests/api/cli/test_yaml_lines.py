@@ -46,6 +46,9 @@ def test_comments_order_and_look_alikes_stay() -> None:
         ("size: &n 2\na: 1\n", "size: 8\na: 1\n"),
         ("größe: 'ß'\nsize: 2\n", "größe: 'ß'\nsize: 8\n"),
         ("text: >-\n  long\n", "text: >-\n  long\nsize: 8\n"),
+        ("size: [1,\n  2]\na: 1\n", "size: 8\na: 1\n"),
+        ("b: 1\nsize:\n  - 1\n  - 2\n\na: 1\n", "b: 1\nsize:\n  8\n\na: 1\n"),
+        ("a: 1\nsize: {b: 2}  # flow\n", "a: 1\nsize: 8  # flow\n"),
     ],
 )
 def test_a_value_may_be_missing_quoted_or_twice(text: str, changed: str) -> None:
