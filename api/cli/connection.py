@@ -88,13 +88,13 @@ def database_errors() -> Iterator[None]:
         yield
     except ValueError as error:
         raise CommandError(ExitCode.USAGE, str(error)) from None
+    except Timeout:  # is an OSError
+        raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None
     except OSError as error:
         where = f"the database cannot be opened: {error.strerror}: {error.filename}"
         raise CommandError(ExitCode.SERVICE, where) from None
     except SQLAlchemyError as error:
         raise CommandError(ExitCode.SERVICE, f"the database cannot be used: {describe_trouble(error)}") from None
-    except Timeout:
-        raise CommandError(ExitCode.SERVICE, "another process has been upgrading the database for too long") from None
 
 
 def shown_url(database_url: str) -> str:

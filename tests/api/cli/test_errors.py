@@ -10,8 +10,11 @@ from typing import Any
 
 import pytest
 import yaml
+from filelock import Timeout
 
 from bexp.api.cli import main
+from bexp.api.cli.connection import database_errors
+from bexp.api.cli.errors import CommandError
 from bexp.api.cli.failures import describe_failure
 from bexp.api.local_worker import WorkerEndedError
 from bexp.client.errors import ProblemError
@@ -195,6 +198,11 @@ def test_a_log_file_that_cannot_be_written_is_no_reason_to_stop(bexp: Run, tmp_p
     done = bexp("watch", job_id, "--log-dir", ".")
     assert done.code == 1
     assert "no log file: " in done.stderr
+
+
+def test_a_database_that_another_process_upgrades_for_too_long_is_told_so() -> None:
+    with pytest.raises(CommandError, match="another process has been upgrading the database"), database_errors():
+        raise Timeout("bexp.db.lock")
 
 
 def test_an_unexpected_error_is_a_line_and_a_file(
