@@ -144,6 +144,51 @@ def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database)
         worker.run(max_jobs=2)
 
 
+class Waits(threading.Event):
+    """An event that is waited for in no time, as often as `most` says before it is set."""
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+        self._most = most
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        if len(self.seconds) == self._most:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("starts", [[ProfilerStartError("killed")] * 99, [None, None, *[ProfilerError("lost")] * 99]])
+def test_a_device_is_tried_again_for_five_minutes(
+    sqlite_database: Database, starts: list[ProfilerError | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    Queue(sqlite_database).enqueue(make_request())
+    worker = make_worker(sqlite_database, Moody(*starts))
+    worker._stopping = Waits()
+    with pytest.raises(ProfilerError, match=r"killed|lost"):
+        worker.run(max_jobs=2)
+    pauses = [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert worker._stopping.seconds == pauses
+    assert [message.rpartition("tried again in ")[2] for message in caplog.messages] == [f"{each} s" for each in pauses]
+
+
+def test_a_worker_that_is_told_to_end_does_not_wait_for_its_device(sqlite_database: Database) -> None:
+    worker = make_worker(sqlite_database, Moody(*[ProfilerStartError("killed")] * 99))
+    worker._stopping = Waits(3)
+    worker.run()
+    assert worker._stopping.seconds == [1, 2, 4]
+
+
+def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
+    registration = Registration(sqlite_database, a_worker("w"))
+    registration._ended = Waits(3)
+    with registration:
+        registration._thread.join()
+    assert registration._ended.seconds == [5.0] * 3
+    assert registration._thread.daemon, "a process that ends does not wait for it"
+
+
 def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database) -> None:
     """As by a process that is frozen within a transaction."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
