@@ -284,6 +284,12 @@ def test_faults_of_a_job_and_of_the_infrastructure_are_counted_apart(database: D
     assert codes(database, job.id)[-2:] == [106, 403]
 
 
+def test_a_job_may_be_allowed_a_single_fault(database: Database) -> None:
+    queue = Queue(database, QueueSettings(max_faults=1))
+    queue.enqueue(make_request())
+    assert queue.report_fault(claim_one(queue).lease, "internal error") is JobState.FAILED
+
+
 def test_a_job_that_is_put_back_with_trouble_waits_twice_as_long_each_time(database: Database) -> None:
     queue = Queue(database, QueueSettings(retry_pause=timedelta(seconds=40)))
     queue.enqueue(make_request())

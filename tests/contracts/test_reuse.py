@@ -265,11 +265,12 @@ def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_w
     assert codes[-1] is EventCode.SUCCEEDED
 
 
-def test_a_job_that_two_versions_measured_answers_nobody(database: Database) -> None:
+@pytest.mark.parametrize("before", ["0.1.0", "0.2.0", "0.3.0"])
+def test_a_job_that_two_versions_measured_answers_nobody(database: Database, before: str) -> None:
     queue = Queue(database)
     add_worker(database)
-    queue.enqueue(make_request())
-    claim = claim_next(queue, targets={"bexp": "0.1.0"})
+    job, _ = queue.enqueue(make_request())
+    claim = claim_next(queue, targets={"bexp": before})
     assert claim is not None
     queue.release(claim.lease)
     claim = claim_next(queue)
@@ -277,7 +278,7 @@ def test_a_job_that_two_versions_measured_answers_nobody(database: Database) -> 
     queue.pin(claim.lease, REPORT)
     variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=make_recommendation())
     queue.finish(claim.lease, JobState.SUCCEEDED, answer=Answer(variants=(variant,)))
-    assert source(queue, budget={"confidence_target": 1}) is None
+    assert source(queue, budget={"confidence_target": 1}) == (job.id if before == TARGETS["bexp"] else None)
 
 
 def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database: Database) -> None:

@@ -88,6 +88,9 @@ def test_a_worker_goes_on_after_a_cancelled_job(sqlite_database: Database) -> No
         done.result(timeout=60)
     assert get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+    # The profiler of a cancelled job may not be clean.
+    kept = [call for call in profiler.calls if call in {"begin", "finish_job", "close"}]
+    assert kept == ["begin", "close", "begin", "finish_job", "close"]
 
 
 def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
@@ -189,7 +192,21 @@ def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sq
     assert registration._thread.daemon, "a process that ends does not wait for it"
 
 
-def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database) -> None:
+def test_a_worker_that_cannot_leave_the_list_ends(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise sa.exc.OperationalError("DELETE", {}, ConnectionError("refused"))
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
+    with Registration(sqlite_database, a_worker("w")):
+        pass
+    assert "worker w could not be removed from the list: (builtins.ConnectionError) refused" in caplog.text
+
+
+def test_a_worker_starts_while_the_database_is_locked(
+    sqlite_database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     """As by a process that is frozen within a transaction."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
     impatient = open_database(sqlite_database.url, DatabaseLimits(lock=timedelta(seconds=0.1)))
@@ -201,6 +218,7 @@ def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database)
             assert not done.done()
         done.result(timeout=60)
     impatient.dispose()
+    assert caplog.messages[0].endswith("is not in the list yet: (sqlite3.OperationalError) database is locked")
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
