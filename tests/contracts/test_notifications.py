@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 from unittest.mock import MagicMock
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
@@ -48,6 +49,13 @@ def test_a_listener_gets_what_is_committed_and_is_told_when_it_may_have_missed_s
     assert not listener.is_listening
 
 
+def test_nothing_is_told_on_sqlite(sqlite_database: Database) -> None:
+    listener = Listener(sqlite_database, NEW_EVENTS, lambda _: None)
+    for act in (listener.start, listener.close):
+        act()
+        assert not listener.is_listening
+
+
 class Ended(threading.Event):
     """Set after some waits, which take no time."""
 
@@ -68,18 +76,21 @@ def test_a_lost_connection_is_opened_again_ever_more_rarely_and_a_silent_one_aft
 ) -> None:
     """Without a server: neither needs one."""
     listener = Listener(MagicMock(is_postgresql=True), NEW_EVENTS, lambda _: None)
-    listener._ended = Ended(9)
+    ended = listener._ended = Ended(9)
     listens = iter([None] * 6 + ["first"])
 
     def listen(_: object) -> bool:
         assert not listener.is_listening, "while it tries again, others poll"
         listener.is_listening = next(listens, None) is not None
+        if len(ended.seconds) % 2:
+            raise psycopg.OperationalError("the connection is closed\nby the server")
         raise sa.exc.OperationalError("LISTEN", {}, ConnectionError("refused\nIs it running?"))
 
     monkeypatch.setattr(listener, "_listen", listen)
     listener._keep_listening()
     assert listener._ended.seconds == [0.25, 0.5, 1, 2, 4, 4, 0.25, 0.5, 1]
-    assert caplog.messages[0] == "no notifications from the database, which is polled meanwhile: refused"
+    told = [message.partition("which is polled meanwhile: ")[2] for message in caplog.messages]
+    assert told[:2] == ["refused", "the connection is closed"]
     listener._ended = Ended(2)
     monkeypatch.setattr(listener, "_listen", lambda _: False)
     listener._keep_listening()

@@ -19,6 +19,7 @@ from bexp.storage.tables import events, jobs
 from bexp.storage.turns import ClaimQuota
 from bexp.storage.waiting import describe_duration, find_waiting
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
+from tests.contracts.jobs import claim_one
 from tests.contracts.samples import make_report, make_request, make_worker
 
 NO_GRACE = timedelta(0)
@@ -114,8 +115,15 @@ def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
 def test_a_fresh_job_is_given_time(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
-    queue.note_waiting(grace=timedelta(seconds=30))
-    assert reasons(database, job.id) == []
+    taken = claim_one(queue)
+    other, _ = queue.enqueue(make_request())
+    for seconds, noted in ((-29, []), (-31, ["none is running"])):  # since it was queued, or since its lease ran out
+        with database.begin() as connection:
+            at = database.clock(timedelta(seconds=seconds))
+            connection.execute(sa.update(jobs).values(queued_at=at))
+            connection.execute(sa.update(jobs).where(jobs.c.id == taken.job.id).values(lease_expires_at=at))
+        queue.note_waiting(grace=timedelta(seconds=30))
+        assert reasons(database, job.id) == reasons(database, other.id) == noted
 
 
 def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
