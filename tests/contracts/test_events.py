@@ -17,6 +17,7 @@ from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_recommendation, make_request
 
 NUM_EVENTS = 20
+OTHERS = ("0" * 16, "z" * 16)
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def lease(database: Database) -> Lease:
     The ids of others are before and after its own, and their logs are longer.
     """
     work = Queue(database)
-    for others in ("0" * 16, "z" * 16):
+    for others in OTHERS:
         work.enqueue(make_request(), job_id=others)
         drafts = [EventDraft(code=EventCode.WARNING, message="of another", data={"answer": {}})] * NUM_EVENTS
         work.record(claim_one(work).lease, Progress(events=tuple(drafts)))
@@ -92,10 +93,10 @@ def test_the_event_of_an_earlier_end_keeps_its_answer(database: Database, lease:
         update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "no"}),)}
     )
     queue.finish(lease, JobState.FAILED, last=Progress(events=(end_event(nothing, 80),), answer=nothing))
-    before, others = read_events(database, lease.job_id), read_events(database, "z" * 16)
+    before, others = read_events(database, lease.job_id), [read_events(database, name) for name in OTHERS]
     queue.resume(lease.job_id)
     assert get_job(database, lease.job_id).answer is None
-    assert read_events(database, "z" * 16) == others
+    assert [read_events(database, name) for name in OTHERS] == others
     end = Progress(events=(end_event(ANSWER, 80),), answer=ANSWER)
     queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, last=end)
     log = read_events(database, lease.job_id)

@@ -284,10 +284,14 @@ def test_faults_of_a_job_and_of_the_infrastructure_are_counted_apart(database: D
     assert codes(database, job.id)[-2:] == [106, 403]
 
 
-def test_a_job_may_be_allowed_a_single_fault(database: Database) -> None:
-    queue = Queue(database, QueueSettings(max_faults=1))
-    queue.enqueue(make_request())
-    assert queue.report_fault(claim_one(queue).lease, "internal error") is JobState.FAILED
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_job_has_all_of_its_faults_at_first_and_when_it_is_resumed(database: Database, allowed: int) -> None:
+    queue = Queue(database, QueueSettings(max_faults=allowed, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        states = [queue.report_fault(claim_one(queue).lease, "internal error") for _ in range(allowed)]
+        assert states == [*[JobState.QUEUED] * (allowed - 1), JobState.FAILED]
+        queue.resume(job.id)
 
 
 def test_a_job_that_is_put_back_with_trouble_waits_twice_as_long_each_time(database: Database) -> None:
