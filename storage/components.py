@@ -8,6 +8,7 @@ hardware and the software, and `source` tells the runs of different explorations
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timedelta
 from typing import Any
@@ -128,18 +129,18 @@ def prune_components(database: Database, *, older_than: timedelta | None = None)
 
 def _read(rows: Sequence[sa.Row[Any]], now: datetime) -> tuple[list[EarlierRun], set[str]]:
     """Return the newest runs of each component, oldest first, and their sources; unreadable rows are left out."""
-    counts: dict[tuple[str, str], int] = {}
+    counts = Counter[tuple[str, str]]()
     runs: list[EarlierRun] = []
     sources: set[str] = set()
     for row in rows:
         key = (row.subject, row.component)
-        if counts.get(key, 0) >= MAX_RUNS:
+        if counts[key] >= MAX_RUNS:
             continue
         try:
             measurement = ComponentMeasurement.model_validate(row.measurement)
         except ValidationError:  # a development version stored it
             continue
-        counts[key] = counts.get(key, 0) + 1
+        counts[key] += 1
         sources.add(row.source)
         runs.append(EarlierRun(measurement=measurement, age_seconds=max(0.0, (now - row.at).total_seconds())))
     return runs[::-1], sources

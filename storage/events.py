@@ -51,7 +51,7 @@ def read_last_seqs(database: Database, job_ids: Collection[str]) -> dict[str, in
 def count_events(connection: sa.Connection, job_id: str, after: int, *, without: EventCode) -> int:
     """Return how many events with `seq` > `after`, those `without` a code, a job has, within a transaction."""
     here = [events.c.job_id == job_id, events.c.seq > after, events.c.code != int(without)]
-    return connection.scalar(sa.select(sa.func.count()).where(*here)) or 0
+    return connection.scalars(sa.select(sa.func.count()).where(*here)).one()
 
 
 def insert_events(

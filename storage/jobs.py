@@ -172,7 +172,7 @@ def job_from_row(row: sa.Row[Any], request: ExplorationRequest | None = None) ->
 
 def describe_unreadable(name: str, error: ValidationError) -> str:
     """Return why a stored document cannot be read: its first field that breaks a rule, and the rule."""
-    first = error.errors(include_url=False, include_input=False)[0]
+    first = error.errors()[0]
     field = ".".join(str(part) for part in (name, *first["loc"]))
     return f"another version stored what this one cannot read: {field}: {rule_of(first)}"
 

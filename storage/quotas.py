@@ -120,7 +120,7 @@ def check_queued(database: Database, connection: sa.Connection, owner: str, quot
     if database.is_postgresql:  # on SQLite the transaction holds the write lock already
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_SUBMISSIONS, sa.func.hashtext(owner))))
     queued = sa.select(sa.func.count()).select_from(jobs).where(IS_QUEUED, jobs.c.owner == owner)
-    if (connection.scalar(queued) or 0) >= limit:
+    if connection.scalars(queued).one() >= limit:
         raise QueuedQuotaError(owner, limit)
 
 

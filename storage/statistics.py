@@ -87,7 +87,7 @@ def _count(connection: sa.Connection, column: sa.Column[str]) -> dict[str, int]:
 
 
 def _number(connection: sa.Connection, table: sa.Table, *conditions: sa.ColumnElement[bool]) -> int:
-    return connection.scalar(sa.select(sa.func.count()).select_from(table).where(*conditions)) or 0
+    return connection.scalars(sa.select(sa.func.count()).select_from(table).where(*conditions)).one()
 
 
 def _recent_answer_seconds(database: Database, connection: sa.Connection) -> list[float]:

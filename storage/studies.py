@@ -108,7 +108,7 @@ def _write(storage: RDBStorage, name: str, trials: Sequence[Trial], space: Mappi
 def _display_url(database: Database) -> str:
     url = database.engine.url.set(password=None) if database.is_postgresql else database.engine.url
     url = url.difference_update_query(["password", "sslpassword"])  # libpq takes them there, too
-    return url.render_as_string(hide_password=True)
+    return url.render_as_string()
 
 
 @contextmanager

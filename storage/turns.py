@@ -89,7 +89,7 @@ def take_turn(database: Database, connection: sa.Connection, owner: str) -> bool
     if limit is None:
         return True
     mine = sa.select(sa.func.count()).where(is_held(database), jobs.c.owner == owner)
-    return (connection.scalar(mine) or 0) <= limit
+    return connection.scalars(mine).one() <= limit
 
 
 def find_claim_quotas(database: Database, connection: sa.Connection) -> dict[str, ClaimQuota]:

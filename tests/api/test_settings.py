@@ -23,14 +23,16 @@ from bexp.api.agents import commands
 from bexp.api.cli import local_run, mcp
 from bexp.api.settings import ServiceSettings, read_environment
 from bexp.client.address import is_loopback
-from bexp.storage import components
+from bexp.storage import components, reuse, stored_bytes
 from bexp.storage.audit import KEEP_AUDIT, MOST_RECORDS
 from bexp.storage.database import DatabaseLimits
-from bexp.storage.queue_settings import QueueSettings
+from bexp.storage.queue import WAITING_GRACE
+from bexp.storage.queue_settings import LONGEST_PAUSE, QueueSettings
 from bexp.storage.quotas import MAX_STORED_BYTES
+from bexp.storage.run_reports import MAX_EXPLORATIONS, MAX_REPORTS
 from bexp.storage.submission import KEY_LIFETIME
 from bexp.storage.waiting import MAX_WAIT
-from bexp.workers.jobs import worker
+from bexp.workers.jobs import heartbeat, worker
 
 
 def test_nothing_need_be_set() -> None:
@@ -141,7 +143,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("owners", r"for the last (\S+) tokens or addresses", rate_limits.MAX_KEYS),
         ("operations", r"asks for new events every (\S+) s", USUAL.poll_seconds),
         ("operations", r"asks for new events every \S+ s instead of every (\S+) s", streams.LISTENING_POLL_SECONDS),
-        ("operations", r"Every (\S+) s it notes why explorations wait", USUAL.waiting_check_seconds),
+        ("operations", r"Every (\S+) s it notes why explorations have waited", USUAL.waiting_check_seconds),
         ("operations", r"`BEXP_POLL_SECONDS` \((\S+) s\)", worker.MAX_POLL_SECONDS),
         (
             "operations",
@@ -178,12 +180,28 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("service", r"statement, pool \| \S+ s, (\S+) s,", DatabaseLimits().lock.total_seconds()),
         ("service", r"statement, pool \| \S+ s, \S+ s, (\S+) s,", DatabaseLimits().statement.total_seconds()),
         ("service", r"statement, pool \| \S+ s, \S+ s, \S+ s, (\S+) s", DatabaseLimits().pool.total_seconds()),
+        ("operations", r"a request waits at most (\S+) s for its turn", DatabaseLimits().turn.total_seconds()),
+        ("operations", r"PostgreSQL frees such locks after (\S+) s", DatabaseLimits().idle_transaction.total_seconds()),
+        ("operations", r"why explorations have waited for (\S+) s", WAITING_GRACE.total_seconds()),
+        ("operations", r"Its worker looks (\S+) a second", 1 / heartbeat.POLL.total_seconds()),
+        ("configuration", r"in a row that stored no trial \| (\S+) \|", QueueSettings().max_attempts),
+        ("configuration", r"without a stored trial between them \| (\S+) \|", QueueSettings().max_faults),
+        ("configuration", r"up to \S+ s \| (\S+) \|", QueueSettings().retry_pause.total_seconds()),
+        ("configuration", r"it doubles each time, up to (\S+) s", LONGEST_PAUSE.total_seconds()),
+        ("configuration", r"idle worker asks again \(at least (\S+)\)", worker.MIN_POLL_SECONDS),
+        ("owners", r"sums what an owner stores once in (\S+) s", stored_bytes.SUM_SECONDS),
+        ("owners", r"by 1/(\S+) for each further API process", 1 / stored_bytes.SHARE_OF_ROOM),
+        ("service", r"memory \(within a (\S+)\)", reuse.MEMORY_TOLERANCE),
+        ("service", r"up to (\S+) reports of what real runs", MAX_REPORTS),
+        ("service", r"the owner's later explorations of that model use those of the last (\S+) \|", MAX_EXPLORATIONS),
+        ("answer", r"the last (\S+) runs of a component", components.MAX_RUNS),
+        ("answer", r"at most (\S+) runs in all", components.MAX_REUSED),
         ("service", r"connections to PostgreSQL \| (\S+) of an API process", DatabaseLimits().max_connections),
     ],
 )
 def test_a_limit_is_what_the_documents_say(document: str, sentence: str, limit: float) -> None:
     text = " ".join((DOCS / f"{document}.md").read_text().split())
-    words = {"four": 4, "seven": 7, "million": 10**6}
+    words = {"tenth": 0.1, "two": 2, "twice": 2, "four": 4, "seven": 7, "million": 10**6}
     assert [float(words.get(said, said.replace(",", ""))) for said in re.findall(sentence, text)] == [limit]
 
 

@@ -66,16 +66,18 @@ def test_a_cancelled_job_that_its_worker_put_back_ends(database: Database, by: s
 @pytest.mark.parametrize("by", ["claim", "note_waiting"])
 def test_a_worker_lost_after_a_cancellation_leaves_no_job_running(database: Database, by: str) -> None:
     queue = Queue(database)
-    job, _ = queue.enqueue(make_request())
-    claim_one(queue)
-    queue.request_cancel(job.id)
-    expire(database, job.id)
+    lost = [queue.enqueue(make_request())[0].id for _ in range(2)]
+    for job_id in lost:
+        claim_one(queue)
+        queue.request_cancel(job_id)
+        expire(database, job_id)
     if by == "claim":
         assert claim_next(queue, "b") is None
     else:
         queue.note_waiting()
-    assert get_job(database, job.id).state is JobState.CANCELLED
-    assert codes(database, job.id) == [101, 102, 404]
+    for job_id in lost:
+        assert get_job(database, job_id).state is JobState.CANCELLED
+        assert codes(database, job_id) == [101, 102, 404]
 
 
 def test_a_finished_job_is_not_cancelled(database: Database) -> None:

@@ -34,6 +34,8 @@ def test_the_oldest_job_that_fits_is_claimed(database: Database) -> None:
     gpu = claim_next(queue, "b", kind="cuda")
     assert gpu is not None
     assert gpu.job.id == on_gpu.id
+    queue.enqueue(make_request(device_kind="cpu"))
+    assert claim_next(queue, "b", kind="cuda") is None
 
 
 def test_a_worker_claims_only_jobs_whose_target_it_has(database: Database) -> None:
@@ -135,9 +137,9 @@ def test_processes_claim_each_job_once(database: Database) -> None:
 @pytest.mark.parametrize(
     ("column", "document", "complaint"),
     [
-        ("request", {"model": {"name": "old"}, "lost_field": 1}, "request."),
+        ("request", {"model": {"name": "old"}, "lost_field": 1}, ": request.model.num_layers: is missing"),
         ("request", [], "request: "),
-        ("report", {"hardware": {}}, "report.hardware."),
+        ("report", {"hardware": {}}, ": report.hardware.device_kind: is missing"),
     ],
 )
 def test_a_job_that_cannot_be_read_ends_and_the_next_is_claimed(
@@ -148,6 +150,9 @@ def test_a_job_that_cannot_be_read_ends_and_the_next_is_claimed(
     store(database, old.id, **{column: document})
     assert {job.id for job in list_jobs(database)[0]} == {old.id, next_.id}
     assert complaint in (get_job(database, old.id).unreadable or "")
+    store(database, next_.id, request=[], report=[])
+    assert ": request: " in (get_job(database, next_.id).unreadable or ""), "the first part that cannot be read"
+    store(database, next_.id, request=make_request().model_dump(mode="json"), report=None)
 
     claim = claim_one(queue)
     assert (claim.job.id, claim.request) == (next_.id, make_request())

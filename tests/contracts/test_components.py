@@ -77,6 +77,12 @@ def test_other_versions_are_counted_and_not_reused(database: Database) -> None:
     keep(database, "one", make_trial(0))
     found = find(database, bexp="2.0")
     assert (found.runs, found.num_ignored, found.other_versions) == ((), 1, ("torch 2.13, bexp 1.0",))
+    for number in range(2, 6):
+        make_older(database, timedelta(minutes=9 - number))
+        keep(database, f"job {number}", make_trial(0), make_trial(1), software={"bexp": f"{number}.0"})
+    found = find(database)
+    assert (len(found.runs), found.num_ignored) == (1, 8)
+    assert found.other_versions == tuple(f"torch 2.13, bexp {number}.0" for number in (5, 4, 3)), "the newest three"
     other = find_earlier_runs(database, make_request(), make_report("Another device"), SOFTWARE)
     assert other == EarlierRuns()  # nobody expects those
 
@@ -86,6 +92,42 @@ def test_nothing_is_reused_where_that_is_not_wanted(database: Database, changes:
     keep(database, "one", make_trial(0), **changes)
     assert find(database, make_request(**changes)) == EarlierRuns()
     assert len(find(database).runs) == 1
+
+
+def test_long_names_of_devices_and_versions_are_cut_alike_where_they_are_kept_and_found(database: Database) -> None:
+    report, software = make_report("d" * 300), {"bexp": "9" * 300}
+    keep_components(database, "one", make_request(), report, software, [make_trial(0)])
+    found = find_earlier_runs(database, make_request(), report, SOFTWARE)
+    assert (found.num_ignored, len(found.other_versions[0])) == (1, 255)
+    versions = report.hardware.versions.model_copy(update={"driver": "550"})
+    with_driver = report.model_copy(update={"hardware": report.hardware.model_copy(update={"versions": versions})})
+    keep_components(database, "two", make_request(), with_driver, {}, [make_trial(0)])
+    assert find_earlier_runs(database, make_request(), report, SOFTWARE).other_versions[0] == "torch 2.13, driver 550"
+
+
+def test_what_cannot_be_read_and_what_another_keeps_at_this_moment_is_left_out(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keep(database, "one", make_trial(0), make_trial(1))
+    keep(database, "two", make_trial(0))
+    with database.begin() as connection:
+        latest = sa.select(sa.func.max(components.c.at)).scalar_subquery()
+        ahead = database.now(connection) + timedelta(hours=1)
+        connection.execute(sa.update(components).where(components.c.at == latest).values(measurement={"of": "another"}))
+        connection.execute(sa.update(components).where(components.c.at != latest).values(at=ahead))
+    found = find(database)
+    assert (len(found.runs), found.num_explorations) == (2, 1)
+    assert {run.age_seconds for run in found.runs} == {0.0}, "the clock was set back"
+    monkeypatch.setattr(storage_components, "MAX_REUSED", 1)
+    assert len(find(database).runs) == 1
+
+    def fail(*_: object) -> None:
+        raise sa.exc.IntegrityError("INSERT", {}, Exception("the key exists"))
+
+    monkeypatch.setattr(storage_components, "_drop_old", fail)
+    assert keep(database, "one", make_trial(2)) == 0
+    monkeypatch.undo()
+    assert find(database) == found
 
 
 def test_rows_are_bounded_by_number_and_by_age(database: Database, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -46,7 +46,7 @@ def test_threads_write_to_sqlite_in_turns_and_wait_without_a_connection(database
         pytest.skip("PostgreSQL has no lock for all that write")
     limits = DatabaseLimits(turn=timedelta(seconds=0.05), max_connections=1)
     limited = open_database(database.url, limits)
-    with limited.begin(), pytest.raises(sa.exc.TimeoutError, match="no turn to write"), limited.begin():
+    with limited.begin(), pytest.raises(sa.exc.TimeoutError, match=r"no turn to write within 0\.05 s"), limited.begin():
         pass
     with limited.begin() as connection:
         connection.execute(sa.select(jobs))

@@ -17,13 +17,21 @@ from tests.contracts.jobs import ANSWER, claim_one
 from tests.contracts.samples import make_recommendation, make_request
 
 NUM_EVENTS = 20
+OTHERS = ("0" * 16, "z" * 16)
 
 
 @pytest.fixture
 def lease(database: Database) -> Lease:
-    """A job whose log holds recommendations, some written together, with other events between them."""
+    """A job whose log holds recommendations, some written together, with other events between them.
+
+    The ids of others are before and after its own, and their logs are longer.
+    """
     work = Queue(database)
-    work.enqueue(make_request())
+    for others in OTHERS:
+        work.enqueue(make_request(), job_id=others)
+        drafts = [EventDraft(code=EventCode.WARNING, message="of another", data={"answer": {}})] * NUM_EVENTS
+        work.record(claim_one(work).lease, Progress(events=tuple(drafts)))
+    work.enqueue(make_request(), job_id="m" * 16)
     claim = claim_one(work)
     seq = 2
     while seq < NUM_EVENTS:
@@ -53,6 +61,7 @@ def test_each_place_of_a_log_can_be_read(database: Database, lease: Lease) -> No
 def test_each_recommendation_has_a_row_that_is_written_with_its_event(database: Database, lease: Lease) -> None:
     with database.read() as connection:
         rows = connection.execute(sa.select(recommendations).order_by(recommendations.c.seq)).all()
+    assert {row.job_id for row in rows} == {lease.job_id}
     log = [event for event in read_events(database, lease.job_id) if event.code is EventCode.RECOMMENDATION]
     assert [(row.seq, row.at) for row in rows] == [(event.seq, event.at) for event in log]
     first = rows[0]
@@ -72,7 +81,9 @@ def test_an_answer_is_stored_once_and_read_with_the_event_of_the_end(database: D
     job = get_job(database, lease.job_id)
     assert (job.answer, job.recommendation) == (ANSWER, ANSWER.recommendation)
     with database.read() as connection:
-        stored = connection.scalar(sa.select(events.c.data).where(events.c.seq == last.seq))
+        stored = connection.scalar(
+            sa.select(events.c.data).where(events.c.job_id == lease.job_id, events.c.seq == last.seq)
+        )
     assert stored == {"answer": {"timings": {}}}
 
 
@@ -82,9 +93,10 @@ def test_the_event_of_an_earlier_end_keeps_its_answer(database: Database, lease:
         update={"variants": (ANSWER.variants[0].model_copy(update={"recommendation": None, "reason": "no"}),)}
     )
     queue.finish(lease, JobState.FAILED, last=Progress(events=(end_event(nothing, 80),), answer=nothing))
-    before = read_events(database, lease.job_id)
+    before, others = read_events(database, lease.job_id), [read_events(database, name) for name in OTHERS]
     queue.resume(lease.job_id)
     assert get_job(database, lease.job_id).answer is None
+    assert [read_events(database, name) for name in OTHERS] == others
     end = Progress(events=(end_event(ANSWER, 80),), answer=ANSWER)
     queue.finish(claim_one(queue).lease, JobState.SUCCEEDED, last=end)
     log = read_events(database, lease.job_id)
@@ -106,6 +118,6 @@ def test_text_that_a_database_refuses_is_stored_without_it(
     Queue(database).record(lease, Progress(events=(draft,)))
     found = read_events(database, lease.job_id, after=NUM_EVENTS)[0]
     assert (found.message, found.data) == (stored, {"reason": stored})
-    text = sa.text("SELECT data ->> 'reason' FROM bexp_events WHERE seq = :seq")
+    text = sa.text("SELECT data ->> 'reason' FROM bexp_events WHERE job_id = :job_id AND seq = :seq")
     with database.read() as connection:
-        assert connection.scalar(text.bindparams(seq=found.seq)) == stored
+        assert connection.scalar(text.bindparams(job_id=lease.job_id, seq=found.seq)) == stored

@@ -51,6 +51,11 @@ def test_the_longest_lease_is_held_for_a_statement_that_read_the_clock_before_it
     claim_one(queue)
     with database.read() as connection:
         assert connection.scalar(held) == job.id
+    for hours, is_still in ((47, True), (49, False)):
+        held = sa.select(jobs.c.id).where(is_held(database))
+        with database.begin() as connection:
+            connection.execute(sa.update(jobs).values(lease_expires_at=database.clock(timedelta(hours=hours))))
+            assert (connection.scalar(held) is not None) is is_still
 
 
 def test_a_lease_a_pause_and_a_cancel_do_not_wait_for_a_clock_that_was_set_back(database: Database) -> None:
@@ -131,12 +136,15 @@ def test_a_resumed_job_brings_its_history(database: Database) -> None:
     first = claim_one(queue)
     queue.pin(first.lease, make_report())
     queue.record(first.lease, make_progress(0))
+    queue.release(first.lease)
+    first = claim_one(queue)
+    assert read_events(database, job.id)[-1].message.endswith("with 1 stored trial")
     queue.record(first.lease, make_progress(1))
     expire(database, job.id)
     second = claim_one(queue, "b")
     assert second.history == (make_trial(0), make_trial(1))
     assert second.job.recommendation == make_recommendation(2)
-    assert codes(database, job.id) == [101, 102, 201, 201, 106]
+    assert codes(database, job.id) == [101, 102, 201, 106, 201, 106]
     assert "2 stored trials" in read_events(database, job.id)[-1].message
 
 
@@ -274,6 +282,16 @@ def test_faults_of_a_job_and_of_the_infrastructure_are_counted_apart(database: D
     assert queue.report_fault(claim_one(queue).lease, "internal error: of all things") is JobState.FAILED
     assert get_job(database, job.id).error == "internal error: of all things"
     assert codes(database, job.id)[-2:] == [106, 403]
+
+
+@pytest.mark.parametrize("allowed", [1, 2])
+def test_a_job_has_all_of_its_faults_at_first_and_when_it_is_resumed(database: Database, allowed: int) -> None:
+    queue = Queue(database, QueueSettings(max_faults=allowed, retry_pause=timedelta(0)))
+    job, _ = queue.enqueue(make_request())
+    for _ in range(2):
+        states = [queue.report_fault(claim_one(queue).lease, "internal error") for _ in range(allowed)]
+        assert states == [*[JobState.QUEUED] * (allowed - 1), JobState.FAILED]
+        queue.resume(job.id)
 
 
 def test_a_job_that_is_put_back_with_trouble_waits_twice_as_long_each_time(database: Database) -> None:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import queue as queues
+import threading
 from collections.abc import Callable
+from unittest.mock import MagicMock
 
+import psycopg
 import pytest
 import sqlalchemy as sa
 
@@ -44,3 +47,53 @@ def test_a_listener_gets_what_is_committed_and_is_told_when_it_may_have_missed_s
     finally:
         listener.close()
     assert not listener.is_listening
+
+
+def test_nothing_is_told_on_sqlite(sqlite_database: Database) -> None:
+    listener = Listener(sqlite_database, NEW_EVENTS, lambda _: None)
+    for act in (listener.start, listener.close):
+        act()
+        assert not listener.is_listening
+
+
+class Ended(threading.Event):
+    """Set after some waits, which take no time."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+        self._most = most
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        if len(self.seconds) == self._most:
+            self.set()
+        return self.is_set()
+
+
+def test_a_lost_connection_is_opened_again_ever_more_rarely_and_a_silent_one_after_a_minute(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a server: neither needs one."""
+    listener = Listener(MagicMock(is_postgresql=True), NEW_EVENTS, lambda _: None)
+    ended = listener._ended = Ended(9)
+    listens = iter([None] * 6 + ["first"])
+
+    def listen(_: object) -> bool:
+        assert not listener.is_listening, "while it tries again, others poll"
+        listener.is_listening = next(listens, None) is not None
+        if len(ended.seconds) % 2:
+            raise psycopg.OperationalError("the connection is closed\nby the server")
+        raise sa.exc.OperationalError("LISTEN", {}, ConnectionError("refused\nIs it running?"))
+
+    monkeypatch.setattr(listener, "_listen", listen)
+    listener._keep_listening()
+    assert listener._ended.seconds == [0.25, 0.5, 1, 2, 4, 4, 0.25, 0.5, 1]
+    told = [message.partition("which is polled meanwhile: ")[2] for message in caplog.messages]
+    assert told[:2] == ["refused", "the connection is closed"]
+    listener._ended = Ended(2)
+    monkeypatch.setattr(listener, "_listen", lambda _: False)
+    listener._keep_listening()
+    assert listener._ended.seconds == [60, 60]
+    assert not listener.is_listening
+    assert listener._thread.daemon, "a process that ends does not wait for it"

@@ -102,10 +102,11 @@ def test_a_token_has_an_owner_scopes_and_an_end(database: Database) -> None:
     assert found is not None
     assert (found.name, found.owner, found.scopes) == ("short", "team-a", scopes)
     assert found.expires_at is not None
+    assert found.has_expired
     assert list_tokens(database)[0] == found
     other = verify_token(database, usual)
     assert other is not None
-    assert (other.owner, other.scopes, other.expires_at) == ("local", USUAL_SCOPES, None)
+    assert (other.owner, other.scopes, other.expires_at, other.has_expired) == ("local", USUAL_SCOPES, None, False)
     for owner, chosen in (("a b", scopes), ("*", scopes), ("team-a", frozenset[Scope]())):
         with pytest.raises(ValueError, match=r"owner|scope"):
             create_token(database, "wrong", owner=owner, scopes=chosen)
@@ -147,10 +148,16 @@ def test_who_did_what_is_written_down_and_pruned_by_age(database: Database) -> N
     (mine,) = read_audit(database, owner="team-a")
     assert (mine.token, mine.origin) == ("ci", "10.0.0.1")
     assert read_audit(database, limit=1)[0].action is Action.REVOKE_TOKEN
+    first, *later = read_audit(database)
+    assert read_audit(database, before=first.id) == later
+    assert read_audit(database, before=later[0].id, limit=1) == later[1:2]
     with database.begin() as connection:
         old = database.clock(-timedelta(days=2))
         connection.execute(sa.update(audit).where(audit.c.owner == "local").values(at=old))
-    assert prune_audit(database, timedelta(days=1)) == 2
+        connection.execute(sa.update(audit).where(audit.c.id == first.id).values(at=database.clock(-timedelta(days=3))))
+    assert prune_audit(database, timedelta(days=1), at_most=1) == 1
+    assert read_audit(database)[0].action is Action.CREATE_TOKEN, "the oldest goes first, whatever its id"
+    assert prune_audit(database, timedelta(days=1)) == 1
     assert [record.owner for record in read_audit(database)] == ["ops", "team-a"]
 
 

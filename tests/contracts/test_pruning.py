@@ -66,7 +66,10 @@ def test_a_job_that_is_resumed_meanwhile_is_not_deleted(
     assert read_audit(database, limit=1)[0].action is Action.RESUME
 
 
-def test_a_pruned_job_leaves_nothing_and_others_stay(database: Database, finished: list[str]) -> None:
+def test_a_pruned_job_leaves_nothing_and_others_stay(
+    database: Database, finished: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pruning, "_BATCH", 2)
     write_studies(database, finished[0])
     write_studies(database, finished[3])
     running = list_jobs(database, JobFilter(state=JobState.RUNNING))[0][0].id

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from bexp.explorer.records.event import EventCode, Progress
-from bexp.explorer.records.recommendation import Answer, VariantAnswer
+from bexp.explorer.records.recommendation import Answer, DividingCandidate, VariantAnswer
 from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.spec.request_key import request_key
 from bexp.storage.audit import Action, read_audit
@@ -26,9 +26,17 @@ from bexp.storage.reuse import find_answer
 from bexp.storage.run_reports import insert_run_report
 from bexp.storage.workers import WorkerState, forget_worker, list_known_workers, register_worker
 from tests.contracts.jobs import expire
-from tests.contracts.samples import make_recommendation, make_report, make_request, make_trial, make_worker
+from tests.contracts.samples import (
+    make_candidate,
+    make_recommendation,
+    make_report,
+    make_request,
+    make_trial,
+    make_worker,
+)
 
-HARDWARE = make_report().hardware
+HARDWARE = make_report().hardware.model_copy(update={"memory_limit_bytes": 500_000_000})
+REPORT = make_report().model_copy(update={"hardware": HARDWARE})
 FINGERPRINT = HARDWARE.fingerprint
 TARGETS = {"bexp": "0.2.0"}
 PACKAGES = {"bexp": "0.2.0", "liger-kernel": "0.6.0"}
@@ -58,6 +66,7 @@ def measure(
     confidence: int = 96,
     completed_target: int | None = None,
     required_bytes: int = 1 << 21,
+    dividing: DividingCandidate | None = None,
     by: Caller = LOCAL,
     **changes: Any,
 ) -> Job:
@@ -66,8 +75,9 @@ def measure(
     claim = claim_next(queue)
     assert claim is not None
     assert claim.job.id == job.id
-    queue.pin(claim.lease, make_report())
-    found = make_recommendation().model_copy(update={"confidence": confidence, "required_bytes": required_bytes})
+    queue.pin(claim.lease, REPORT)
+    changed = {"confidence": confidence, "required_bytes": required_bytes, "dividing": dividing}
+    found = make_recommendation().model_copy(update=changed)
     variant = VariantAnswer(
         num_query_groups=4, num_parameters=1, recommendation=found, completed_target=completed_target
     )
@@ -82,10 +92,11 @@ def add_worker(
     targets: Mapping[str, str] = TARGETS,
     packages: Mapping[str, str] = PACKAGES,
     memory_limit_bytes: int = HARDWARE.memory_limit_bytes,
+    num_devices: int = 1,
 ) -> None:
     versions = {"python": "3.12", "torch": "2.13", **packages}
     info = make_worker("live", fingerprint=fingerprint, targets=targets, devices="cpu", versions=versions)
-    register_worker(database, replace(info, memory_limit_bytes=memory_limit_bytes))
+    register_worker(database, replace(info, memory_limit_bytes=memory_limit_bytes, num_devices=num_devices))
 
 
 def source(queue: Queue, **changes: Any) -> str | None:
@@ -99,7 +110,7 @@ def source(queue: Queue, **changes: Any) -> str | None:
 def test_the_same_request_is_answered_at_once_where_a_live_worker_would_measure_it_alike(database: Database) -> None:
     queue = Queue(database)
     first = measure(queue)
-    add_worker(database)
+    add_worker(database, num_devices=2)
     again, _ = queue.enqueue(make_request(labels={"run": "7"}, budget={"max_seconds": 5}))
     assert again.id != first.id
     assert (again.state, again.reused_from) == (JobState.SUCCEEDED, first.id)
@@ -153,9 +164,10 @@ def test_other_hardware_and_other_versions_measure_again(database: Database) -> 
     ("share", "changes", "serves"),
     [
         (1.0, {}, True),
-        (0.95, {}, True),
-        (1.3, {}, False),  # other candidates may fit
-        (0.7, {}, False),
+        (0.9, {}, True),
+        (1.1, {}, True),
+        (1.11, {}, False),  # other candidates may fit
+        (0.89, {}, False),
         (0.7, {"memory_limit_gib": 0.25}, True),  # the request's own limit holds on a CPU, whatever is free
     ],
 )
@@ -174,11 +186,22 @@ def test_an_answer_serves_where_about_as_much_memory_may_be_used(
     assert (get_job(database, job.id).reused_from is not None) == serves
 
 
-def test_an_answer_whose_recommendation_does_not_fit_does_not_serve(database: Database) -> None:
-    queue = Queue(database)
-    measure(queue, required_bytes=HARDWARE.memory_limit_bytes - 1)
-    add_worker(database, memory_limit_bytes=HARDWARE.memory_limit_bytes - 2)
+@pytest.mark.parametrize("divides", [True, False])
+def test_an_answer_whose_recommendation_does_not_fit_does_not_serve(database: Database, divides: bool) -> None:
+    """Nor where the candidate that divides the batch, which a trainer would use, does not fit."""
+    queue, required_bytes = Queue(database), HARDWARE.memory_limit_bytes - 1
+    dividing: dict[str, Any] = {
+        name: 1 for name, field in DividingCandidate.model_fields.items() if field.is_required()
+    }
+    dividing |= {"candidate": make_candidate(), "required_bytes": required_bytes}
+    if divides:
+        first = measure(queue, required_bytes=required_bytes)
+    else:
+        first = measure(queue, dividing=DividingCandidate.model_validate(dividing))
+    add_worker(database, memory_limit_bytes=required_bytes - 1)
     assert source(queue) is None
+    add_worker(database, memory_limit_bytes=required_bytes)
+    assert source(queue) == first.id
 
 
 def test_a_stored_answer_takes_nothing_of_a_quota(database: Database) -> None:
@@ -242,32 +265,35 @@ def test_a_worker_that_is_frozen_before_it_answers_from_what_is_stored_goes_on_w
     assert codes[-1] is EventCode.SUCCEEDED
 
 
-def test_a_job_that_two_versions_measured_answers_nobody(database: Database) -> None:
+@pytest.mark.parametrize("before", ["0.1.0", "0.2.0", "0.3.0"])
+def test_a_job_that_two_versions_measured_answers_nobody(database: Database, before: str) -> None:
     queue = Queue(database)
     add_worker(database)
-    queue.enqueue(make_request())
-    claim = claim_next(queue, targets={"bexp": "0.1.0"})
+    job, _ = queue.enqueue(make_request())
+    claim = claim_next(queue, targets={"bexp": before})
     assert claim is not None
     queue.release(claim.lease)
     claim = claim_next(queue)
     assert claim is not None
-    queue.pin(claim.lease, make_report())
+    queue.pin(claim.lease, REPORT)
     variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=make_recommendation())
     queue.finish(claim.lease, JobState.SUCCEEDED, answer=Answer(variants=(variant,)))
-    assert source(queue, budget={"confidence_target": 1}) is None
+    assert source(queue, budget={"confidence_target": 1}) == (job.id if before == TARGETS["bexp"] else None)
 
 
 def test_an_answer_without_a_recommendation_and_a_failure_serve_nobody(database: Database) -> None:
     queue = Queue(database)
     add_worker(database)
     nothing = Answer(variants=(VariantAnswer.without_model("no candidate fits"),))
-    for state, answer in ((JobState.SUCCEEDED, nothing), (JobState.FAILED, None)):
+    variant = VariantAnswer(num_query_groups=4, num_parameters=1, recommendation=make_recommendation())
+    found = Answer(variants=(variant,))
+    for state, answer in ((JobState.SUCCEEDED, nothing), (JobState.FAILED, None), (JobState.FAILED, found)):
         queue.enqueue(make_request())
         claim = claim_next(queue)
         assert claim is not None
-        queue.pin(claim.lease, make_report())
+        queue.pin(claim.lease, REPORT)
         queue.finish(claim.lease, state, answer=answer)
-        assert source(queue) is None
+        assert source(queue, budget={"confidence_target": 1}) is None
         assert queue.claim(make_worker("x", fingerprint=FINGERPRINT)) is not None
 
 

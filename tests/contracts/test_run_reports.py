@@ -87,7 +87,7 @@ def test_reports_that_arrive_at_once_are_all_kept(database: Database, job_id: st
 
 
 def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reached(
-    database: Database, job_id: str
+    database: Database, job_id: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     queue, report = Queue(database), make_report()
     best = make_progress(0).recommendation
@@ -114,6 +114,21 @@ def test_the_next_exploration_of_the_same_model_is_bound_to_what_real_runs_reach
     assert found.speed_ratio == pytest.approx(0.9)
     insert_run_report(database, job_id, make(**reached))
     assert queue.pin(lease, report).reported_runs == (found,)
+    queue.record(lease, make_progress(0))
+    insert_run_report(database, lease.job_id, make(**reached))
+    assert [run.exploration_id for run in begin("third")[1].reported_runs] == [lease.job_id, job_id], "the newest first"
+    monkeypatch.setattr(storage_run_reports, "MAX_EXPLORATIONS", 1)
+    assert [run.exploration_id for run in begin("fourth")[1].reported_runs] == [lease.job_id]
+    monkeypatch.undo()
+    store(database, lease.job_id, recommendation=None)
+    assert [run.exploration_id for run in begin("fifth")[1].reported_runs] == [job_id]
+    for driver in "13":  # whose fingerprints are one above and one below
+        versions = report.hardware.versions.model_copy(update={"driver": driver})
+        other = report.model_copy(update={"hardware": report.hardware.model_copy(update={"versions": versions})})
+        queue.enqueue(make_request())
+        claim = queue.claim(make_worker("driver", fingerprint=other.hardware.fingerprint))
+        assert claim is not None
+        assert queue.pin(claim.lease, other).reported_runs == ()
     assert begin("other", mode="eval")[1].reported_runs == ()
     # Anybody can write anything into a report, so it counts for its owner alone.
     assert begin("stranger", Caller("stranger", USUAL_SCOPES))[1].reported_runs == ()

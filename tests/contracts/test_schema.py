@@ -5,7 +5,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -173,6 +173,10 @@ def test_migrations_lead_to_the_tables(database: Database) -> None:
         assert compare_metadata(context, metadata) == []
 
 
+def _by_name(constraints: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    return sorted((dict(each) for each in constraints), key=lambda each: str(each["name"]))
+
+
 def test_what_a_job_is_followed_by_is_stored_once(sqlite_database: Database) -> None:
     """SQLite stores a table with a rowid, and each of its primary keys once more; Alembic does not compare that."""
     fresh = sa.create_engine("sqlite://")
@@ -181,6 +185,11 @@ def test_what_a_job_is_followed_by_is_stored_once(sqlite_database: Database) -> 
     with fresh.connect() as connection, sqlite_database.read() as migrated:
         of_tables = {row.name: row.lean for row in connection.execute(tables)}
         of_migrations = {row.name: row.lean for row in migrated.execute(tables)}
+        found, migrations = sa.inspect(connection), sa.inspect(migrated)
+        for name in metadata.tables:  # Alembic does not compare these either
+            assert found.get_pk_constraint(name) == migrations.get_pk_constraint(name)
+            assert _by_name(found.get_foreign_keys(name)) == _by_name(migrations.get_foreign_keys(name))
+            assert _by_name(found.get_unique_constraints(name)) == _by_name(migrations.get_unique_constraints(name))
     assert of_migrations == {**of_tables, VERSION_TABLE: 0}
     assert {name for name, lean in of_tables.items() if lean} == {"bexp_events", "bexp_recommendations", "bexp_trials"}
     fresh.dispose()

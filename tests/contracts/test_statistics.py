@@ -7,8 +7,10 @@ import sqlalchemy as sa
 
 from bexp.explorer.records.event import Progress
 from bexp.explorer.records.measurement import Outcome
+from bexp.storage import statistics as storage_statistics
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
+from bexp.storage.owners import USUAL_SCOPES, Caller
 from bexp.storage.queue import Queue
 from bexp.storage.quotas import EVERYBODY, Quota, set_quota
 from bexp.storage.statistics import read_statistics
@@ -60,10 +62,21 @@ def test_what_a_quota_holds_back_is_no_lack_of_workers(database: Database) -> No
     assert statistics.jobs_by_state[JobState.QUEUED] == statistics.num_held_back == 1
     assert statistics.num_without_worker == 0
     assert statistics.oldest_queued_seconds == 0
+    queue.enqueue(make_request(device_kind="cuda"), by=Caller("b", USUAL_SCOPES), job_id="gpu")
+    queue.note_waiting(grace=timedelta(0))
+    ended, _ = queue.enqueue(make_request(device_kind="cuda"), by=Caller("b", USUAL_SCOPES))
+    store(database, ended.id, state="failed", waiting_reason="none is running")
+    with database.read() as connection:
+        now = database.now(connection)
+    for ago, shown in ((60, 60), (-60, 0)):  # the clock may have been set back
+        store(database, "gpu", queued_at=now - timedelta(seconds=ago))
+        statistics = read_statistics(database)
+        assert (statistics.num_held_back, statistics.num_without_worker) == (1, 1)
+        assert shown <= statistics.oldest_queued_seconds < shown + (30 if shown else 1e-9)
 
 
 def test_workers_are_live_for_15_seconds_and_lost_for_a_day(database: Database) -> None:
-    silent_seconds = {"a": 0, "b": 13, "c": 17, "d": 86_300, "e": 86_500}
+    silent_seconds = {"a": 0, "b": 14.5, "c": 15.5, "d": 86_390, "e": 86_410}
     for worker_id in silent_seconds:
         register_worker(database, make_worker(worker_id))
     with database.begin() as connection:
@@ -75,7 +88,9 @@ def test_workers_are_live_for_15_seconds_and_lost_for_a_day(database: Database) 
     assert read_statistics(database, live_within=timedelta(seconds=5)).num_lost_workers == 3
 
 
-def test_recent_answers_are_those_that_were_measured_within_the_last_hour(database: Database) -> None:
+def test_recent_answers_are_those_that_were_measured_within_the_last_hour(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
     queue = Queue(database)
     with database.read() as connection:
         now = database.now(connection)
@@ -96,4 +111,6 @@ def test_recent_answers_are_those_that_were_measured_within_the_last_hour(databa
         store(database, job.id, **({"state": "succeeded"} | times | values))
     statistics = read_statistics(database)
     assert statistics.recent_answer_seconds == pytest.approx([30, 60, 90, day - 10])
+    monkeypatch.setattr(storage_statistics, "MOST_RECENT", 2)
+    assert read_statistics(database).recent_answer_seconds == pytest.approx([60, 90]), "of those that came last"
     assert (statistics.num_reused, statistics.oldest_queued_seconds) == (1, 0)

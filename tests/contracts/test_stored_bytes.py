@@ -163,6 +163,12 @@ def test_one_submission_counts_some_jobs_of_an_earlier_version_and_the_next_goes
         connection.execute(sa.update(jobs).values(stored_bytes=None))
     counts = [count(database) for _ in range(4)]
     assert counts[0] < counts[1] < counts[2] == counts[3] == texts(database)
+    with database.begin() as connection:
+        one = sa.select(sa.func.min(jobs.c.id)).scalar_subquery()
+        connection.execute(sa.update(jobs).where(jobs.c.id == one).values(stored_bytes=None))
+        others = connection.scalar(sa.select(sa.func.sum(jobs.c.stored_bytes)))
+        for enough, total in ((others - 1, others), (others, others), (others + 1, counts[3])):
+            assert sum_stored_bytes(database, connection, LOCAL.owner, int(enough)) == (total, True)
 
 
 def test_what_an_owner_did_is_kept_up_to_a_number(database: Database) -> None:
@@ -170,6 +176,6 @@ def test_what_an_owner_did_is_kept_up_to_a_number(database: Database) -> None:
     other, _ = queue.enqueue(make_request(fresh=True), by=Caller("other", USUAL_SCOPES))
     done = [queue.enqueue(make_request(fresh=True))[0].id for _ in range(5)]
     assert prune_most_recorded(database, 2, at_most=1) == 1
-    assert prune_most_recorded(database, 2) == 2
-    assert prune_most_recorded(database, 2) == 0
+    assert [prune_most_recorded(database, keep) for keep in (3, 2)] == [1, 1]
+    assert prune_most_recorded(database, 2) == prune_most_recorded(database, 9) == 0
     assert {record.subject for record in read_audit(database)} == {other.id, *done[3:]}

@@ -13,6 +13,7 @@ from bexp.storage.jobs import JobState
 from bexp.storage.leases import Lease
 from bexp.storage.queue import Queue
 from bexp.storage.studies import StudyLocation, drop_studies, write_studies
+from tests.contracts.jobs import store
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 
@@ -69,6 +70,15 @@ def test_the_variants_of_a_job_are_studies_of_their_own(database: Database) -> N
     queue.record(lease, type(other)(other.events, trial=trial))
     assert write_studies(database, lease.job_id).names == (lease.job_id, f"{lease.job_id}/num_query_groups=1")
     assert read_sizes(database, f"{lease.job_id}/num_query_groups=1") == [2]
+
+
+@pytest.mark.parametrize("unreadable", [{"request": {"of": "another version"}}, {"report": None}])
+def test_without_its_request_or_report_the_first_trial_says_which_variant_is_the_main_one(
+    sqlite_database: Database, unreadable: dict[str, Any]
+) -> None:
+    _, lease = make_job(sqlite_database, 0, 1)
+    store(sqlite_database, lease.job_id, **unreadable)
+    assert write_studies(sqlite_database, lease.job_id).names == (lease.job_id,)
 
 
 def test_a_job_without_trials_has_no_study(database: Database) -> None:

@@ -17,8 +17,9 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import events, jobs
 from bexp.storage.turns import ClaimQuota
-from bexp.storage.waiting import describe_duration, find_waiting
+from bexp.storage.waiting import describe_duration, find_waiting, list_waiting_ids
 from bexp.storage.workers import LIVE_WITHIN, forget_worker, register_worker
+from tests.contracts.jobs import claim_one
 from tests.contracts.samples import make_report, make_request, make_worker
 
 NO_GRACE = timedelta(0)
@@ -75,7 +76,8 @@ def test_the_same_reason_of_many_jobs_is_noted_in_few_statements(database: Datab
 
 def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database: Database) -> None:
     queue = Queue(database)
-    too_large, _ = queue.enqueue(make_request(num_devices=4096, context_parallel={"sizes": [16]}, batch_size=4096))
+    wide = make_request(num_devices=4096, context_parallel={"sizes": [16]}, batch_size=4096)
+    too_large, _ = queue.enqueue(wide, job_id="m" * 16)
     busy, _ = queue.enqueue(make_request())
     add_worker(database)
     queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(hours=1))
@@ -84,10 +86,10 @@ def test_a_job_that_nobody_can_run_fails_in_the_end_and_names_its_need(database:
     assert get_job(database, too_large.id).state is JobState.QUEUED, "the reason may be gone when all workers report"
     with database.begin() as connection:
         connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
-    other, _ = queue.enqueue(make_request(device_kind="cuda"))
-    queue.note_waiting(grace=NO_GRACE)  # notes the other one's reason just now
+    others = [queue.enqueue(make_request(device_kind="cuda"), job_id=name * 16)[0] for name in "az"]
+    queue.note_waiting(grace=NO_GRACE)  # notes the others' reason just now
     queue.note_waiting(grace=NO_GRACE, max_wait=timedelta(0))
-    assert get_job(database, other.id).state is JobState.QUEUED
+    assert {get_job(database, other.id).state for other in others} == {JobState.QUEUED}
     ended = get_job(database, too_large.id)
     assert ended.state is JobState.FAILED
     assert ended.error == "no worker could run it within 0 s: none with 16 devices is running"
@@ -114,8 +116,15 @@ def test_a_duration_is_told_in_its_own_unit(seconds: int, text: str) -> None:
 def test_a_fresh_job_is_given_time(database: Database) -> None:
     queue = Queue(database)
     job, _ = queue.enqueue(make_request())
-    queue.note_waiting(grace=timedelta(seconds=30))
-    assert reasons(database, job.id) == []
+    taken = claim_one(queue)
+    other, _ = queue.enqueue(make_request())
+    for seconds, noted in ((-29, []), (-31, ["none is running"])):  # since it was queued, or since its lease ran out
+        with database.begin() as connection:
+            at = database.clock(timedelta(seconds=seconds))
+            connection.execute(sa.update(jobs).values(queued_at=at))
+            connection.execute(sa.update(jobs).where(jobs.c.id == taken.job.id).values(lease_expires_at=at))
+        queue.note_waiting(grace=timedelta(seconds=30))
+        assert reasons(database, job.id) == reasons(database, other.id) == noted
 
 
 def test_a_worker_that_went_silent_serves_nobody(database: Database) -> None:
@@ -134,6 +143,9 @@ def test_a_job_names_the_target_that_it_waits_for(database: Database) -> None:
     add_worker(database, "reference")
     queue.note_waiting(grace=NO_GRACE)
     assert reasons(database, job.id) == ["none with the target 'my-gpt' is running"]
+    for target in ("a-gpt", "z-gpt"):
+        queue.enqueue(make_request(model=None, target=target))
+    assert list_waiting_ids(database, "my-gpt") == [job.id]
     register_worker(database, make_worker("own", pid=2, fingerprint=FINGERPRINT, targets={"my-gpt": "2.0"}))
     queue.note_waiting(grace=NO_GRACE)
     assert get_job(database, job.id).waiting_reason is None
@@ -172,6 +184,9 @@ def test_a_pinned_job_names_its_hardware(database: Database) -> None:
     assert reasons(database, job.id) == [
         "none with the hardware that this exploration started on is running (A device, 1.0 GiB, torch 2.13)"
     ]
+    with database.begin() as connection:
+        connection.execute(sa.update(events).values(at=database.clock(-LIVE_WITHIN)))
+    queue.note_waiting(grace=NO_GRACE, max_wait=NO_GRACE)  # which ends what nobody has begun
     assert get_job(database, job.id).state is JobState.RUNNING
     assert queue.claim(make_worker("b", fingerprint=FINGERPRINT)) is not None
     assert get_job(database, job.id).waiting_reason is None

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
 import sqlite3
+import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -9,7 +11,7 @@ from typing import Any
 import pytest
 import sqlalchemy as sa
 
-from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, DatabaseLimits, open_database
+from bexp.storage.database import SQLITE_WAL_IS_SAFE, Database, DatabaseLimits, describe_trouble, open_database
 
 
 @pytest.mark.parametrize("scheme", ["postgresql", "postgresql+psycopg", "postgres"])
@@ -20,11 +22,47 @@ def test_postgresql_urls_get_the_driver(scheme: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "url", ["", "nonsense", "mysql://host/name", "sqlite://", "sqlite:///:memory:", "postgresql+asyncpg://host/name"]
+    "url",
+    [
+        "",
+        "nonsense",
+        "mysql://host/name",
+        "sqlite://",
+        "sqlite:///:memory:",
+        "postgresql+asyncpg://host/name",
+    ],
 )
 def test_other_urls_are_refused(url: str) -> None:
     with pytest.raises(ValueError, match="sqlite:///PATH"):
         open_database(url)
+
+
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (sa.exc.OperationalError("SELECT", {}, ConnectionError("\n refused \nIs it running?")), "refused"),
+        (sa.exc.OperationalError("SELECT", {}, ConnectionError()), "ConnectionError"),
+        (sa.exc.TimeoutError("no connection\nwithin 3 s"), "no connection"),
+    ],
+)
+def test_trouble_is_told_as_the_driver_names_it_in_a_line(error: sa.exc.SQLAlchemyError, told: str) -> None:
+    assert describe_trouble(error) == told
+
+
+def test_a_driver_that_is_missing_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "psycopg", None)
+    with pytest.raises(ValueError, match=r"PostgreSQL needs psycopg, which is missing: pip install 'bexp\[service\]'"):
+        open_database("postgresql://host/name")
+
+
+def test_a_process_opens_no_more_connections_than_its_limit(tmp_path: Path) -> None:
+    limits = DatabaseLimits(max_connections=2, pool=timedelta(seconds=0.01))
+    database = open_database(f"sqlite:///{tmp_path / 'bexp.db'}", limits)
+    with database.read(), database.read(), pytest.raises(sa.exc.TimeoutError, match="QueuePool"), database.read():
+        pass
+    with database.read() as connection:
+        assert connection.exec_driver_sql("PRAGMA busy_timeout").scalar_one() == 3000
+    database.dispose()
 
 
 def test_a_password_is_not_in_an_error() -> None:
@@ -92,6 +130,8 @@ def test_a_postgresql_that_is_gone_is_not_waited_for(monkeypatch: pytest.MonkeyP
     limits = DatabaseLimits(statement=timedelta(seconds=4), connect=timedelta(seconds=3))
     for query in ("", "?connect_timeout=9"):
         open_database(f"postgresql://host/name{query}", limits).dispose()
+    open_database("postgresql://host/name", replace(limits, connect=timedelta(seconds=1))).dispose()
     kept = {"prepare_threshold": None, "keepalives_idle": 2, "keepalives_interval": 1, "keepalives_count": 2}
     kept["tcp_user_timeout"] = 4000
-    assert given == [{**kept, "connect_timeout": 3}, kept]
+    shortest = {**kept, "connect_timeout": 2}  # libpq takes no less
+    assert given == [{**kept, "connect_timeout": 3}, kept, shortest]

@@ -54,18 +54,29 @@ def expiry(database: Database) -> datetime:
 def test_a_lease_is_extended_to_its_full_length_three_times_in_its_length(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    length, now = timedelta(seconds=60), 0.0
-    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=lambda: now))
+    length, now, asked = timedelta(seconds=60), 0.0, threading.Event()
+
+    def monotonic() -> float:
+        asked.set()
+        return now
+
+    monkeypatch.setattr(heartbeat, "time", SimpleNamespace(monotonic=monotonic))
     queue = Queue(sqlite_database, QueueSettings(lease=length))
     held = claim(queue)
     with keeping(queue, held.lease) as (keeper, interrupted):
-        for _ in range(4):
+        for seconds in (20.0, 20.5, 20.0, 45.0):
             before = expiry(sqlite_database)
-            now += length.total_seconds() / 3
+            now += 19.5
+            for _ in range(2):  # the first answer may be to the time before
+                asked.clear()
+                assert asked.wait(60)
+            assert expiry(sqlite_database) == before, "it is not time yet"
+            now += seconds - 19.5
             wait_until(lambda before=before: expiry(sqlite_database) > before)  # type: ignore[misc]  # no type of its default
         assert expiry(sqlite_database) - datetime.now(UTC) > length / 2
         assert queue.claim(make_worker("b")) is None
         assert not interrupted.is_set()
+        assert keeper._thread.daemon, "a process that ends does not wait for it"
     assert keeper.reason is None
     assert get_job(sqlite_database, held.job.id).state is JobState.RUNNING
 
@@ -89,7 +100,7 @@ def test_a_lost_lease_interrupts(sqlite_database: Database) -> None:
 
 
 def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterwards(
-    sqlite_database: Database,
+    sqlite_database: Database, caplog: pytest.LogCaptureFixture
 ) -> None:
     away = threading.Event()
     failures: list[Lease] = []
@@ -98,7 +109,7 @@ def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterw
         def heartbeat(self, lease: Lease) -> HeartbeatStatus:
             if away.is_set():
                 failures.append(lease)
-                raise sa.exc.OperationalError("UPDATE", {}, Exception("the server is gone"))
+                raise sa.exc.OperationalError("UPDATE", {}, Exception("the server\nis gone"))
             return super().heartbeat(lease)
 
         watch = heartbeat
@@ -109,6 +120,8 @@ def test_a_database_that_is_away_ends_nothing_and_a_lost_lease_is_noticed_afterw
         away.set()
         wait_until(lambda: len(failures) > 5)
         assert not interrupted.is_set()
+        told = f"the lease of {held.job.id} could not be extended: (builtins.Exception) the server"
+        assert caplog.messages[0] == told
         with sqlite_database.begin() as connection:
             past = sqlite_database.clock(timedelta(seconds=-1))
             connection.execute(sa.update(jobs).values(lease_expires_at=past))

@@ -19,6 +19,7 @@ from bexp.storage.workers import register_worker
 from bexp.workers.jobs import own_job
 from bexp.workers.jobs.own_job import OwnJob
 from bexp.workers.jobs.worker import JobWorker
+from tests.contracts.jobs import store
 from tests.contracts.samples import make_report, make_request, make_worker
 from tests.workers.fakes import FakeProfiler
 
@@ -69,6 +70,17 @@ def test_the_job_is_cancelled_when_nobody_waits_for_it(
     assert get_job(queue.database, "own").state is JobState.CANCELLED
 
 
+def test_a_worker_that_ends_by_itself_cancels_nothing(
+    queue: Queue, own: OwnJob, ending: Ending, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closed_stdin(monkeypatch):
+        own.end_with_stdin(ending)
+        assert (ending.is_set(), ending.waits) == (True, []), "a job that is not there is not waited for"
+        queue.enqueue(make_request(), job_id="own")
+        own.end_with_stdin(ending)
+    assert get_job(queue.database, "own").state is JobState.QUEUED
+
+
 def test_a_job_that_another_worker_runs_goes_on(queue: Queue, own: OwnJob, monkeypatch: pytest.MonkeyPatch) -> None:
     queue.enqueue(make_request(), job_id="own")
     run_by_another(queue)
@@ -95,7 +107,12 @@ def test_a_job_that_the_worker_cannot_run_is_refused(
         assert not ends(own.watch, 0.2)
     assert ends(own.watch)
     assert own.is_refused
-    assert f"cannot run this exploration; the worker has {make_report().hardware.describe()}" in caplog.text
+    has = f"; the worker has {make_report().hardware.describe()}"
+    assert f"cannot run this exploration{has}" in caplog.text
+    store(queue.database, "own", report=make_report("Another device").model_dump(mode="json"))
+    assert ends(own.watch)
+    needs = "it needs the hardware that it started on: Another device, 1.0 GiB, torch 2.13"
+    assert f"cannot run this exploration; {needs}{has}" in caplog.text
 
 
 def test_the_log_says_who_holds_the_device_and_what_to_do(queue: Queue, own: OwnJob) -> None:

@@ -57,3 +57,16 @@ def test_a_trial_beside_others_counts_for_the_time_that_it_was_waited_for(monkey
     timings = account.seconds()
     assert (timings["build"], timings["timed"], timings["suggest"], timings["total"]) == (1.5, 3.5, 0.5, 7.5)
     assert timings["process_start"] == 2.0
+
+
+def test_a_trial_whose_own_clock_counts_more_than_was_waited_takes_nothing_from_another_phase(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    clock = Clock()
+    monkeypatch.setattr(accounting, "time", clock)
+    account = JobTimings(queued_seconds=0.0)
+    clock.now += 1.0
+    account.add_trial(2.0, PhaseSeconds(build=3.0, process_start=4.0))
+    timings = account.seconds()
+    assert (timings["process_start"], timings["other"], timings["profiler_idle"]) == (0.0, 0.0, 0.0)
+    assert (timings["build"], timings["total"]) == (3.0, 1.0)

@@ -50,7 +50,8 @@ def test_a_worker_is_listed_while_it_lives(sqlite_database: Database) -> None:
         assert seen.wait(60)
         assert [entry.info.id for entry in list_workers(sqlite_database)] == [worker.id]
         assert list_workers(sqlite_database)[0].info.fingerprint == make_report().hardware.fingerprint
-        assert list_workers(sqlite_database)[0].info.versions.items() >= installed_software().items()
+        versions = make_report().hardware.versions.model_dump(exclude_none=True) | installed_software()
+        assert list_workers(sqlite_database)[0].info.versions == versions
         deadline = time.monotonic() + 60
         while get_job(sqlite_database, job.id).state is not JobState.SUCCEEDED and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -88,6 +89,9 @@ def test_a_worker_goes_on_after_a_cancelled_job(sqlite_database: Database) -> No
         done.result(timeout=60)
     assert get_job(sqlite_database, cancelled.id).state is JobState.CANCELLED
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
+    # The profiler of a cancelled job may not be clean.
+    kept = [call for call in profiler.calls if call in {"begin", "finish_job", "close"}]
+    assert kept == ["begin", "close", "begin", "finish_job", "close"]
 
 
 def test_a_worker_without_a_device_says_so(sqlite_database: Database) -> None:
@@ -144,7 +148,66 @@ def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database)
         worker.run(max_jobs=2)
 
 
-def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database) -> None:
+class Waits(threading.Event):
+    """An event that is waited for in no time, as often as `most` says before it is set."""
+
+    def __init__(self, most: int = 100) -> None:
+        super().__init__()
+        self.seconds: list[float | None] = []
+        self._most = most
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.seconds.append(timeout)
+        if len(self.seconds) == self._most:
+            self.set()
+        return self.is_set()
+
+
+@pytest.mark.parametrize("starts", [[ProfilerStartError("killed")] * 99, [None, None, *[ProfilerError("lost")] * 99]])
+def test_a_device_is_tried_again_for_five_minutes(
+    sqlite_database: Database, starts: list[ProfilerError | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    Queue(sqlite_database).enqueue(make_request())
+    worker = make_worker(sqlite_database, Moody(*starts))
+    worker._stopping = Waits()
+    with pytest.raises(ProfilerError, match=r"killed|lost"):
+        worker.run(max_jobs=2)
+    pauses = [1, 2, 4, 8, 16, 32, 60, 60, 60, 60]
+    assert worker._stopping.seconds == pauses
+    assert [message.rpartition("tried again in ")[2] for message in caplog.messages] == [f"{each} s" for each in pauses]
+
+
+def test_a_worker_that_is_told_to_end_does_not_wait_for_its_device(sqlite_database: Database) -> None:
+    worker = make_worker(sqlite_database, Moody(*[ProfilerStartError("killed")] * 99))
+    worker._stopping = Waits(3)
+    worker.run()
+    assert worker._stopping.seconds == [1, 2, 4]
+
+
+def test_a_worker_reports_three_times_in_the_15_seconds_that_it_lives_without(sqlite_database: Database) -> None:
+    registration = Registration(sqlite_database, a_worker("w"))
+    registration._ended = Waits(3)
+    with registration:
+        registration._thread.join()
+    assert registration._ended.seconds == [5.0] * 3
+    assert registration._thread.daemon, "a process that ends does not wait for it"
+
+
+def test_a_worker_that_cannot_leave_the_list_ends(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> None:
+        raise sa.exc.OperationalError("DELETE", {}, ConnectionError("refused"))
+
+    monkeypatch.setattr("bexp.workers.jobs.worker.forget_worker", fail)
+    with Registration(sqlite_database, a_worker("w")):
+        pass
+    assert "worker w could not be removed from the list: (builtins.ConnectionError) refused" in caplog.text
+
+
+def test_a_worker_starts_while_the_database_is_locked(
+    sqlite_database: Database, caplog: pytest.LogCaptureFixture
+) -> None:
     """As by a process that is frozen within a transaction."""
     job, _ = Queue(sqlite_database).enqueue(make_request())
     impatient = open_database(sqlite_database.url, DatabaseLimits(lock=timedelta(seconds=0.1)))
@@ -156,6 +219,7 @@ def test_a_worker_starts_while_the_database_is_locked(sqlite_database: Database)
             assert not done.done()
         done.result(timeout=60)
     impatient.dispose()
+    assert caplog.messages[0].endswith("is not in the list yet: (sqlite3.OperationalError) database is locked")
     assert get_job(sqlite_database, job.id).state is JobState.SUCCEEDED
 
 
