@@ -288,7 +288,7 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
 
 
 def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
-    if not url.database or url.database == ":memory:" or "mode=memory" in url.database:
+    if not url.database or ":memory:" in url.database or url.query.get("mode") == "memory":
         raise ValueError("the SQLite database must be a file, since several processes share it: sqlite:///PATH")
     path = Path(url.database).expanduser().absolute()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

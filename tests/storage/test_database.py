@@ -29,6 +29,7 @@ def test_postgresql_urls_get_the_driver(scheme: str) -> None:
         "mysql://host/name",
         "sqlite://",
         "sqlite:///:memory:",
+        "sqlite:///file:x?mode=memory&uri=true",
         "postgresql+asyncpg://host/name",
     ],
 )
