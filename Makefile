@@ -34,10 +34,9 @@ demo: $(STAMP)
 	@echo "Trust each answer as far as its confidence goes. Below the confidence that was asked for,"
 	@echo "it is called provisional. On a CPU that is busy with other programs it may be below."
 
-# The type check runs beside the tests; each is told whether or not the other fails.
+# The style and type checks run beside the tests; each is told whether or not another fails.
 test: $(STAMP)
-	@$(MAKE) --no-print-directory style
-	@$(MAKE) --no-print-directory --jobs=2 --keep-going types tests
+	@$(MAKE) --no-print-directory --jobs=3 --keep-going style types tests
 
 style: $(STAMP) house
 	$(BIN)/ruff check .

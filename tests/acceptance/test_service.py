@@ -51,7 +51,7 @@ def test_submit_watch_resume_the_stream_and_explore_with_the_idle_worker(
     best = json.loads(machine.run("best", job_id, "--json"))["recommendation"]
     assert best["candidate"]["micro_batch_size"] in {1, 2, 4}
 
-    lines = machine.run("explore", machine.configure(), "--device", "cpu").splitlines()
+    lines = machine.run("explore", machine.configure(budget={"max_trials": 1}), "--device", "cpu").splitlines()
     (started,) = (line for line in lines if line.startswith("BEXP102"))
     assert f"-{worker.pid}-" in started, "the command's own worker is not needed"
     assert not any(line.startswith("BEXP105") for line in lines)

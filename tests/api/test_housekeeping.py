@@ -23,6 +23,7 @@ from bexp.storage.listing import JobFilter, list_jobs
 from bexp.storage.queue import Queue
 from bexp.storage.schema import NewerSchemaError
 from bexp.storage.tables import audit, jobs, leaders
+from tests.api.conftest import wait_until
 from tests.api.serving import in_process
 from tests.contracts.samples import make_request
 
@@ -41,8 +42,12 @@ def test_one_process_notes_why_a_job_waits_and_another_takes_over(settings: Serv
 
 
 def test_a_process_that_ends_leaves_the_role_to_the_next(settings: ServiceSettings, sqlite_database: Database) -> None:
-    with in_process(settings) as client:
-        assert client.get("/readyz").status_code == 200
+    def is_held() -> bool:
+        with sqlite_database.read() as connection:
+            return connection.execute(sa.select(leaders)).first() is not None
+
+    with in_process(settings):
+        wait_until(is_held)
         assert not hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
     assert hold_role(sqlite_database, HOUSEKEEPER, "next", housekeeping.TERM)
 
