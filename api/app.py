@@ -58,10 +58,9 @@ COMMON_PROBLEMS = examples.problems(
 
 
 def _include_all() -> APIRouter:
-    """Return all routes. Applications share them: at an application's first request FastAPI works long on its own."""
-    routes = APIRouter(
-        generate_unique_id_function=lambda route: route.name
-    )  # what a generated client calls its functions
+    """Return all routes. FastAPI prepares them at the first request; applications that share them do so once."""
+    # A route's name is what a generated client calls the function.
+    routes = APIRouter(generate_unique_id_function=lambda route: route.name)
     v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
     for module in (explorations, resuming, results, comparisons, run_reports, logs, workers, administration, schemas):
         routes.include_router(module.router, dependencies=v1_rules, responses=COMMON_PROBLEMS)
@@ -102,7 +101,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
 
 @cache
 def describe_api() -> dict[str, Any]:
-    """Return the OpenAPI document, which is the same of all applications."""
+    """Return the OpenAPI document, which is the same for all applications."""
     document = get_openapi(
         title="bexp",
         summary="Automatic batch-size exploration",

@@ -154,7 +154,7 @@ class StoredExplorations:
         """Return every event that is stored so far; unlike `events`, this does not wait for the end."""
         events: list[Event] = []
         with _refusals():
-            while page := read_events(self.database, job_id, after=len(events)):  # they have no gaps
+            while page := read_events(self.database, job_id, after=events[-1].seq if events else 0):
                 events += page
         return tuple(events)
 

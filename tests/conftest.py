@@ -42,7 +42,6 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
     finally:
         gc.freeze()
-        gc.set_threshold(20_000, 20, 20)  # collections at each 700 new objects would take 4% of the time of all tests
         gc.enable()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue as queues
-import threading
 from collections.abc import Callable
 from unittest.mock import MagicMock
 
@@ -13,6 +12,7 @@ import sqlalchemy as sa
 
 from bexp.storage.database import Database
 from bexp.storage.notifications import NEW_EVENTS, Listener, notify_events, parse_events_message
+from tests.waits import Waits
 
 
 def end_listeners(database: Database) -> int:
@@ -56,27 +56,12 @@ def test_nothing_is_told_on_sqlite(sqlite_database: Database) -> None:
         assert not listener.is_listening
 
 
-class Ended(threading.Event):
-    """Set after some waits, which take no time."""
-
-    def __init__(self, most: int) -> None:
-        super().__init__()
-        self.seconds: list[float | None] = []
-        self._most = most
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.seconds.append(timeout)
-        if len(self.seconds) == self._most:
-            self.set()
-        return self.is_set()
-
-
 def test_a_lost_connection_is_opened_again_ever_more_rarely_and_a_silent_one_after_a_minute(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Without a server: neither needs one."""
     listener = Listener(MagicMock(is_postgresql=True), NEW_EVENTS, lambda _: None)
-    ended = listener._ended = Ended(9)
+    ended = listener._ended = Waits(9)
     listens = iter([None] * 6 + ["first"])
 
     def listen(_: object) -> bool:
@@ -91,7 +76,7 @@ def test_a_lost_connection_is_opened_again_ever_more_rarely_and_a_silent_one_aft
     assert listener._ended.seconds == [0.25, 0.5, 1, 2, 4, 4, 0.25, 0.5, 1]
     told = [message.partition("which is polled meanwhile: ")[2] for message in caplog.messages]
     assert told[:2] == ["refused", "the connection is closed"]
-    listener._ended = Ended(2)
+    listener._ended = Waits(2)
     monkeypatch.setattr(listener, "_listen", lambda _: False)
     listener._keep_listening()
     assert listener._ended.seconds == [60, 60]

@@ -20,6 +20,7 @@ from bexp.workers.jobs.worker import JobWorker, Registration, installed_software
 from bexp.workers.process.interface import ProfilerError, ProfilerStartError
 from tests.contracts.samples import make_report, make_request
 from tests.contracts.samples import make_worker as a_worker
+from tests.waits import Waits
 from tests.workers.fakes import FakeProfiler, fake_explore
 
 
@@ -146,21 +147,6 @@ def test_a_device_that_stays_unusable_ends_its_worker(sqlite_database: Database)
     worker = JobWorker(Queue(sqlite_database), profiler, "cpu", explore=fake_explore, start_pauses_seconds=[0.01] * 3)
     with pytest.raises(ProfilerError, match="fell off"):
         worker.run(max_jobs=2)
-
-
-class Waits(threading.Event):
-    """An event that is waited for in no time, as often as `most` says before it is set."""
-
-    def __init__(self, most: int = 100) -> None:
-        super().__init__()
-        self.seconds: list[float | None] = []
-        self._most = most
-
-    def wait(self, timeout: float | None = None) -> bool:
-        self.seconds.append(timeout)
-        if len(self.seconds) == self._most:
-            self.set()
-        return self.is_set()
 
 
 @pytest.mark.parametrize("starts", [[ProfilerStartError("killed")] * 99, [None, None, *[ProfilerError("lost")] * 99]])
