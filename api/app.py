@@ -58,7 +58,10 @@ COMMON_PROBLEMS = examples.problems(
 
 
 def _include_all() -> APIRouter:
-    """Return all routes. FastAPI prepares them at the first request; applications that share them do so once."""
+    """Return all routes. FastAPI prepares them at the first request; applications that share them do so once.
+
+    They know no application, so an application's `dependency_overrides` do not reach them.
+    """
     # A route's name is what a generated client calls the function.
     routes = APIRouter(generate_unique_id_function=lambda route: route.name)
     v1_rules = [Depends(authorize), Depends(refuse_changes_if_outdated), Depends(refuse_unknown_parameters)]
@@ -101,7 +104,7 @@ def create_app(settings: ServiceSettings) -> FastAPI:
 
 @cache
 def describe_api() -> dict[str, Any]:
-    """Return the OpenAPI document, which is the same for all applications."""
+    """Return the OpenAPI document, which all applications share: it is read, and never changed."""
     document = get_openapi(
         title="bexp",
         summary="Automatic batch-size exploration",

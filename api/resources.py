@@ -25,6 +25,8 @@ NextCursor = Annotated[
 ]
 NO_NUL = r"^[^\x00]*$"
 """The pattern of a parameter that is compared with stored text: PostgreSQL refuses NUL."""
+SEARCH = r"^\s*([^\s\x00]+(\s+|$)){0,8}$"
+"""Eight words at most: each of them reads an index of all explorations."""
 
 _RESULTS = (
     *("device_name", "micro_batch_size", "performance", "tokens_per_second", "confidence"),

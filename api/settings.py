@@ -40,10 +40,11 @@ class ServiceSettings:
     `header_seconds` and `body_seconds` limit how long a client may take to send them, `answer_seconds` how long the
     start of a response may take. A job that no live worker can run fails after `max_wait_seconds`. Finished jobs are
     deleted after `keep_days`, and the oldest beyond `keep_jobs`; None: all stay. A token is looked up again after
-    `token_check_seconds`, so a revoked one works no longer than that. `token_rate` and `address_rate` limit the
-    requests a second where tokens are required, `token_streams` the streams of events of a token that are open at once;
-    0 is no limit. All streams together leave a quarter of `max_connections` to other requests. The logs of all
-    explorations are kept in files below `log_dir`; None: in the database alone.
+    `token_check_seconds`, so a revoked one works no longer than that. `token_rate` limits the
+    requests a second with one token, `address_rate` those of an address without a token that is known, where one is
+    sent or required; `token_streams` limits the streams of events of a token that are open at once; 0 is no limit. All
+    streams together leave a quarter of `max_connections` to other requests. The logs of all explorations are kept in
+    files below `log_dir`; None: in the database alone.
     """
 
     database_url: str

@@ -17,6 +17,7 @@ KEEP_AUDIT = timedelta(days=365)
 
 MOST_RECORDS = 1_000_000
 """Records that are kept of what one owner did: about 150 MB on SQLite."""
+_INSERT = sa.insert(audit)
 
 
 class Action(StrEnum):
@@ -44,13 +45,24 @@ class AuditRecord:
     origin: str | None
 
 
-def note_action(database: Database, connection: sa.Connection, by: Caller, action: Action, *subjects: str) -> None:
-    """Write down that `by` did `action` to each of `subjects`: ids of jobs, or names of tokens or owners."""
+def note_action(
+    database: Database,
+    connection: sa.Connection,
+    by: Caller,
+    action: Action,
+    *subjects: str,
+    at: datetime | None = None,
+) -> None:
+    """Write down that `by` did `action` to each of `subjects`: ids of jobs, or names of tokens or owners.
+
+    `at` is the database's time if the caller has asked for it.
+    """
     if not subjects:
         return
     who = {"action": action.value, "owner": by.owner, "token": by.token, "origin": by.origin}
-    insert = sa.insert(audit).values(at=database.clock())
-    connection.execute(insert, [who | {"subject": subject} for subject in subjects])
+    insert = _INSERT if at is not None else _INSERT.values(at=database.clock())
+    told = who if at is None else {**who, "at": at}
+    connection.execute(insert, [told | {"subject": subject} for subject in subjects])
 
 
 def read_audit(

@@ -68,6 +68,8 @@ class WriterTurns:
 
 
 SQLITE_BUSY_TIMEOUT = timedelta(seconds=30)
+SQLITE_VERSION = (3, 35)
+"""The first one with RETURNING."""
 SQLITE_WAL_IS_SAFE = sqlite3.sqlite_version_info >= (3, 51, 3)
 """Earlier versions can corrupt a database when a write-ahead log is reset: https://sqlite.org/wal.html#walresetbug."""
 
@@ -85,6 +87,7 @@ the driver has prepared over another one.
 """
 
 _READ_ONLY = "bexp_read_only"
+_NOW = sa.select(sa.func.clock_timestamp(type_=UTCDateTime()))
 
 _log = logging.getLogger(__name__)
 
@@ -188,7 +191,7 @@ class Database:
         """Return the database's time in UTC: the server's on PostgreSQL, the host's on SQLite."""
         if not self.is_postgresql:
             return datetime.now(UTC)
-        now: datetime = connection.execute(sa.select(self.clock())).scalar_one()
+        now: datetime = connection.execute(_NOW).scalar_one()
         return now
 
     def clock(self, offset: timedelta = timedelta(0)) -> sa.ColumnElement[datetime]:
@@ -290,6 +293,9 @@ def _open_postgresql(url: sa.URL, limits: DatabaseLimits | None) -> Database:
 def _open_sqlite(url: sa.URL, limits: DatabaseLimits | None) -> Database:
     if not url.database or ":memory:" in url.database or url.query.get("mode") == "memory":
         raise ValueError("the SQLite database must be a file, since several processes share it: sqlite:///PATH")
+    if sqlite3.sqlite_version_info < SQLITE_VERSION:
+        least = ".".join(map(str, SQLITE_VERSION))
+        raise ValueError(f"bexp needs SQLite {least} or later, and this Python has {sqlite3.sqlite_version}")
     path = Path(url.database).expanduser().absolute()
     path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     _warn_if_exposed(path)

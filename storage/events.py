@@ -19,6 +19,7 @@ from bexp.storage.recommendations import join_recommendation, select_columns, sp
 from bexp.storage.tables import events, jobs, recommendations
 
 PAGE = 500
+_INSERT = sa.insert(events)
 _ENDS = [int(code) for code in EventCode if code.ends_job]
 
 
@@ -85,7 +86,7 @@ def insert_events(
         elif draft.code.ends_job and "answer" in data:
             data = {**data, "answer": {"timings": data["answer"]["timings"]}}
         rows.append({**place, "code": int(draft.code), "message": draft.message, "data": data})
-    connection.execute(sa.insert(events), rows)
+    connection.execute(_INSERT, rows)
     if recommended:
         connection.execute(sa.insert(recommendations), recommended)
     if not is_new:

@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from datetime import datetime
 from enum import StrEnum
+from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import sqlalchemy as sa
@@ -139,7 +140,7 @@ def select_row(connection: sa.Connection, job_id: str, *, lock: bool = False, ow
     return row
 
 
-def job_from_row(row: sa.Row[Any], request: ExplorationRequest | None = None) -> Job:
+def job_from_row(row: sa.Row[Any] | SimpleNamespace, request: ExplorationRequest | None = None) -> Job:
     """Return the job in a row that holds every column of the table.
 
     `request` is that of the row, if the caller has it. This function validates documents of any size, so call it after

@@ -21,7 +21,8 @@ class InvalidCursorError(ValueError):
 class JobFilter:
     """Which jobs to list: those that meet every part that is given. A job has all of `labels`, and may have others.
 
-    Each word of `search`, whatever its case, is somewhere in its model's name, its device, its owner or a label.
+    Each word of `search`, whatever its case, is somewhere in its model's name, its device, its owner or a label. On
+    SQLite that holds for ASCII letters; others are found in their own case.
     """
 
     state: JobState | None = None
@@ -42,7 +43,7 @@ class JobFilter:
         for key, value in self.labels:
             labelled = sa.select(labels.c.job_id).where(labels.c.key == key, labels.c.value == value)
             conditions.append(jobs.c.id.in_(labelled))
-        return conditions + [_has_word(word) for word in self.search.split()]
+        return conditions + [_has_word(word) for word in dict.fromkeys(self.search.split())]
 
 
 def _has_word(word: str) -> sa.ColumnElement[bool]:

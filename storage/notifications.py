@@ -97,7 +97,7 @@ class Listener:
                         is_told = self._listen(connection)
                     finally:
                         connection.invalidate()  # nobody else should get a connection that listens
-                if not is_told:
+                if not is_told and not self._ended.is_set():
                     logger.info("the database passes no notifications on, as behind a pooler, and is polled")
                     self._ended.wait(PROBE_PAUSE_SECONDS)
             except (sa.exc.SQLAlchemyError, psycopg.Error) as error:

@@ -24,6 +24,8 @@ _SUBMISSIONS = int.from_bytes(b"bexq", "big")
 MAX_STORED_BYTES = 1_000_000_000
 """What the jobs of an owner may take that has no quota for it."""
 
+_OF_OWNER = sa.select(quotas).where(sa.or_(quotas.c.owner == sa.bindparam("name"), quotas.c.owner == EVERYBODY))
+
 
 @dataclass(frozen=True, slots=True)
 class Quota:
@@ -102,8 +104,7 @@ def quota_of(by_owner: Mapping[str, Quota], owner: str) -> Quota:
 
 def find_quota(connection: sa.Connection, owner: str) -> Quota:
     """`quota_of` within a transaction."""
-    query = sa.select(quotas).where(quotas.c.owner.in_((owner, EVERYBODY)))
-    return quota_of(_by_owner(connection.execute(query)), owner)
+    return quota_of(_by_owner(connection.execute(_OF_OWNER, {"name": owner})), owner)
 
 
 def check_queued(database: Database, connection: sa.Connection, owner: str, quota: Quota) -> None:

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
+from types import SimpleNamespace
 from typing import Any
 
 import sqlalchemy as sa
@@ -48,6 +49,8 @@ def _without_notices(request: ExplorationRequest) -> ExplorationRequest:
 
 KEY_LIFETIME = timedelta(hours=24)
 """How long an idempotency key stands for its first job."""
+_INSERT = sa.insert(jobs)
+"""Made once, as SQLAlchemy keeps what it finds out about a statement with the statement."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,21 +123,21 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
                 now = database.now(connection)
                 times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
                 columns = {**values, **times, "last_seq": len(drafts)}
-                row = connection.execute(sa.insert(jobs).returning(*jobs.c), columns).one()
+                connection.execute(_INSERT, columns)
                 _insert_labels(connection, job_id, request.labels)
                 insert_events(database, connection, job_id, len(drafts), drafts, at=now, is_new=True)
-                note_action(database, connection, given.by, Action.SUBMIT, job_id)
+                note_action(database, connection, given.by, Action.SUBMIT, job_id, at=now)
                 if stored is None:
                     notify(database, connection, QUEUED_JOBS)
     except sa.exc.IntegrityError:  # another submission with the same key was faster
-        if hashed is None:
+        if hashed is None or given.job_id is not None:  # an id that is taken is no key that is taken
             raise
         with database.read() as connection:
             first = connection.execute(sa.select(jobs).where(jobs.c.idempotency_key == hashed)).one_or_none()
         if first is None:  # and was deleted since
             return insert_submission(database, given, sums)
     if first is None:
-        return job_from_row(row, request), True
+        return job_from_row(SimpleNamespace(**dict.fromkeys(jobs.c.keys()) | columns), request), True
     if not asks_the_same(first, request, body_hash):
         raise IdempotencyConflictError(str(key), first.id)
     return job_from_row(first), False

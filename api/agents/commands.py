@@ -30,9 +30,16 @@ class Command:
     def __init__(self, name: str, arguments: Sequence[str], stdin: str = "", folder: Path | None = None) -> None:
         self.name = name
         self._files = Path(tempfile.mkdtemp(prefix="bexp-"))
+        try:
+            self._process = self._begin(arguments, stdin, folder)
+        except OSError:
+            shutil.rmtree(self._files, ignore_errors=True)
+            raise
+
+    def _begin(self, arguments: Sequence[str], stdin: str, folder: Path | None) -> subprocess.Popen[bytes]:
         (self._files / "in").write_text(stdin)
         with (self._files / "in").open() as given, self._out.open("w") as out, self._err.open("w") as err:
-            self._process = subprocess.Popen(
+            return subprocess.Popen(
                 module_command("bexp.api.cli", *arguments),
                 stdin=given,
                 stdout=out,

@@ -62,7 +62,7 @@ def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
     server = MCPServer("bexp", instructions=INSTRUCTIONS, version=metadata.version("bexp"), log_level="WARNING")
 
     def status(exploration: Job, ctx: Context) -> dict[str, Any]:
-        """Say in which state an exploration is, `starting` until it has an id of its own, and how far to trust it."""
+        """Say in which state an exploration is, and how far to trust it."""
         with open_(ctx) as client:
             job = find_job(client, named(exploration))
             return {"job": job.model_dump(mode="json", exclude=LARGE), "certainty": _certainty(client, job)}
@@ -76,7 +76,7 @@ def build_server(open_: Open, named: Callable[[str], str] = str) -> MCPServer:
         """Say how likely B's answer is faster than A's, how many more runs would tell, and what differs.
 
         Runs on a busy machine, or at other times, differ by more than their noise: `trials` has its state. The
-        probability is null where one of them has no answer, and near 0.5 where they are level.
+        probability is near 0.5 where they are level. It fails while one of them has no answer yet.
         """
         with open_(ctx) as client:
             return compare_answers(client, named(a), named(b)).document

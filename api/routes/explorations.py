@@ -13,7 +13,7 @@ from bexp.api import bodies, examples
 from bexp.api.auth import Canceller, Reader, Submitter
 from bexp.api.negotiation import accepts_json
 from bexp.api.refusals import invalid_parameter
-from bexp.api.resources import NO_NUL, Exploration, ExplorationPage, ExplorationSummary, exploration_path
+from bexp.api.resources import NO_NUL, SEARCH, Exploration, ExplorationPage, ExplorationSummary, exploration_path
 from bexp.api.service import ServiceDep
 from bexp.api.submission import submit
 from bexp.explorer.formats.document import FormatError, load_document, read_field
@@ -181,9 +181,9 @@ def list_explorations(
         str,
         Query(
             max_length=192,
-            pattern=NO_NUL,
-            description="List only explorations that have each of these words, whatever its case, in the model's name, "
-            "the device, the owner or a label.",
+            pattern=SEARCH,
+            description="List only explorations that have each of these words, eight at most, whatever its case, in "
+            "the model's name, the device, the owner or a label.",
             examples=["h100 team=search"],
         ),
     ] = "",

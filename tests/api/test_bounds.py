@@ -69,6 +69,13 @@ def test_a_text_has_its_most_characters_and_no_more(
         assert not is_long or answer.status_code == 422
 
 
+def test_a_search_has_eight_words_and_no_more(client: TestClient, job: Job) -> None:
+    words = [f"{number}" for number in range(9)]
+    assert client.get("/v1/explorations", params={"search": f" {'  '.join(words[:8])} "}).status_code == 200
+    assert_problem(refused := client.get("/v1/explorations", params={"search": " ".join(words)}), 422)
+    assert [error["field"] for error in refused.json()["errors"]] == ["search"]
+
+
 @pytest.mark.parametrize(("name", "most", "given"), [("set", 32, "seed={}"), ("label", 16, "a{}=b")])
 def test_a_parameter_is_repeated_so_often_and_no_more(client: TestClient, name: str, most: int, given: str) -> None:
     def ask(number: int) -> int:

@@ -1,17 +1,21 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from fastapi.testclient import TestClient
 from sqlalchemy.exc import OperationalError
 
+from bexp.api import comparison, stored
 from bexp.api import results as api_results
-from bexp.api import stored
+from bexp.api.comparison import compare_answers
 from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.records.measurement import Outcome
 from bexp.explorer.records.recommendation import Answer, Recommendation, Relaxation, RelaxationKind, VariantAnswer
 from bexp.explorer.records.trial import Trial
 from bexp.storage.jobs import Job, JobNotFoundError, JobState
 from bexp.storage.leases import Lease
+from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
 from tests.api.problems import assert_problem
 from tests.contracts.jobs import claim_one
@@ -75,6 +79,19 @@ def test_what_fails_within_a_comparison_is_told_as_elsewhere(
     monkeypatch.setattr(stored, "get_job", fail)  # as if it was deleted after the route had looked for it
     path = f"/v1/explorations/{lease.job_id}/comparison"
     assert_problem(client.get(path, params={"other": lease.job_id}), status)
+
+
+def test_an_exploration_that_is_deleted_before_it_is_compared_is_unknown(
+    client: TestClient, queue: Queue, lease: Lease, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gone = queue.enqueue(make_request(batch_size=64))[0].id
+
+    def compare_later(*given: Any) -> Any:
+        delete_job(queue.database, gone)
+        return compare_answers(*given)
+
+    monkeypatch.setattr(comparison, "compare_answers", compare_later)
+    assert_problem(client.get(f"/v1/explorations/{lease.job_id}/comparison", params={"other": gone}), 404)
 
 
 def test_an_answer_is_exported_for_a_training_framework(client: TestClient, queue: Queue, lease: Lease) -> None:

@@ -47,6 +47,14 @@ def test_an_idempotency_key_stands_for_its_request_also_after_an_upgrade(databas
         queue.enqueue(make_request(), idempotency_key="k")
 
 
+def test_an_id_that_is_taken_is_refused_with_a_key_too(database: Database) -> None:
+    queue = Queue(database)
+    taken, _ = queue.enqueue(make_request())
+    for key in (None, "k"):
+        with pytest.raises(sa.exc.IntegrityError):
+            queue.enqueue(make_request(seed=1), idempotency_key=key, job_id=taken.id)
+
+
 def test_a_key_whose_faster_job_is_deleted_meanwhile_makes_another(
     database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

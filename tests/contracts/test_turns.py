@@ -162,12 +162,12 @@ def test_a_submission_waits_for_those_of_its_owner_alone(database: Database, mon
     set_quota(database, EVERYBODY, Quota(max_queued=2))
     impatient = open_database(database.url, DatabaseLimits(lock=timedelta(seconds=0.3)))
 
-    def submit_others(*of_first: Any) -> None:
+    def submit_others(*of_first: Any, **named: Any) -> None:
         monkeypatch.undo()
         submit(Queue(impatient), "b")
         with pytest.raises(sa.exc.OperationalError, match="lock timeout"):
             submit(Queue(impatient), "a")
-        note_action(*of_first)
+        note_action(*of_first, **named)
 
     monkeypatch.setattr(submission, "note_action", submit_others)
     submit(Queue(database), "a")

@@ -38,6 +38,8 @@ CONFIG: dict[str, Any] = {
     "num_key_value_heads": 8,
     "vocab_size": 32768,
 }
+OUTPUT_BYTES = 4 * 1024 * 2048 * 2
+"""Of a layer: 4 texts of 1,024 tokens in bfloat16."""
 needs_torchao = pytest.mark.skipif(importlib.util.find_spec("torchao") is None, reason="needs torchao")
 
 
@@ -92,7 +94,10 @@ def test_the_peak_with_activations_on_the_host_is_composed_from_measured_layers(
     with ProcessPoolExecutor(1, spawn, max_tasks_per_child=1) as pool:  # none holds what an earlier one has measured
         found = dict(zip(policies, pool.map(peaks, policies), strict=True))
     for policy, (composed, whole) in found.items():
-        assert 0 <= whole - composed < WORKSPACE_BYTES, f"{policy}: cuBLAS has one for each thread"
+        # A layer's output is counted with the layer. Recomputation keeps it, as the next layer's input. Without it,
+        # a layer of Llama keeps the output of its norm and not the input.
+        spare = OUTPUT_BYTES * CONFIG["num_hidden_layers"] if policy == "none" else 0
+        assert 0 <= whole - (composed - spare) < WORKSPACE_BYTES, f"{policy}: cuBLAS has one for each thread"
     assert found["offload"][1] < found["full"][1] < found["none"][1]
 
 

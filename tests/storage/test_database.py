@@ -21,6 +21,12 @@ def test_postgresql_urls_get_the_driver(scheme: str) -> None:
     assert database.is_postgresql
 
 
+def test_an_old_sqlite_is_refused_by_its_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sqlite3, "sqlite_version_info", (3, 34, 1))
+    with pytest.raises(ValueError, match=r"SQLite 3\.35 or later"):
+        open_database(f"sqlite:///{tmp_path}/bexp.db")
+
+
 @pytest.mark.parametrize(
     "url",
     [

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -287,6 +288,15 @@ def test_a_command_is_known_by_a_number_until_it_has_an_exploration(commands: Co
     following = commands.start("-c", follow, stdin="\n")
     assert following.wait(60) == {}
     assert commands.exploration(following.name) == "ab12"
+
+
+def test_a_command_that_cannot_begin_leaves_no_files(
+    commands: Commands, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    with pytest.raises(FileNotFoundError):
+        commands.start("-c", "pass", stdin="secret", folder=tmp_path / "missing")
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_command_that_fails_says_its_last_lines_and_one_that_goes_on_is_waited_for(commands: Commands) -> None:

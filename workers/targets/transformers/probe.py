@@ -19,6 +19,7 @@ from bexp.explorer.spec.hardware import WITH_ADAPTERS, BackendSupport
 from bexp.explorer.spec.lengths import PACKED
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.graphs.recorder import CudaRecorder
+from bexp.graphs.training_state import TrainingState
 from bexp.out_of_memory import is_out_of_memory
 from bexp.transformers.experts import expert_modules
 from bexp.transformers.set_up import set_up
@@ -301,7 +302,7 @@ def _trains_experts(layer: nn.Module) -> bool:
 
 
 def _capture(passes: LayerPasses) -> None:
-    """Record both passes as graphs, and drop them.
+    """Record both passes as graphs, with parameters in a new place in autograd as in training, and drop them.
 
     Raises:
         NotCapturableError: that is impossible.
@@ -319,10 +320,11 @@ def _capture(passes: LayerPasses) -> None:
         forward()
         backward()
 
-    both()  # draws the incoming gradients
     recorder = CudaRecorder()
-    recorder.warm_up(both)
-    recorder.record((forward, backward))
+    with TrainingState(passes.module).borrowed():
+        both()  # draws the incoming gradients
+        recorder.warm_up(both)
+        recorder.record((forward, backward))
 
 
 def _refusal_of(error: Exception) -> str | None:
