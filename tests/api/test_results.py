@@ -85,6 +85,7 @@ def test_an_exploration_that_is_deleted_before_it_is_compared_is_unknown(
     client: TestClient, queue: Queue, lease: Lease, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     gone = queue.enqueue(make_request(batch_size=64))[0].id
+    client.post(f"/v1/explorations/{gone}/cancel")
 
     def compare_later(*given: Any) -> Any:
         delete_job(queue.database, gone)
