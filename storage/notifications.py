@@ -48,6 +48,11 @@ def notify(database: Database, connection: sa.Connection, channel: str, messages
         connection.execute(_NOTIFY, {"channel": channel, "messages": list(messages)})
 
 
+def notified(channel: str) -> sa.ColumnElement[str]:
+    """Return what a statement of PostgreSQL returns to do what `notify` does."""
+    return sa.func.pg_notify(channel, "")
+
+
 def notify_events(database: Database, connection: sa.Connection, last_seqs: Mapping[str, int]) -> None:
     """Tell that jobs, named by their ids, have events up to these numbers."""
     notify(database, connection, NEW_EVENTS, [f"{job_id} {last_seq}" for job_id, last_seq in last_seqs.items()])

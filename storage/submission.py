@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import timedelta
+from datetime import UTC, datetime, timedelta
+from functools import cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,12 +21,12 @@ from bexp.storage.database import Database
 from bexp.storage.events import insert_events
 from bexp.storage.ids import new_job_id
 from bexp.storage.jobs import Job, JobState, job_from_row
-from bexp.storage.notifications import QUEUED_JOBS, notify
+from bexp.storage.notifications import QUEUED_JOBS, notified
 from bexp.storage.owners import Caller
 from bexp.storage.quotas import check_queued, check_stored, find_quota
 from bexp.storage.reuse import find_answer_of_live
 from bexp.storage.stored_bytes import StoredSums, count_queued
-from bexp.storage.tables import jobs, labels
+from bexp.storage.tables import UTCDateTime, jobs, labels
 
 
 def asks_the_same(stored: sa.Row[Any], request: ExplorationRequest, body_hash: str) -> bool:
@@ -49,8 +50,18 @@ def _without_notices(request: ExplorationRequest) -> ExplorationRequest:
 
 KEY_LIFETIME = timedelta(hours=24)
 """How long an idempotency key stands for its first job."""
-_INSERT = sa.insert(jobs)
-"""Made once, as SQLAlchemy keeps what it finds out about a statement with the statement."""
+
+
+@cache  # SQLAlchemy keeps what it finds out about a statement with the statement
+def _insert(is_postgresql: bool, is_final: bool) -> sa.Executable:
+    """Return the statement that inserts a job with the database's time, returns that, and tells of a queued job.
+
+    Each statement more is a way to the server and back. On SQLite the parameter `now` is the time.
+    """
+    now = sa.func.statement_timestamp() if is_postgresql else sa.bindparam("now", type_=UTCDateTime())
+    times = {"created_at": now, "queued_at": now, **({"finished_at": now} if is_final else {})}
+    told = [notified(QUEUED_JOBS)] if is_postgresql and not is_final else []
+    return sa.insert(jobs).values(times).returning(jobs.c.created_at, *told)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,15 +131,13 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
                 check_stored(database, connection, owner, quota, sums if stored is None else None, num_bytes)
                 if stored is None:
                     check_queued(database, connection, owner, quota)
-                now = database.now(connection)
-                times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
-                columns = {**values, **times, "last_seq": len(drafts)}
-                connection.execute(_INSERT, columns)
+                columns = {**values, "last_seq": len(drafts)}
+                given_time = {} if database.is_postgresql else {"now": datetime.now(UTC)}
+                insert = _insert(database.is_postgresql, stored is not None)
+                now = connection.execute(insert, columns | given_time).scalar_one()
                 _insert_labels(connection, job_id, request.labels)
                 insert_events(database, connection, job_id, len(drafts), drafts, at=now, is_new=True)
                 note_action(database, connection, given.by, Action.SUBMIT, job_id, at=now)
-                if stored is None:
-                    notify(database, connection, QUEUED_JOBS)
     except sa.exc.IntegrityError:  # another submission with the same key was faster
         if hashed is None or given.job_id is not None:  # an id that is taken is no key that is taken
             raise
@@ -137,7 +146,8 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
         if first is None:  # and was deleted since
             return insert_submission(database, given, sums)
     if first is None:
-        return job_from_row(SimpleNamespace(**dict.fromkeys(jobs.c.keys()) | columns), request), True
+        times = {"created_at": now, "queued_at": now, "finished_at": None if stored is None else now}
+        return job_from_row(SimpleNamespace(**dict.fromkeys(jobs.c.keys()) | columns | times), request), True
     if not asks_the_same(first, request, body_hash):
         raise IdempotencyConflictError(str(key), first.id)
     return job_from_row(first), False

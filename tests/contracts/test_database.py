@@ -64,7 +64,7 @@ def test_a_submission_takes_few_statements(database: Database) -> None:
     sa.event.listen(database.engine, "before_cursor_execute", note)
     Queue(database).enqueue(request)
     sa.event.remove(database.engine, "before_cursor_execute", note)
-    assert len(statements) == (9 if database.is_postgresql else 7)
+    assert len(statements) == 7
     if not database.is_postgresql:  # which takes other plans for small tables
         for words, index in (("SELECT count(*)", "queued"), ("sum(bexp_jobs.stored_bytes)", "owner_stored_bytes")):
             (counts,) = [taken for taken in statements if words in taken[0]]
