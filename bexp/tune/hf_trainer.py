@@ -17,7 +17,7 @@ from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_group
 from bexp.explorer.cost_model.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
-from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, measured, serving
+from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, freeze_imports, measured, serving
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
 from bexp.tune.placeholders import APPLY
 from bexp.tune.trainer_accumulation import TrainerCheck
@@ -103,6 +103,7 @@ def _prepare(arguments: Any) -> None:
 def _serve(trainer: Any, train: Callable[[], Any]) -> None:
     """Describe the training, then measure the sizes that the trial asks for, until it ends."""
     serving.append(trainer)
+    freeze_imports()
     ranks, link, lengths = Ranks(), connect(), Lengths.of(trainer.train_dataset)
     measure = partial(_measure, trainer, train, trainer.optimizer, lengths, ranks)
     answers: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {

@@ -63,19 +63,19 @@ class _Loop:
     def _begin(self, optimizer: Any, *, has_closure: bool) -> None:
         import torch  # noqa: PLC0415 - it is complete by now
 
+        from bexp.tune import measuring  # noqa: PLC0415 - needs torch
         from bexp.tune.data_loader import followed  # noqa: PLC0415 - where it is followed
-        from bexp.tune.measuring import Ranks, describe_parameters, serving  # noqa: PLC0415 - needs torch
 
-        if serving:
+        if measuring.serving:
             return
         kind = asked.get("kind", "a loop of its own")
         with refusing():
             _refuse_choice(kind)
         parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-        self._link, ranks = connect(), Ranks()
+        self._link, ranks = connect(), measuring.Ranks()
         size = os.environ.get(SIZE)
         if self._link is not None:
-            described = describe_parameters(parameters)
+            described = measuring.describe_parameters(parameters)
             own: dict[str, Any] = {"class_name": "loop", "kind": kind, "num_devices": ranks.number}
             self._sized = followed.sized if ranks.number == 1 else None
             own["takes_sizes"] = self._sized is not None
@@ -84,6 +84,7 @@ class _Loop:
             self._link.send({"event": "ready", **own, **described, **asked})
         if size is None and not asked:
             os._exit(0)  # the trial says what is missing
+        measuring.freeze_imports()
         backward = torch.Tensor.backward
 
         @functools.wraps(backward)
