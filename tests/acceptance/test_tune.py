@@ -62,7 +62,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
     (machine.folder / "own.yaml").write_text(
         "micro_batch_size: 1 # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
     )
-    printed = machine.run("tune", *ASKED, "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    printed = machine.run("tune", *ASKED, "--micro-batch-size", "8", "--write", tuned, "--", "axolotl", "train", "own.yaml")
     found = re.search(r"micro_batch_size: 1 -> (\d) in own.yaml\s+add gradient_accumulation_steps: (\d) to", printed)
     assert found is not None, printed
     size, steps = map(int, found.groups())
@@ -101,7 +101,7 @@ def test_a_command_that_trains_nothing_is_told_so(machine: Machine) -> None:
 def test_two_processes_are_tuned_and_each_runs_with_the_answer(machine: Machine) -> None:
     out = machine.folder / "out"
     launched = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
-    command = (*launched, SCRIPTS / "with_ranks.py", "trainer", "--steps", "200", "--slower", "0.002", "--output", out)
+    command = (*launched, SCRIPTS / "with_ranks.py", "trainer", "--steps", "100", "--slower", "0.002", "--output", out)
     asked = ("--device", "cpu", "--micro-batch-size", "4,8", "--max-trials", "2", "--max-seconds", "60")
     process = machine.start("tune", *asked, "--run", "--", *command)
     assert process.wait(300) == 0, machine.err(process)
@@ -111,6 +111,6 @@ def test_two_processes_are_tuned_and_each_runs_with_the_answer(machine: Machine)
     size = int(found[1])
     for rank in range(2):
         sizes = (out / f"sizes-{rank}").read_text().split()
-        assert sizes == [str(size)] * (200 * 8 // size), "the batch of each device is 2 x 4"
+        assert sizes == [str(size)] * (100 * 8 // size), "the batch of each device is 2 x 4"
     kept = re.findall(r"^bexp: \d+ optimizer steps ran", machine.err(process), re.M)
     assert len(kept) == 1, "the first process speaks for both"

@@ -33,37 +33,31 @@ class Training(CommandProcess):
         self.ask("open", SECONDS, device="cpu", choice=None)
 
 
-def test_one_process_without_memory_ends_all_and_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_slowest_and_the_fullest_process_count_and_one_without_memory_ends_all(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    training = Training(tmp_path, "accelerate", "--fault", "memory", "--fail-from", "4")
+    faults = ("--slower", "0.02", "--fuller", "200", "--fault", "memory", "--fail-from", "4")
+    training = Training(tmp_path, "accelerate", *faults)
     try:
-        assert training.ask("describe", SECONDS)["batch_size"] == 8, "of each device"
+        described = training.ask("describe", SECONDS)
+        figures = training.ask("measure", SECONDS, micro_batch_size=2)
         assert training._hello["num_devices"] == 2
         with pytest.raises(TrialFailedError) as caught:
             training.ask("measure", SECONDS, micro_batch_size=4)
     finally:
         training.end()
-    assert (caught.value.outcome, str(caught.value)) == (Outcome.OUT_OF_MEMORY, "rank 1: MemoryError: out of memory")
-    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
-    assert not [line for line in lines if str(tmp_path) in " ".join(line)]
-    assert not (tmp_path / "out").exists()
-
-
-def test_the_slowest_and_the_fullest_process_count_and_are_told(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    training = Training(tmp_path, "accelerate", "--slower", "0.02", "--fuller", "200")
-    try:
-        spread = training.ask("describe", SECONDS)["processes"]
-        figures = training.ask("measure", SECONDS, micro_batch_size=2)
-    finally:
-        training.end()
+    spread = described["processes"]
+    assert described["batch_size"] == 8, "of each device"
     assert (spread["number"], spread["slowest"], spread["fullest"]) == (2, 1, 1)
     assert spread["slower"] > 1.5, "the other one takes a few ms, and waits in each second micro-step"
     assert spread["fuller"] > 1.3
     assert figures["micro_step_seconds"] > 0.02
     assert figures["peak_bytes"] > 500 * 2**20
+    assert (caught.value.outcome, str(caught.value)) == (Outcome.OUT_OF_MEMORY, "rank 1: MemoryError: out of memory")
+    lines = [process.info["cmdline"] or [] for process in psutil.process_iter(["cmdline"])]
+    assert not [line for line in lines if str(tmp_path) in " ".join(line)]
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_process_that_cannot_say_why_it_ended_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
