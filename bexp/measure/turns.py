@@ -7,12 +7,10 @@ its own, so that what one leaves behind, such as heat or a lower clock rate, is 
 
 from __future__ import annotations
 
-import gc
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -24,7 +22,7 @@ from bexp.measure.cuda_timing import (
     MAX_QUEUED_LAUNCHES,
     SLEEP_MARGIN,
 )
-from bexp.measure.timing import standard_error
+from bexp.measure.timing import collector_off, standard_error
 
 Run = Callable[[], object]
 MOST_LINKS = 8
@@ -98,7 +96,7 @@ def time_in_turns(
     """
     budget = budget or TurnsBudget()
     contenders = {name: _Contender(run) for name, run in runs.items()}
-    with _collector_off():
+    with collector_off():
         for each in contenders.values():
             _warm_up(each, device, budget)
         fastest = min((each.seconds for each in contenders.values()), default=0.0)
@@ -140,18 +138,6 @@ def chained(
         torch.autograd.grad(outputs, together, [gradient.view_as(out) for out in outputs])
 
     return run, links
-
-
-@contextmanager
-def _collector_off() -> Iterator[None]:
-    """Switch the garbage collector off. Unlike `collector_paused` it does not collect first, which takes longer."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()
 
 
 def _warm_up(each: _Contender, device: torch.device, budget: TurnsBudget) -> None:

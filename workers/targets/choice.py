@@ -12,6 +12,7 @@ import torch
 
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, LOCAL, TRANSFORMERS, describe_target, name_local_target
+from bexp.measure.timing import collector_off
 from bexp.targets.registry import installed_targets, registered_targets
 from bexp.workers.instruments.device_instruments import Instruments
 from bexp.workers.instruments.failures import UnsupportedTrialError
@@ -77,7 +78,7 @@ def import_target(name: str) -> None:
 
 
 def _import_all(modules: Iterable[str]) -> None:
-    with suppress(Exception):
+    with suppress(Exception), collector_off():  # collections would go through all that is there already
         for module in modules:
             import_module(module)
 

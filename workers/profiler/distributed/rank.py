@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import gc
 
 from bexp.workers.profiler.parent import die_with_parent
 
@@ -16,8 +17,10 @@ def main() -> int:
     parser.add_argument("--parent", type=int, required=True)
     arguments = parser.parse_args()
     die_with_parent(arguments.parent)
+    gc.disable()  # collections amid an import go through all that is there already, and find next to nothing
     from bexp.workers.profiler.distributed.rank_device import serve_rank  # noqa: PLC0415 - it imports torch
 
+    gc.enable()
     return serve_rank(arguments.rank, arguments.devices.split(","), arguments.port)
 
 
