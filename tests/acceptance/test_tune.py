@@ -62,7 +62,8 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
     (machine.folder / "own.yaml").write_text(
         "micro_batch_size: 1 # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
     )
-    printed = machine.run("tune", *ASKED, "--micro-batch-size", "8", "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    asked = (*ASKED, "--micro-batch-size", "8", "--write", tuned)
+    printed = machine.run("tune", *asked, "--", "axolotl", "train", "own.yaml")
     found = re.search(r"micro_batch_size: 1 -> (\d) in own.yaml\s+add gradient_accumulation_steps: (\d) to", printed)
     assert found is not None, printed
     size, steps = map(int, found.groups())
@@ -70,7 +71,7 @@ def test_a_yaml_of_axolotls_is_written_with_the_answer(machine: Machine) -> None
         f"micro_batch_size: {size} # small\noutput_dir: out\nother:\n  micro_batch_size: 1\n"
         f"gradient_accumulation_steps: {steps}\n"
     )
-    again = machine.start("tune", *ASKED, "--write", tuned, "--", "axolotl", "train", "own.yaml")
+    again = machine.start("tune", *asked, "--", "axolotl", "train", "own.yaml")
     assert again.wait(60) == 2
     assert machine.err(again) == f"bexp: --write {tuned}: it exists\n"
 
