@@ -1,18 +1,18 @@
 """Databases of a PostgreSQL server for one test each. One that a test leaves as it was, but for rows, serves the next.
 
-To empty a database takes a tenth of the processor time of making and dropping one.
+To delete its rows takes a hundredth of the processor time of making and dropping one, or of truncating its tables.
 """
 
 from __future__ import annotations
 
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import cached_property
+from typing import Any
 
+import psycopg
 import sqlalchemy as sa
-
-from bexp.storage.database import open_database
 
 _SHAPE = """
 SELECT string_agg(found::text, '' ORDER BY found::text) FROM (
@@ -26,6 +26,8 @@ SELECT string_agg(found::text, '' ORDER BY found::text) FROM (
 _END_OTHERS = """
 SELECT pg_terminate_backend(pid) FROM pg_stat_activity WHERE datname = current_database() AND pid != pg_backend_pid()
 """
+_RESTART = "SELECT setval(seqrelid, seqstart, false) FROM pg_sequence"
+_LARGE_BYTES = 2**20  # what is left of deleted rows would slow the next test down
 
 
 class FreshDatabases:
@@ -53,30 +55,30 @@ class FreshDatabases:
                 execute(self._server, f"DROP DATABASE {name} WITH (FORCE)")
 
     def _empties(self, url: str) -> bool:
-        """Empty a database, unless a test has changed more than rows."""
-        database = open_database(url)
+        """Empty a database, unless a test has changed more than rows, or has filled it."""
+        shape, filled, empty = self._told
         try:
-            with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-                connection.exec_driver_sql(_END_OTHERS)
-                shape, filled, empty = self._told
+            with _connected(url) as connection:
+                connection.execute(_END_OTHERS)
+                # Those that end may be about to commit; they are waited for.
+                _run(connection, f"BEGIN; LOCK TABLE {', '.join(empty)} IN SHARE ROW EXCLUSIVE MODE")
+                if _bytes(connection, empty) > _LARGE_BYTES:
+                    return False
                 if _shape(connection) != shape or _rows(connection, filled) != filled:
                     return False
-                connection.exec_driver_sql(f"TRUNCATE {', '.join(empty)} RESTART IDENTITY CASCADE")
-        except sa.exc.DBAPIError:
+                deletes = "; ".join(f"DELETE FROM {name}" for name in empty)
+                _run(connection, f"SET LOCAL session_replication_role = replica; {deletes}; {_RESTART}; COMMIT")
+        except psycopg.Error:
             return False
-        else:
-            return True
-        finally:
-            database.dispose()
+        return True
 
     @cached_property
     def _told(self) -> tuple[str, dict[str, str], list[str]]:
         """Columns, indexes and settings of the template, its tables that have rows, with these, and all others."""
-        database = open_database(with_name(self._server, self._template))
-        with database.engine.connect() as connection:
-            every = _rows(connection, sa.inspect(connection).get_table_names())
+        with _connected(with_name(self._server, self._template)) as connection:
+            names = _run(connection, "SELECT tablename FROM pg_tables WHERE schemaname = current_schema()")
+            every = _rows(connection, [name for (name,) in names])
             shape = _shape(connection)
-        database.dispose()
         return shape, {name: rows for name, rows in every.items() if rows}, [n for n, rows in every.items() if not rows]
 
 
@@ -87,16 +89,31 @@ def with_name(server: str, name: str) -> str:
 
 def execute(server: str, statement: str) -> None:
     """Execute a statement outside of a transaction."""
-    database = open_database(server)
-    with database.engine.connect().execution_options(isolation_level="AUTOCOMMIT") as connection:
-        connection.exec_driver_sql(statement)
-    database.dispose()
+    with _connected(server) as connection:
+        _run(connection, statement)
 
 
-def _shape(connection: sa.Connection) -> str:
-    return str(connection.exec_driver_sql(_SHAPE).scalar())
+def _connected(url: str) -> psycopg.Connection:
+    return psycopg.connect(sa.make_url(url).set(drivername="postgresql").render_as_string(False), autocommit=True)
 
 
-def _rows(connection: sa.Connection, tables: list[str] | dict[str, str]) -> dict[str, str]:
+def _run(connection: psycopg.Connection, statements: str) -> psycopg.Cursor:
+    return connection.execute(statements.encode())
+
+
+def _shape(connection: psycopg.Connection) -> str:
+    return str(_value(connection, _SHAPE))
+
+
+def _rows(connection: psycopg.Connection, tables: Iterable[str]) -> dict[str, str]:
     asked = {name: f"SELECT string_agg(t::text, '' ORDER BY t::text) FROM {name} AS t" for name in tables}
-    return {name: connection.exec_driver_sql(query).scalar() or "" for name, query in asked.items()}
+    return {name: _value(connection, query) or "" for name, query in asked.items()}
+
+
+def _bytes(connection: psycopg.Connection, tables: Iterable[str]) -> int:
+    return int(_value(connection, "SELECT " + " + ".join(f"pg_table_size('{name}')" for name in tables)))
+
+
+def _value(connection: psycopg.Connection, query: str) -> Any:
+    (value,) = _run(connection, query).fetchone() or (None,)
+    return value
