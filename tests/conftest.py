@@ -19,19 +19,31 @@ from bexp.storage.database import Database, open_database
 from bexp.storage.schema import upgrade
 from tests.fresh_postgresql import FreshDatabases, execute, with_name
 
+_MEMORY = Path("/dev/shm")
+"""A file system that takes a tenth of a disk's processor time for each of the many transactions that tests commit."""
+_NEEDED_BYTES = 4 * 2**30
+
 
 def pytest_configure() -> None:
     """Keep test processes that run in parallel apart, and their children like those of a person's terminal."""
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         # A shell starts background commands so, and children inherit it: they would not hear of Ctrl-C.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", tempfile.gettempdir())  # what tests write stays for people to read
-    folder = Path(tempfile.mkdtemp(prefix="bexp-tests-"))
+    base = tempfile.gettempdir() if "TMPDIR" in os.environ or not _can_hold_tests(_MEMORY) else str(_MEMORY)
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", base)  # what failed tests wrote stays for people to read
+    folder = Path(tempfile.mkdtemp(prefix="bexp-tests-", dir=base))
     folder.chmod(0o711)  # PostgreSQL runs as a user of its own and has its data below
     atexit.register(shutil.rmtree, folder, ignore_errors=True)  # after all that ends with the process and writes there
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder)
     # Tests that shared the locks of devices with other programs would wait for their explorations.
     os.environ["BEXP_LOCK_DIRECTORY"] = str(folder)
+
+
+def _can_hold_tests(folder: Path) -> bool:
+    if not (folder.is_dir() and os.access(folder, os.W_OK | os.X_OK)):
+        return False
+    found = os.statvfs(folder)
+    return found.f_bavail * found.f_frsize >= _NEEDED_BYTES and not found.f_flag & os.ST_NOEXEC
 
 
 @pytest.hookimpl(wrapper=True)
