@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
+from dataclasses import dataclass, field
 from http import HTTPStatus
 
 from fastapi import Request
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from bexp.api.deadlines import has_body
 from bexp.api.peers import peer_of
-from bexp.api.problems import problem_response
+from bexp.api.problems import database_unavailable, problem_response
 from bexp.api.rate_limits import address_key
 from bexp.api.settings import ServiceSettings
 
@@ -31,15 +32,15 @@ A process computes one at a time. More at once take the turns of the processor i
 class TurnMiddleware:
     """Begins a request when fewer than AT_ONCE of its address are in work: received as a whole, and not yet answered.
 
-    A request leaves its turn to the next one when its response starts, so that streams take none. One that waits
-    too long is refused, and more of an address than there may be connections.
+    A request leaves its turn to the next one when its response starts, so that streams take none. More of an address
+    than there may be connections are refused, and one that waits too long: 429 if others of the address were answered
+    meanwhile, and 503 if none was, because then it is not their number that keeps it waiting.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
         self.app = app
         self._settings = settings
-        self._turns: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(AT_ONCE))
-        self._num: defaultdict[str, int] = defaultdict(int)
+        self._addresses: defaultdict[str, _Address] = defaultdict(_Address)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Pass the request on."""
@@ -47,11 +48,12 @@ class TurnMiddleware:
             await self.app(scope, receive, send)
             return
         key = self._key(scope)
-        if self._num[key] >= self._settings.max_connections:  # those whose clients have gone still wait
+        address = self._addresses[key]
+        if address.num >= self._settings.max_connections:  # those whose clients have gone still wait
             await _refuse(scope, receive, send)
             return
-        turn = _Turn(self._turns[key], WAITING_SHARE * self._settings.answer_seconds)
-        self._num[key] += 1
+        turn = _Turn(address, WAITING_SHARE * self._settings.answer_seconds)
+        address.num += 1
 
         async def receive_and_wait() -> Message:
             message = await receive()
@@ -61,19 +63,23 @@ class TurnMiddleware:
 
         async def start_and_leave(message: Message) -> None:
             turn.end()
+            address.num_answered += 1
             await send(message)
 
         try:
             if not has_body(scope):
                 await turn.begin()
             await self.app(scope, receive_and_wait, start_and_leave)
-        except TurnError:
-            await _refuse(scope, receive, send)
+        except TurnError as error:
+            if error.others_answered:
+                await _refuse(scope, receive, send)
+            else:
+                await database_unavailable(Request(scope))(scope, receive, send)
         finally:
             turn.end()
-            self._num[key] -= 1
-            if not self._num[key]:
-                del self._num[key], self._turns[key]
+            address.num -= 1
+            if not address.num:
+                del self._addresses[key]
 
     def _key(self, scope: Scope) -> str:
         peer = peer_of(scope)
@@ -87,27 +93,41 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
     await problem_response(Request(scope), status, detail, headers={"Retry-After": "1"})(scope, receive, send)
 
 
+@dataclass
+class _Address:
+    """The requests of one address: their turns, their number, and how many were answered."""
+
+    turns: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(AT_ONCE))
+    num: int = 0
+    num_answered: int = 0
+
+
 class TurnError(Exception):
-    """A request has waited too long for its turn."""
+    """A request has waited too long for its turn. `others_answered`: others of its address were answered meanwhile."""
+
+    def __init__(self, *, others_answered: bool) -> None:
+        super().__init__()
+        self.others_answered = others_answered
 
 
 class _Turn:
     """One request's: it begins and ends once."""
 
-    def __init__(self, turns: asyncio.Semaphore, seconds: float) -> None:
-        self._turns = turns
+    def __init__(self, address: _Address, seconds: float) -> None:
+        self._address = address
         self._seconds = seconds
         self._begun = self._ended = False
 
     async def begin(self) -> None:
         if not (self._begun or self._ended):
+            before = self._address.num_answered
             try:
-                await asyncio.wait_for(self._turns.acquire(), self._seconds)
+                await asyncio.wait_for(self._address.turns.acquire(), self._seconds)
             except TimeoutError:
-                raise TurnError from None
+                raise TurnError(others_answered=self._address.num_answered > before) from None
             self._begun = True
 
     def end(self) -> None:
         if self._begun and not self._ended:
-            self._turns.release()
+            self._address.turns.release()
         self._ended = True

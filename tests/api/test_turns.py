@@ -25,7 +25,7 @@ class Work:
         self.begun: list[str] = []
         self.statuses: list[int] = []
         self.reads_body = True
-        self.may_answer, self.may_end = asyncio.Event(), asyncio.Event()
+        self.may_answer, self.may_end, self.quick = asyncio.Event(), asyncio.Event(), asyncio.Event()
         chosen = ServiceSettings("sqlite://", **settings)
         self.middleware = TurnMiddleware(self._work, chosen)
         self.turns = DeadlineMiddleware(self.middleware, chosen.answer_seconds)
@@ -34,7 +34,7 @@ class Work:
         while self.reads_body and (await receive()).get("more_body"):
             pass
         self.begun.append(scope["path"])
-        await self.may_answer.wait()
+        await (self.quick if scope["path"] == "/quick" else self.may_answer).wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await self.may_end.wait()
         await send({"type": "http.response.body", "body": b""})
@@ -78,8 +78,7 @@ def test_an_address_waits_for_itself_and_not_for_another() -> None:
         assert len(work.begun) == 3 * AT_ONCE + 1, "a response that has started, as a stream's, takes no turn"
         work.may_end.set()
         await asyncio.gather(other, *crowd)
-        assert not work.middleware._num, "what is answered leaves nothing behind"
-        assert not work.middleware._turns
+        assert not work.middleware._addresses, "what is answered leaves nothing behind"
 
     asyncio.run(run())
 
@@ -132,11 +131,28 @@ def test_a_request_that_waits_too_long_is_refused_and_waits_no_more() -> None:
         crowd = [work.ask("/crowd", CROWD) for _ in range(AT_ONCE + 2)]
         await asyncio.wait(crowd, timeout=5, return_when=asyncio.FIRST_COMPLETED)
         await settle()
-        assert work.statuses == [429, 429]
+        assert work.statuses == [503, 503], "none of those in work was answered"
         work.may_answer.set()
         work.may_end.set()
         await asyncio.gather(*crowd)
         assert work.begun == ["/crowd"] * AT_ONCE
+
+    asyncio.run(run())
+
+
+def test_an_address_hears_that_it_asks_too_much_if_others_of_it_were_answered() -> None:
+    async def run() -> None:
+        work = Work(answer_seconds=0.5)
+        crowd = [work.ask("/slow", CROWD) for _ in range(AT_ONCE - 1)]
+        quick = work.ask("/quick", CROWD)
+        crowd += [work.ask("/waits", CROWD) for _ in range(2)]
+        await settle()
+        work.quick.set()  # its turn goes to one of those that wait
+        await asyncio.wait(crowd, timeout=5, return_when=asyncio.FIRST_COMPLETED)
+        await settle()
+        assert work.statuses == [200, 429]
+        for task in (quick, *crowd):
+            task.cancel()
 
     asyncio.run(run())
 
