@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 
@@ -21,6 +19,7 @@ from bexp.storage.queue import Queue
 from bexp.storage.queue_settings import QueueSettings
 from bexp.storage.tables import trials
 from tests.contracts.jobs import FINGERPRINT, claim_next, claim_one, codes, expire, store
+from tests.contracts.processes import drain, run_two
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
 
 
@@ -92,46 +91,10 @@ def test_threads_claim_each_job_once(database: Database) -> None:
         assert codes(database, job_id) == [101, 102]
 
 
-DRAIN = """
-import sys
-from datetime import timedelta
-from bexp.storage.database import open_database
-from bexp.storage.queue import Queue
-from bexp.storage.queue_settings import QueueSettings
-from bexp.storage.workers import WorkerInfo
-database = open_database(sys.argv[1])
-queue = Queue(database, QueueSettings(lease=timedelta(hours=1)))
-print("ready", flush=True)
-sys.stdin.readline()
-for _ in range(60):
-    claim = queue.claim(WorkerInfo(sys.argv[2], "host", 1, "cpu", "A device", 1, "f", 1, {"bexp": ""}))
-    if claim is not None:
-        print(claim.job.id, flush=True)
-database.dispose()
-"""
-
-
 def test_processes_claim_each_job_once(database: Database) -> None:
     queue = Queue(database)
     ids = sorted(queue.enqueue(make_request())[0].id for _ in range(10))
-    processes = [
-        subprocess.Popen(
-            [sys.executable, "-c", DRAIN, database.url, owner], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-        )
-        for owner in "ab"
-    ]
-    for process in processes:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-    claimed = []
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.write("\n")
-        process.stdin.flush()
-    for process in processes:
-        claimed += process.communicate(timeout=500)[0].split()
-        assert process.returncode == 0
-    assert sorted(claimed) == ids
+    assert sorted(run_two(drain, database.url)) == ids
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-import subprocess
-import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,18 +34,8 @@ from bexp.storage.schema import (
 )
 from bexp.storage.tables import jobs, metadata
 from bexp.storage.trials import StoredTrial, read_trials
+from tests.contracts.processes import bring_up_to_date, run_two
 from tests.contracts.samples import make_progress, make_request, make_trial, make_worker
-
-UPGRADE = """
-import sys
-from bexp.storage.database import open_database
-from bexp.storage.schema import is_current, upgrade
-database = open_database(sys.argv[1])
-upgrade(database)
-assert is_current(database)
-database.dispose()
-"""
-
 
 LATER = """
 import sqlalchemy as sa
@@ -113,11 +101,7 @@ def test_a_fresh_database_is_not_current(open_url: Callable[[str], Database], em
 
 
 def test_upgrade_is_safe_when_several_processes_start_at_once(empty_database_url: str) -> None:
-    command = [sys.executable, "-c", UPGRADE, empty_database_url]
-    processes = [subprocess.Popen(command, stderr=subprocess.PIPE, text=True) for _ in range(2)]
-    for process in processes:
-        _, errors = process.communicate(timeout=500)
-        assert process.returncode == 0, errors
+    run_two(bring_up_to_date, empty_database_url)
 
 
 def test_an_upgrade_keeps_what_is_stored_and_the_version_before_refuses_it(
