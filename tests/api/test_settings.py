@@ -135,6 +135,7 @@ DAY, HOUR = timedelta(days=1), timedelta(hours=1)
         ("service", r"requests a second of a token, of an address \| \S+, (\S+),", USUAL.address_rate),
         ("service", r"local user at a time \| (\S+)", turns.AT_ONCE),
         ("service", r"the next ones wait (\S+) s, then 429", turns.WAITING_SHARE * USUAL.answer_seconds),
+        ("service", r"503 if it is one of the first (\S+) ", turns.FEW),
         ("service", r"with a comment every (\S+) s", USUAL.keep_alive_seconds),
         ("service", r"open streams of a token, of all together \| (\S+)", USUAL.token_streams),
         ("owners", r"What (\S+) seconds allow may come at once", rate_limits.BURST_SECONDS),

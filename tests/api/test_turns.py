@@ -11,7 +11,7 @@ from starlette.types import Message, Receive, Scope, Send
 from bexp.api.deadlines import DeadlineMiddleware
 from bexp.api.peers import Peer, read_proxy
 from bexp.api.settings import ServiceSettings
-from bexp.api.turns import AT_ONCE, TurnMiddleware
+from bexp.api.turns import AT_ONCE, FEW, TurnMiddleware
 
 HALF = {"type": "http.request", "body": b"{", "more_body": True}
 WHOLE = {"type": "http.request", "body": b""}  # without the key, nothing follows
@@ -25,7 +25,7 @@ class Work:
         self.begun: list[str] = []
         self.statuses: list[int] = []
         self.reads_body = True
-        self.may_answer, self.may_end, self.quick = asyncio.Event(), asyncio.Event(), asyncio.Event()
+        self.may_answer, self.may_end = asyncio.Event(), asyncio.Event()
         chosen = ServiceSettings("sqlite://", **settings)
         self.middleware = TurnMiddleware(self._work, chosen)
         self.turns = DeadlineMiddleware(self.middleware, chosen.answer_seconds)
@@ -34,7 +34,7 @@ class Work:
         while self.reads_body and (await receive()).get("more_body"):
             pass
         self.begun.append(scope["path"])
-        await (self.quick if scope["path"] == "/quick" else self.may_answer).wait()
+        await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await self.may_end.wait()
         await send({"type": "http.response.body", "body": b""})
@@ -78,7 +78,8 @@ def test_an_address_waits_for_itself_and_not_for_another() -> None:
         assert len(work.begun) == 3 * AT_ONCE + 1, "a response that has started, as a stream's, takes no turn"
         work.may_end.set()
         await asyncio.gather(other, *crowd)
-        assert not work.middleware._addresses, "what is answered leaves nothing behind"
+        assert not work.middleware._num, "what is answered leaves nothing behind"
+        assert not work.middleware._turns
 
     asyncio.run(run())
 
@@ -127,32 +128,16 @@ def test_a_client_that_has_gone_leaves_its_turn_to_the_next() -> None:
 
 def test_a_request_that_waits_too_long_is_refused_and_waits_no_more() -> None:
     async def run() -> None:
-        work = Work(answer_seconds=0.05)
-        crowd = [work.ask("/crowd", CROWD) for _ in range(AT_ONCE + 2)]
+        work = Work(answer_seconds=0.5)
+        crowd = [work.ask("/crowd", CROWD) for _ in range(FEW + 2)]
         await asyncio.wait(crowd, timeout=5, return_when=asyncio.FIRST_COMPLETED)
         await settle()
-        assert work.statuses == [503, 503], "none of those in work was answered"
+        assert work.statuses.count(429) == 2
+        assert work.statuses.count(503) >= FEW - AT_ONCE, "not the number of so few keeps them waiting"
         work.may_answer.set()
         work.may_end.set()
         await asyncio.gather(*crowd)
         assert work.begun == ["/crowd"] * AT_ONCE
-
-    asyncio.run(run())
-
-
-def test_an_address_hears_that_it_asks_too_much_if_others_of_it_were_answered() -> None:
-    async def run() -> None:
-        work = Work(answer_seconds=0.5)
-        crowd = [work.ask("/slow", CROWD) for _ in range(AT_ONCE - 1)]
-        quick = work.ask("/quick", CROWD)
-        crowd += [work.ask("/waits", CROWD) for _ in range(2)]
-        await settle()
-        work.quick.set()  # its turn goes to one of those that wait
-        await asyncio.wait(crowd, timeout=5, return_when=asyncio.FIRST_COMPLETED)
-        await settle()
-        assert work.statuses == [200, 429]
-        for task in (quick, *crowd):
-            task.cancel()
 
     asyncio.run(run())
 
