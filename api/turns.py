@@ -34,8 +34,8 @@ class TurnMiddleware:
     """Begins a request when fewer than AT_ONCE of its address are in work: received as a whole, and not yet answered.
 
     A request leaves its turn to the next one when its response starts, so that streams take none. More of an address
-    than there may be connections are refused, and one that waits too long. If fewer than FEW were there before it, it is
-    not they who keep it waiting: the database does not answer those in work.
+    than there may be connections are refused, and one that waits too long. If fewer than FEW were there before it, it
+    is not they who keep it waiting: the database does not answer those in work.
     """
 
     def __init__(self, app: ASGIApp, settings: ServiceSettings) -> None:
