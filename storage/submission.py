@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
+from datetime import timedelta
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -132,7 +132,7 @@ def insert_submission(database: Database, given: Submission, sums: StoredSums) -
                 if stored is None:
                     check_queued(database, connection, owner, quota)
                 columns = {**values, "last_seq": len(drafts)}
-                given_time = {} if database.is_postgresql else {"now": datetime.now(UTC)}
+                given_time = {} if database.is_postgresql else {"now": database.now(connection)}
                 insert = _insert(database.is_postgresql, stored is not None)
                 now = connection.execute(insert, columns | given_time).scalar_one()
                 _insert_labels(connection, job_id, request.labels)

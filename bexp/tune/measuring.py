@@ -219,7 +219,7 @@ class Clock:
 
 
 def freeze_imports() -> None:
-    """Exempt what the command has imported from collections: each size begins with some, of up to a second each."""
+    """Exempt what the command has imported from collections: each size begins with some, through all that is there."""
     gc.collect()  # garbage among what is exempt is never found
     gc.freeze()
 
