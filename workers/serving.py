@@ -106,6 +106,7 @@ def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job
     """
     ending = threading.Event()
     failed = threading.Event()
+    is_signalled = False
 
     def run(worker: JobWorker) -> None:
         try:
@@ -118,9 +119,10 @@ def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job
             failed.set()
 
     def end(*_: object) -> None:
+        nonlocal is_signalled
         for number in (signal.SIGTERM, signal.SIGINT):  # a second signal ends the process at once
             signal.signal(number, signal.SIG_DFL)
-        ending.set()
+        is_signalled = True  # and no event: it has a lock, which this thread may hold just then
 
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, end)
@@ -131,8 +133,9 @@ def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job
     own = None if own_job_id is None else OwnJob(workers[0], own_job_id)
     for watch in () if own is None else (own.watch, own.end_with_stdin):
         threading.Thread(target=watch, args=(ending,), daemon=True).start()
-    while any(thread.is_alive() for thread in threads) and not ending.wait(0.1):
+    while any(thread.is_alive() for thread in threads) and not is_signalled and not ending.wait(0.1):
         pass
+    ending.set()
     for worker, thread in zip(workers, threads, strict=True):
         worker.stop()
         while thread.is_alive():

@@ -27,6 +27,9 @@ CALM_SECONDS = 0.5
 END_SECONDS = 90.0
 """How long a process may take to end, on a machine that has more to do."""
 
+STACK_BEGINS = ("Fatal Python error", "Thread 0x", "Current thread", "  File ")
+"""Of the lines that Python writes when a signal aborts it."""
+
 TABLE = ROOT / "benchmarks" / "results" / "tables" / "llama-8k.jsonl"
 
 
@@ -77,6 +80,7 @@ class Service:
             "PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]),
             "OMP_NUM_THREADS": "1",
             "OMP_WAIT_POLICY": "PASSIVE",
+            "PYTHONFAULTHANDLER": "1",
         }
         if failpoints_folder is not None:
             self._environment[failpoints.VARIABLE] = str(failpoints_folder)
@@ -114,7 +118,7 @@ class Service:
                 self.workers[index] = self._start_worker()
 
     def end(self) -> list[int]:
-        """End all processes; return the exit statuses of the workers. Whoever does not end in time is killed."""
+        """End all processes; return the exit statuses of the workers. Who does not end in time says where it is."""
         processes = [self.api, *self.workers]
         for process in processes:
             with suppress(ProcessLookupError):
@@ -125,7 +129,7 @@ class Service:
             try:
                 process.wait(max(0.1, deadline - time.monotonic()))
             except subprocess.TimeoutExpired:
-                process.kill()
+                process.send_signal(signal.SIGABRT)  # and the stack of each thread goes to the log
                 process.wait()
         self._reserved.close()
         statuses = [worker.wait() for worker in self.workers]
@@ -136,7 +140,8 @@ class Service:
         """The errors that the processes logged, apart from a database that was away when one of them started."""
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").splitlines()
-        errors = [line for line in lines if " ERROR " in line or line.startswith(("Traceback", "error: Exception"))]
+        begins = ("Traceback", "error: Exception", *STACK_BEGINS)
+        errors = [line for line in lines if " ERROR " in line or line.startswith(begins)]
         self._log.close()
         return [line for line in errors if "the database cannot be used" not in line]
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 import pytest
 import sqlalchemy as sa
@@ -115,6 +116,28 @@ def test_an_idle_worker_is_told_of_a_job_and_keeps_within_its_connections(
         worker.stop()
         listener.close()
         database.dispose()
+
+
+@pytest.mark.timeout(20)
+def test_a_signal_ends_a_worker_that_is_just_about_to_wait(sqlite_database: Database) -> None:
+    num_signals = 0
+
+    def interrupt(frame: FrameType, event: str, _: object) -> None:
+        nonlocal num_signals
+        if event == "call" and frame.f_code is threading.Condition.wait.__code__ and not num_signals:
+            waits = frame.f_back and frame.f_back.f_back  # behind the method of the event, which holds its lock here
+            if waits and waits.f_code is serve_workers.__code__:
+                num_signals += 1
+                signal.raise_signal(signal.SIGTERM)
+
+    worker = make_worker(sqlite_database, FakeProfiler())
+    sys.setprofile(interrupt)
+    try:
+        assert serve_workers([worker], max_jobs=None) == 0
+    finally:
+        sys.setprofile(None)
+        worker.stop()
+    assert num_signals == 1
 
 
 def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
