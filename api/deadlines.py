@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class DeadlineMiddleware:
-    """Answers 503 if a response has not started `seconds` after the request was received as a whole.
+    """Answers 503 if a response has not started after `seconds`, in which no time counts that the body is awaited.
 
     A thread that waits for the database cannot be stopped. It is left to its own time limits, and what it returns is
     dropped.
@@ -39,16 +39,18 @@ class DeadlineMiddleware:
             if not started.done():
                 started.set_result(in_time)
 
-        def start_clock() -> asyncio.TimerHandle:
-            return loop.call_later(self.seconds, settle, False)
+        timer = loop.call_later(self.seconds, settle, False)
+        is_whole = not has_body(scope)
 
-        timer = None if has_body(scope) else start_clock()
-
-        async def receive_timed() -> Message:
-            nonlocal timer
+        async def receive_untimed() -> Message:
+            nonlocal timer, is_whole
+            if is_whole:
+                return await receive()
+            timer.cancel()
+            left = timer.when() - loop.time()
             message = await receive()
-            if timer is None and not message.get("more_body", False):
-                timer = start_clock()
+            is_whole = not message.get("more_body", False)
+            timer = loop.call_later(left, settle, False)
             return message
 
         async def send_in_time(message: Message) -> None:
@@ -56,7 +58,7 @@ class DeadlineMiddleware:
             if started.result():
                 await send(message)
 
-        task = asyncio.create_task(_run(self.app, scope, receive_timed, send_in_time))
+        task = asyncio.create_task(_run(self.app, scope, receive_untimed, send_in_time))
         try:
             either: set[asyncio.Future[Any]] = {task, started}
             await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
@@ -69,8 +71,7 @@ class DeadlineMiddleware:
             task.cancel()
             raise
         finally:
-            if timer is not None:
-                timer.cancel()
+            timer.cancel()
 
     def _abandon(self, task: asyncio.Task[None]) -> None:
         self._abandoned.add(task)
@@ -92,7 +93,7 @@ async def _refuse(scope: Scope, receive: Receive, send: Send) -> None:
 
 
 def has_body(scope: Scope) -> bool:
-    """Whether a body follows the header of a request, which somebody reads: no route with another method does."""
+    """Whether a body follows the header of a request; no route with another method reads one."""
     if scope["method"] in {"GET", "HEAD", "DELETE"}:
         return False
     headers = dict(scope["headers"])

@@ -6,6 +6,7 @@ Without them each open connection has a request in work, and whoever opens most 
 from __future__ import annotations
 
 import asyncio
+import time
 from collections import defaultdict
 from http import HTTPStatus
 
@@ -31,9 +32,10 @@ FEW = 32
 
 
 class TurnMiddleware:
-    """Begins a request when fewer than AT_ONCE of its address are in work: received as a whole, and not yet answered.
+    """Begins a request when fewer than AT_ONCE of its address are in work: neither answered yet nor awaiting a body.
 
-    A request leaves its turn to the next one when its response starts, so that streams take none. More of an address
+    A request leaves its turn to the next one when its response starts, so that streams take none. Until its body has
+    come it takes one only for what is done before, as for the check of its token. More of an address
     than there may be connections are refused, and one that waits too long. If fewer than FEW were there before it, it
     is not they who keep it waiting: the database does not answer those in work.
     """
@@ -57,9 +59,17 @@ class TurnMiddleware:
         is_among_few = self._num[key] < FEW
         self._num[key] += 1
 
-        async def receive_and_wait() -> Message:
+        is_whole = not has_body(scope)
+
+        async def receive_without_turn() -> Message:
+            nonlocal is_whole
+            if is_whole:
+                return await receive()
+            leaving = asyncio.get_running_loop().call_soon(turn.leave)  # at once, unless the message is there
             message = await receive()
-            if not message.get("more_body", False):
+            leaving.cancel()
+            is_whole = not message.get("more_body", False)
+            if is_whole:
                 await turn.begin()
             return message
 
@@ -68,9 +78,8 @@ class TurnMiddleware:
             await send(message)
 
         try:
-            if not has_body(scope):
-                await turn.begin()
-            await self.app(scope, receive_and_wait, start_and_leave)
+            await turn.begin()
+            await self.app(scope, receive_without_turn, start_and_leave)
         except TurnError:
             if is_among_few:
                 await database_unavailable(Request(scope))(scope, receive, send)
@@ -99,22 +108,29 @@ class TurnError(Exception):
 
 
 class _Turn:
-    """One request's: it begins and ends once."""
+    """One request's, which may wait for it so many `seconds` in all."""
 
     def __init__(self, turns: asyncio.Semaphore, seconds: float) -> None:
         self._turns = turns
-        self._seconds = seconds
-        self._begun = self._ended = False
+        self._seconds_left = seconds
+        self._is_held = self._has_ended = False
 
     async def begin(self) -> None:
-        if not (self._begun or self._ended):
-            try:
-                await asyncio.wait_for(self._turns.acquire(), self._seconds)
-            except TimeoutError:
-                raise TurnError from None
-            self._begun = True
+        if self._is_held or self._has_ended:
+            return
+        since = time.monotonic()
+        try:
+            await asyncio.wait_for(self._turns.acquire(), self._seconds_left)
+        except TimeoutError:
+            raise TurnError from None
+        self._seconds_left -= time.monotonic() - since
+        self._is_held = True
+
+    def leave(self) -> None:
+        if self._is_held:
+            self._turns.release()
+        self._is_held = False
 
     def end(self) -> None:
-        if self._begun and not self._ended:
-            self._turns.release()
-        self._ended = True
+        self.leave()
+        self._has_ended = True

@@ -69,6 +69,36 @@ def test_the_time_begins_when_the_whole_body_is_there(more: list[float | None], 
     assert [message["status"] for message in sent if message["type"] == "http.response.start"] == statuses
 
 
+@pytest.mark.parametrize(("before", "after"), [(60.0, 0.0), (0.03, 0.03)], ids=["before the body", "in all"])
+def test_the_work_before_the_body_counts_and_the_wait_for_it_does_not(before: float, after: float) -> None:
+    sent: list[Any] = []
+    was_waiting_in_vain = False
+
+    async def answer(_scope: Any, receive: Any, send: Any) -> None:
+        nonlocal was_waiting_in_vain
+        await asyncio.sleep(before)
+        await receive()
+        was_waiting_in_vain = bool(sent)
+        await asyncio.sleep(after)
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    async def receive() -> Any:
+        await asyncio.sleep(0.1)
+        return {"type": "http.request", "body": b"x"}
+
+    async def run() -> None:
+        headers = [(b"content-length", b"1")]
+        scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+        await DeadlineMiddleware(answer, 0.05)(scope, receive, send)
+
+    asyncio.run(run())
+    assert [message["status"] for message in sent if message["type"] == "http.response.start"] == [503]
+    assert not was_waiting_in_vain
+
+
 @pytest.mark.parametrize("fails", [False, True])
 def test_what_is_given_up_is_logged_if_it_fails(caplog: pytest.LogCaptureFixture, fails: bool) -> None:
     async def answer(_scope: Any, _receive: Any, _send: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -40,17 +41,21 @@ class Work:
         await send({"type": "http.response.body", "body": b""})
 
     def ask(
-        self, path: str, peer: Peer, headers: dict[str, str] | None = None, *messages: Message
+        self,
+        path: str,
+        peer: Peer,
+        headers: dict[str, str] | None = None,
+        *messages: Message | asyncio.Future[Message],
     ) -> asyncio.Task[None]:
         encoded = [(name.encode(), value.encode()) for name, value in (headers or {}).items()]
         method = "POST" if messages else "GET"
         scope: Scope = {"type": "http", "method": method, "path": path, "headers": encoded}
         scope["state"], scope["client"] = {"peer": peer}, ("", 0)
-        given = iter(messages or (WHOLE,))
+        given: Iterator[Message | asyncio.Future[Message]] = iter(messages or (WHOLE,))
 
         async def receive() -> Message:
-            message = next(given, None)
-            return message if message is not None else await asyncio.Future()
+            message = next(given, asyncio.Future[Message]())
+            return await message if isinstance(message, asyncio.Future) else message
 
         async def send(message: Message) -> None:
             if message["type"] == "http.response.start":
@@ -100,12 +105,30 @@ def test_a_request_that_is_not_yet_there_takes_no_turn() -> None:
     asyncio.run(run())
 
 
+def test_a_request_whose_body_comes_late_waits_for_a_turn_again() -> None:
+    async def run() -> None:
+        work = Work()
+        rest: asyncio.Future[Message] = asyncio.Future()
+        work.ask("/late", CROWD, {"content-length": "2"}, HALF, rest)
+        await settle()
+        crowd = [work.ask("/crowd", CROWD) for _ in range(AT_ONCE)]
+        await settle()
+        rest.set_result(WHOLE)
+        await settle()
+        assert work.begun == ["/crowd"] * AT_ONCE
+        crowd[0].cancel()
+        await settle()
+        assert work.begun[-1] == "/late"
+
+    asyncio.run(run())
+
+
 def test_a_body_that_nobody_reads_does_not_spare_the_turn() -> None:
     async def run() -> None:
         work = Work()
         work.reads_body = False
         for _ in range(2 * AT_ONCE):
-            work.ask("/crowd", CROWD, {"content-length": "1"})
+            work.ask("/crowd", CROWD, {"content-length": "1"}, HALF)
         await settle()
         assert len(work.begun) == AT_ONCE
 
