@@ -22,6 +22,7 @@ from bexp.api.examples import REQUEST
 from bexp.api.routes import explorations
 from bexp.api.settings import ServiceSettings
 from bexp.api.streams import EventFeed
+from bexp.explorer.records.event import EventCode
 from bexp.storage.database import Database, DatabaseLimits, open_database
 from bexp.storage.events import read_last_seqs
 from bexp.storage.jobs import Job
@@ -131,6 +132,31 @@ def test_a_stream_whose_events_cannot_be_read_ends(
 
     monkeypatch.setattr(streams, "read_events", fail)
     assert asyncio.run(read()) == []
+
+
+@pytest.mark.parametrize("is_away", [False, True])
+def test_a_stream_has_an_event_with_nothing_before_it_or_ends_with_the_database(
+    sqlite_database: Database, job: Job, monkeypatch: pytest.MonkeyPatch, is_away: bool
+) -> None:
+    def fail(*_: object) -> None:
+        raise AWAY
+
+    async def read() -> list[list[EventCode]]:
+        feed = EventFeed(sqlite_database, poll_seconds=0.01, keep_alive_seconds=1000)
+        task = asyncio.create_task(feed.run(lambda: None))
+        pages: list[list[EventCode]] = []
+        async for page in feed.follow(job.id, 0):
+            pages.append([event.code for event in page])
+            if not is_away and len(pages) == 1:
+                await asyncio.to_thread(Queue(sqlite_database).request_cancel, job.id)
+        assert not task.done(), "it serves the next streams"
+        task.cancel()
+        return pages
+
+    if is_away:
+        monkeypatch.setattr(streams, "read_last_seqs", fail)
+    expected = [[EventCode.QUEUED]] if is_away else [[EventCode.QUEUED], [EventCode.CANCELLED]]
+    assert asyncio.run(asyncio.wait_for(read(), 60)) == expected
 
 
 def test_streams_go_on_while_tokens_cannot_be_looked_up(

@@ -41,6 +41,7 @@ def test_a_worker_may_end_by_itself_for_so_long(
         ("print('oh'); raise SystemExit(7)", "ended with status 7; .* ends with\noh"),
         ("for number in range(20): print(number)\nraise SystemExit(1)", r"ends with\n12\n13\n14\n15\n16\n17\n18\n19$"),
         ("raise ValueError('oh')", r"ended with status 1; .* ends with\nValueError: oh$"),
+        ("print('one', flush=True); raise ValueError('oh')", r" ends with\nValueError: oh$"),
         (f"print('one\\n{RECORD}no such device'); raise SystemExit(2)", "^the worker ended: no such device$"),
         ("print('bexp worker: no such device'); raise SystemExit(3)", "^the worker ended: no such device$"),
         (f"print('{RECORD}oh'); raise SystemExit(4)", f"ended with status 4; .* ends with\n{RECORD}oh$"),
