@@ -48,9 +48,11 @@ class DeadlineMiddleware:
                 return await receive()
             timer.cancel()
             left = timer.when() - loop.time()
-            message = await receive()
+            try:
+                message = await receive()
+            finally:
+                timer = loop.call_later(left, settle, False)
             is_whole = not message.get("more_body", False)
-            timer = loop.call_later(left, settle, False)
             return message
 
         async def send_in_time(message: Message) -> None:

@@ -65,15 +65,19 @@ class LocalWorker:
     ) -> None:
         self._folder = Path(tempfile.mkdtemp(prefix="bexp-"))
         self.log = self._folder / "worker.log"
-        with self.log.open("wb") as output:
-            self._process = subprocess.Popen(
-                module_command("bexp.workers", "--job", job_id, *options),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-                env={**child_environment(database_url), **more_environment},
-            )
+        try:
+            with self.log.open("wb") as output:
+                self._process = subprocess.Popen(
+                    module_command("bexp.workers", "--job", job_id, *options),
+                    stdin=subprocess.PIPE,
+                    stdout=output,
+                    stderr=subprocess.STDOUT,
+                    start_new_session=True,
+                    env={**child_environment(database_url), **more_environment},
+                )
+        except OSError:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
 
     @property
     def pid(self) -> int:

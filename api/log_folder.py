@@ -38,12 +38,18 @@ class LogFolder:
         """Write what is new.
 
         Raises:
-            OSError: a file cannot be written.
+            OSError: a file cannot be written, though the others have been.
             sqlalchemy.exc.SQLAlchemyError: the database does not answer.
         """
+        trouble: OSError | None = None
         for job_id, last in latest_events(self._database).items():
             if last > self._written[job_id]:
-                self._append(job_id)
+                try:
+                    self._append(job_id)
+                except OSError as error:
+                    trouble = error
+        if trouble is not None:
+            raise trouble
 
     def _append(self, job_id: str) -> None:
         try:

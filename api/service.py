@@ -15,6 +15,7 @@ from typing import Annotated
 
 from anyio.to_thread import run_sync
 from fastapi import Depends, Request
+from sqlalchemy.exc import SQLAlchemyError
 
 from bexp.api.background import Beat, Supervisor
 from bexp.api.housekeeping import Housekeeper
@@ -99,20 +100,27 @@ class Service:
 
 
 class WriteProbe:
-    """Tries a write, at most once a second, however often it is asked."""
+    """Tries a write, at most once in `keep_seconds`, however often and by how many it is asked."""
 
     def __init__(self, database: Database, *, keep_seconds: float = 1.0) -> None:
         self._database = database
         self._keep_seconds = keep_seconds
         self._lock = threading.Lock()
-        self._succeeded_at = -math.inf
+        self._tried_at = -math.inf
+        self._trouble: SQLAlchemyError | None = None
 
     def check(self) -> None:
         """Raise sqlalchemy.exc.SQLAlchemyError if the database does not take a write."""
         with self._lock:
-            if time.monotonic() - self._succeeded_at > self._keep_seconds:
-                try_write(self._database)
-                self._succeeded_at = time.monotonic()
+            if time.monotonic() - self._tried_at > self._keep_seconds:
+                self._trouble = None
+                try:
+                    try_write(self._database)
+                except SQLAlchemyError as error:
+                    self._trouble = error
+                self._tried_at = time.monotonic()
+            if self._trouble is not None:
+                raise self._trouble.with_traceback(None)
 
 
 @asynccontextmanager

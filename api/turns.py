@@ -70,7 +70,10 @@ class TurnMiddleware:
             leaving.cancel()
             is_whole = not message.get("more_body", False)
             if is_whole:
-                await turn.begin()
+                try:
+                    await turn.begin()
+                except asyncio.CancelledError:  # by the limit on the time that a body takes: this one was there
+                    raise TurnError from None
             return message
 
         async def start_and_leave(message: Message) -> None:

@@ -147,24 +147,24 @@ def _read_revisions(connection: sa.Connection) -> Sequence[str]:
 
 
 @contextmanager
-def exclusive(database: Database) -> Iterator[None]:
+def exclusive(database: Database, *, wait_seconds: float = _LOCK_SECONDS) -> Iterator[None]:
     """Keep other processes from changing tables meanwhile.
 
     Raises:
-        filelock.Timeout: another process did so for too long (SQLite).
+        filelock.Timeout: another process did so for longer than `wait_seconds` (SQLite).
         sqlalchemy.exc.OperationalError: the same on PostgreSQL.
     """
     path = database.sqlite_path
     if path is not None:
         # Whoever can open the file of the lock can hold it for ever, so no other user may.
-        with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=_LOCK_SECONDS, mode=0o600):
+        with FileLock(path.with_name(f"{path.name}.upgrade.lock"), timeout=wait_seconds, mode=0o600):
             yield
         return
     # The lock is a transaction's and not a session's, which a pooler may share. Optuna changes its tables over
     # connections of its own, and this one is idle meanwhile.
     with database.begin() as connection:
         for name in ("lock_timeout", "statement_timeout"):
-            connection.execute(sa.text(f"SET LOCAL {name} = '{_LOCK_SECONDS:.0f}s'"))
+            connection.execute(sa.text(f"SET LOCAL {name} = '{wait_seconds * 1000:.0f}ms'"))
         connection.execute(sa.text("SET LOCAL idle_in_transaction_session_timeout = 0"))
         connection.execute(sa.select(sa.func.pg_advisory_xact_lock(_ADVISORY_LOCK)))
         yield

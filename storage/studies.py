@@ -13,6 +13,7 @@ from typing import Any
 
 import optuna
 import sqlalchemy as sa
+from filelock import Timeout
 from optuna.storages import RDBStorage
 
 from bexp.explorer.records.trial import Trial, TrialKind
@@ -23,6 +24,9 @@ from bexp.storage.database import SQLITE_BUSY_TIMEOUT, UNPREPARED, Database, Dat
 from bexp.storage.jobs import Job, JobNotFoundError, get_job
 from bexp.storage.schema import exclusive
 from bexp.storage.trials import read_all_trials
+
+DROP_SECONDS = 3.0
+"""How long a deletion, which a client waits for, waits for who writes studies."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,17 +59,26 @@ def write_studies(database: Database, job_id: str) -> StudyLocation:
 
 
 def drop_studies(database: Database, job_ids: Collection[str]) -> int:
-    """Drop the studies of jobs from Optuna's tables; return how many there were."""
+    """Drop the studies of jobs from Optuna's tables; return how many there were.
+
+    Raises:
+        sqlalchemy.exc.SQLAlchemyError: another process writes studies, or upgrades the schema, for too long.
+    """
     with database.read() as connection:
         if not sa.inspect(connection).has_table("studies"):
             return 0
         studies = sa.table("studies", sa.column("study_name", sa.String))
         names = [name for name in connection.scalars(sa.select(studies.c.study_name)) if _job_of(name) in job_ids]
     if names:
-        with exclusive(database), _storage(database) as storage:
-            for name in names:
-                with suppress(KeyError):  # another process has dropped it meanwhile
-                    optuna.delete_study(study_name=name, storage=storage)
+        try:
+            with exclusive(database, wait_seconds=DROP_SECONDS), _storage(database) as storage:
+                for name in names:
+                    with suppress(KeyError):  # another process has dropped it meanwhile
+                        optuna.delete_study(study_name=name, storage=storage)
+        except Timeout:
+            raise sa.exc.TimeoutError(
+                f"database is locked: its studies are not free within {DROP_SECONDS:g} s"
+            ) from None
     return len(names)
 
 

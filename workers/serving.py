@@ -136,8 +136,9 @@ def serve_workers(workers: Sequence[JobWorker], max_jobs: int | None, *, own_job
     while any(thread.is_alive() for thread in threads) and not is_signalled and not ending.wait(0.1):
         pass
     ending.set()
+    for worker in workers:
+        worker.stop()  # all at once, since each may take a while
     for worker, thread in zip(workers, threads, strict=True):
-        worker.stop()
         while thread.is_alive():
             thread.join(1.0)
             worker.stop()  # again, because a profiler that was starting may have missed it

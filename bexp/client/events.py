@@ -28,23 +28,31 @@ def follow_events(
     """Follow the events of an exploration from `after` (exclusive) to its end.
 
     After a dropped connection it continues where the connection broke. It yields nothing if `after` is the last event
-    of an exploration that has ended. Raises ServiceError if the service cannot be reached for `patience_seconds`, or if
-    an event cannot be read.
+    of an exploration that has ended. Raises ServiceError if nothing new is heard of the service for `patience_seconds`,
+    not even that nothing happens, or if an event cannot be read.
 
     An exploration that was cancelled and resumed has events after the one that ended it first.
     """
     seq, waited, delay, has_ended = after, 0.0, 0.2, False
+    since = time.monotonic()
+
+    def hear() -> None:
+        nonlocal waited, delay, since
+        waited, delay, since = 0.0, 0.2, time.monotonic()
+
     while True:
         reason: str
+        since = time.monotonic()
         try:
-            for event in _connect(connection, job_id, seq):
+            for event in _connect(connection, job_id, seq, hear):
                 if event["seq"] <= seq:
                     continue
                 if event["seq"] > seq + 1:
                     raise ServiceError(f"the service skipped events {seq + 1} to {event['seq'] - 1}")
-                seq, waited, delay = event["seq"], 0.0, 0.2
+                seq = event["seq"]
                 has_ended = event["code"] >= EventCode.SUCCEEDED
                 yield event
+                hear()  # what the caller does with the event is no silence
             if has_ended:
                 return
             reason = "the service closed the event stream"
@@ -54,6 +62,7 @@ def follow_events(
             reason = connection.reason(error)
         except _RestartingError as error:
             reason = str(error)
+        waited += time.monotonic() - since
         if waited >= patience_seconds:
             raise ServiceError(f"{reason} (gave up after {patience_seconds:.0f} s)")
         sleep(delay)
@@ -68,7 +77,7 @@ class _CompleteError(Exception):
     """Raised when the job has ended and all of its events were seen."""
 
 
-def _connect(connection: Connection, job_id: str, after: int) -> Iterator[dict[str, Any]]:
+def _connect(connection: Connection, job_id: str, after: int, hear: Callable[[], None]) -> Iterator[dict[str, Any]]:
     headers = {"Accept": "text/event-stream"} | ({"Last-Event-ID": str(after)} if after else {})
     with connection.stream(exploration_path(job_id, "events"), headers, SILENCE_SECONDS) as response:
         if response.status_code in {429, 502, 503, 504}:
@@ -77,7 +86,7 @@ def _connect(connection: Connection, job_id: str, after: int) -> Iterator[dict[s
             raise_for_stream(response)
         if response.status_code == httpx.codes.NO_CONTENT:  # do not connect again (WHATWG HTML, 9.2)
             raise _CompleteError
-        for data in _sse_data(response.iter_lines()):
+        for data in _sse_data(response.iter_lines(), hear):
             yield _read(data)
 
 
@@ -91,13 +100,18 @@ def _read(data: str) -> dict[str, Any]:
     raise ServiceError(f"the service sent an event that cannot be read: {data[:100]}")
 
 
-def _sse_data(lines: Iterator[str]) -> Iterator[str]:
-    """Yield the data of each server-sent event (WHATWG HTML, 9.2). An incomplete last event is dropped."""
+def _sse_data(lines: Iterator[str], hear: Callable[[], None]) -> Iterator[str]:
+    """Yield the data of each server-sent event (WHATWG HTML, 9.2), and call `hear` at each comment but a greeting.
+
+    An incomplete last event is dropped.
+    """
     data: list[str] = []
-    for line in lines:
+    for number, line in enumerate(lines):
         if not line:
             if data:
                 yield "\n".join(data)
             data = []
+        elif line.startswith(":") and number:
+            hear()
         elif line.startswith("data:"):
             data.append(line.removeprefix("data:").removeprefix(" "))

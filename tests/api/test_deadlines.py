@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -97,6 +98,27 @@ def test_the_work_before_the_body_counts_and_the_wait_for_it_does_not(before: fl
     asyncio.run(run())
     assert [message["status"] for message in sent if message["type"] == "http.response.start"] == [503]
     assert not was_waiting_in_vain
+
+
+def test_the_time_runs_on_when_the_body_is_not_waited_for_any_more() -> None:
+    statuses: list[int] = []
+
+    async def answer(_scope: Any, receive: Any, _send: Any) -> None:
+        with suppress(TimeoutError):
+            async with asyncio.timeout(SECONDS):
+                await receive()
+        await asyncio.sleep(60)
+
+    async def send(message: Any) -> None:
+        statuses.extend([message["status"]] if message["type"] == "http.response.start" else [])
+
+    async def receive() -> Any:
+        await asyncio.sleep(60)
+
+    headers = [(b"content-length", b"1")]
+    scope = {"type": "http", "method": "POST", "path": "/", "headers": headers, "query_string": b""}
+    asyncio.run(DeadlineMiddleware(answer, SECONDS)(scope, receive, send))
+    assert statuses == [503]
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -59,6 +59,14 @@ def test_a_worker_that_has_failed_is_told_with_the_end_of_its_log(
     worker.stop(keeps_log=False)
 
 
+def test_a_worker_that_cannot_be_started_leaves_no_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(local_worker, "module_command", lambda *_: [str(tmp_path / "no program")])
+    with pytest.raises(FileNotFoundError):
+        LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_worker_that_is_done_has_not_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local_worker, "module_command", lambda *_: [sys.executable, "-c", "print('done')"])
     worker = LocalWorker("id", [], database_url=f"sqlite:///{tmp_path}/bexp.db")

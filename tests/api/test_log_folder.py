@@ -54,6 +54,20 @@ def test_a_file_that_another_process_writes_is_left_to_it(queue: Queue, tmp_path
     assert path.read_text() == text_of(queue, job.id)
 
 
+def test_a_file_that_cannot_be_written_keeps_no_other_waiting(queue: Queue, tmp_path: Path) -> None:
+    jobs = [queue.enqueue(make_request())[0] for _ in range(3)]
+    paths = [log_path(tmp_path, "train", job.model_name, job.id) for job in jobs]
+    folder = LogFolder(queue.database, tmp_path)
+    paths[1].mkdir(parents=True)
+    with pytest.raises(IsADirectoryError):
+        folder.write()
+    paths[1].rmdir()
+    written = [path.exists() for path in paths]
+    folder.write()
+    assert written == [True, False, True]
+    assert paths[1].read_text() == text_of(queue, jobs[1].id)
+
+
 def test_an_exploration_that_is_deleted_meanwhile_is_no_fault(
     queue: Queue, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

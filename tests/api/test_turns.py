@@ -26,14 +26,16 @@ class Work:
         self.begun: list[str] = []
         self.statuses: list[int] = []
         self.reads_body = True
+        self.body_seconds: float | None = None
         self.may_answer, self.may_end = asyncio.Event(), asyncio.Event()
         chosen = ServiceSettings("sqlite://", **settings)
         self.middleware = TurnMiddleware(self._work, chosen)
         self.turns = DeadlineMiddleware(self.middleware, chosen.answer_seconds)
 
     async def _work(self, scope: Scope, receive: Receive, send: Send) -> None:
-        while self.reads_body and (await receive()).get("more_body"):
-            pass
+        async with asyncio.timeout(self.body_seconds):
+            while self.reads_body and (await receive()).get("more_body"):
+                pass
         self.begun.append(scope["path"])
         await self.may_answer.wait()
         await send({"type": "http.response.start", "status": 200, "headers": []})
@@ -131,6 +133,24 @@ def test_a_body_that_nobody_reads_does_not_spare_the_turn() -> None:
             work.ask("/crowd", CROWD, {"content-length": "1"}, HALF)
         await settle()
         assert len(work.begun) == AT_ONCE
+
+    asyncio.run(run())
+
+
+def test_a_body_that_is_there_is_not_too_late_because_it_waits_for_a_turn() -> None:
+    async def run() -> None:
+        work = Work()
+        rest: asyncio.Future[Message] = asyncio.Future()
+        work.body_seconds = 0.05
+        late = work.ask("/late", CROWD, {"content-length": "2"}, HALF, rest)
+        await settle()
+        work.body_seconds = None
+        for _ in range(AT_ONCE):
+            work.ask("/crowd", CROWD)
+        await settle()
+        rest.set_result(WHOLE)
+        await late
+        assert work.statuses == [503]
 
     asyncio.run(run())
 

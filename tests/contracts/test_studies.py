@@ -8,10 +8,13 @@ import optuna
 import pytest
 import sqlalchemy as sa
 
+from bexp.storage import studies
 from bexp.storage.database import Database
 from bexp.storage.jobs import JobState
 from bexp.storage.leases import Lease
+from bexp.storage.pruning import delete_job
 from bexp.storage.queue import Queue
+from bexp.storage.schema import exclusive
 from bexp.storage.studies import StudyLocation, drop_studies, write_studies
 from tests.contracts.jobs import store
 from tests.contracts.samples import make_progress, make_report, make_request, make_worker
@@ -96,6 +99,19 @@ def test_studies_are_dropped_and_written_again(database: Database) -> None:
     assert drop_studies(database, [lease.job_id]) == 1
     assert write_studies(database, lease.job_id) == first
     assert read_sizes(database, lease.job_id) == [1]
+
+
+def test_a_deletion_waits_for_who_writes_studies_a_moment_alone(
+    database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    queue, lease = make_job(database, 0)
+    write_studies(database, lease.job_id)
+    queue.finish(lease, JobState.CANCELLED)
+    monkeypatch.setattr(studies, "DROP_SECONDS", 0.2)
+    with exclusive(database), pytest.raises((sa.exc.OperationalError, sa.exc.TimeoutError)):
+        delete_job(database, lease.job_id)
+    delete_job(database, lease.job_id)
+    assert drop_studies(database, [lease.job_id]) == 0
 
 
 def test_studies_that_another_process_drops_meanwhile_are_no_error(

@@ -140,6 +140,21 @@ def test_a_signal_ends_a_worker_that_is_just_about_to_wait(sqlite_database: Data
     assert num_signals == 1
 
 
+def test_a_signal_ends_all_workers_of_a_process_at_once(sqlite_database: Database) -> None:
+    together = threading.Barrier(2, timeout=20)
+
+    class Slow(FakeProfiler):
+        def start(self) -> None:
+            if together.wait() == 0:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        def close(self) -> None:
+            together.wait()
+
+    workers = [make_worker(sqlite_database, Slow()) for _ in range(2)]
+    assert serve_workers(workers, max_jobs=None) == 0
+
+
 def test_a_worker_for_one_job_leaves_the_others_and_ends_with_it(
     sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
 ) -> None:

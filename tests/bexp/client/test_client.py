@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -192,6 +194,39 @@ def test_events_wait_no_longer_than_they_may() -> None:
         next(client.events("job1", patience_seconds=12.0))
     assert 12.0 <= sum(waits) < 18.0
     assert max(waits) <= 5.0
+
+
+@pytest.mark.parametrize(
+    ("told", "gives_up"),
+    [(": hello\n\n", True), (sse(EVENTS[0]), True), (": hello\n\n: still here\n\n", False)],
+    ids=["nothing", "old", "idle"],
+)
+def test_events_are_waited_for_while_the_service_says_that_nothing_happens(told: str, gives_up: bool) -> None:
+    """Each stream is cut after what it has `told`, as a proxy does."""
+    waits: list[float] = []
+
+    def handler(_: httpx.Request) -> httpx.Response:
+        return httpx.Response(200, content=told if len(waits) < 200 else sse(*EVENTS[1:]))
+
+    client = Client("http://service", transport=httpx.MockTransport(handler), sleep=waits.append)
+    with client, pytest.raises(ServiceError, match="gave up") if gives_up else nullcontext():
+        assert list(client.events("job1", after=1)) == list(EVENTS[1:])
+    assert (sum(waits) < 70) == gives_up or len(waits) == 200
+
+
+def test_a_service_that_never_answers_is_not_waited_for_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+
+    def handler(request: httpx.Request) -> httpx.Response:
+        nonlocal now
+        now += 45.0
+        raise httpx.ReadTimeout("silence", request=request)
+
+    monkeypatch.setattr("bexp.client.events.time", SimpleNamespace(monotonic=lambda: now))
+    client = Client("http://service", transport=httpx.MockTransport(handler), sleep=lambda _: None)
+    with client, pytest.raises(ServiceError, match="did not answer in time"):
+        list(client.events("job1"))
+    assert now == 90.0
 
 
 def test_a_refused_stream_is_not_tried_again() -> None:
