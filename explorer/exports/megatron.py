@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
+from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
@@ -38,7 +39,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
         flags.append(("--moe-token-dispatcher-type", "alltoall"))
     if settings.dtype in HALF_NAMES:
         flags.append((f"--{HALF_NAMES[settings.dtype]}",))
-    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *_memory_notes(settings)]
+    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *other_optimizer_notes(settings)]
+    notes += _memory_notes(settings)
     return shell_export(settings, VARIABLE, flags, notes)
 
 

@@ -198,12 +198,17 @@ def test_length_and_optimizer_are_exported_or_stand_in_the_header() -> None:
         ("llamafactory", "optim", "cutoff_len"),
     ):
         values = yaml.safe_load(export(name, answer).text)
-        assert values[optimizer] == "sgd"
+        assert (values[optimizer], values["optim_args"]) == ("sgd", "momentum=0.9")
+        assert "optim_args" not in yaml.safe_load(export(name, exploration()).text)
         assert length is None or values[length] == 4096
     for name in ("accelerate", "deepspeed", "lightning"):
         header = "\n".join(export(name, answer).header)
         assert "torch.optim.SGD(..., momentum=0.9, fused=True), as measured" in header
         assert "sequences of 4096 tokens, as measured" in header
+    for name in ("megatron", "torchtitan", "torchtitan-main", "cerebras"):
+        noted = [line for line in export(name, answer).header if line.startswith("optimizer: measured with")]
+        assert len(noted) == 1 and "torch.optim.SGD(..., momentum=0.9, fused=True), which this file" in noted[0]
+        assert not any(line.startswith("optimizer:") for line in export(name, exploration()).header)
     assert flags(export("megatron", answer), "MEGATRON_FLAGS")[4:6] == ["--seq-length", "4096"]
     assert "--training.seq_len" in flags(export("torchtitan", answer), "TORCHTITAN_FLAGS")
     assert "texts: every sequence was measured full" in "\n".join(export("transformers", answer).header)
@@ -260,7 +265,8 @@ def test_the_python_module_holds_how_the_model_was_trained() -> None:
     read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
     assert (read.optimizer, read.dtype, read.autocast, read.master_weights) == ("sgd", "bfloat16", None, False)
     made = scope["training_arguments"](output_dir="out", use_cpu=True, gradient_accumulation_steps=3)
-    assert (made.optim, made.bf16, made.gradient_accumulation_steps) == ("sgd", False, 3)
+    assert (made.optim, made.optim_args, made.bf16) == ("sgd", "momentum=0.9", False)
+    assert made.gradient_accumulation_steps == 3
     exec(export("python", exploration(training={"precision": "master"})).text, scope)
     read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
     assert (read.dtype, read.autocast) == ("float32", "bfloat16"), "bexp.apply has no master weights: the same bytes"
