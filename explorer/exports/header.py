@@ -13,6 +13,7 @@ from bexp.explorer.search.trainer_terms import (
     find_missing,
     is_own_code,
     keeps_other_formats,
+    layers_differ,
     measured_precision,
     precision_of,
     sharding_of,
@@ -132,6 +133,14 @@ def _length_line(request: ExplorationRequest, known: Recommendation, candidate: 
     return f"texts: measured {how}{share}, those longer than a sequence cut; tokens/s leave padding out"
 
 
+def nearest_policy(
+    trainer: Trainer, policy: Recompute, request: ExplorationRequest, report: DeviceReport | None
+) -> Recompute:
+    """Return what a trainer recomputes in place of a policy that it cannot be told, so that what fitted still fits."""
+    number = len(recomputed_indices(request, report, Recompute.FULL))
+    return trainer.nearest_policy(policy, number, layers_differ=layers_differ(request, report))
+
+
 def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> int:
     """Return the tokens of a sequence: a target that a person has written states its own; 1 if it states none."""
     parts = report.parts if report is not None else None
@@ -173,8 +182,8 @@ def _lost(
     lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
     lines += _lost_expert_mode(trainer, known.plan)
     asked = choice.candidate.recompute
-    if asked.is_numbered and "recompute" in choice.missing:
-        nearest = trainer.nearest_policy(asked, count_recomputed(request, report, Recompute.FULL))
+    if "recompute" in choice.missing:
+        nearest = nearest_policy(trainer, asked, request, report)
         lines.append(f"recomputation: '{nearest}' is used in place of '{asked}'")
     if "loss" in choice.missing:
         lines.append(
@@ -206,9 +215,11 @@ def _allocator_line(request: ExplorationRequest) -> str:
     return f"allocator: measured with PyTorch's default, so leave {ALLOCATOR_VARIABLE} unset"
 
 
-def count_recomputed(request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute) -> int:
-    """Return the number of layers that are recomputed as a whole; 0 if the number of layers is not known."""
-    known = request.explored.count_recomputed(recompute)
-    if known is not None or report is None or report.parts is None or not report.parts.layers:
-        return known or 0
-    return sum(report.parts.recomputed_layers(recompute))
+def recomputed_indices(
+    request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute
+) -> tuple[int, ...]:
+    """Return which layers were measured recomputed as a whole; none if the number of layers is not known."""
+    known = request.explored.recomputed_layers(recompute)
+    if known is None and report is not None and report.parts is not None:
+        known = report.parts.recomputed_layers(recompute)
+    return tuple(index for index, is_recomputed in enumerate(known or ()) if is_recomputed)

@@ -38,12 +38,9 @@ _RECOMPUTE = """
 
 def recompute(layers):
     \"\"\"Recompute {number} of a model's decoder layers, a ModuleList, in backward.\"\"\"
-    count = {count}
-    for i in range(count):
-        index = {index}
+    for index in {indices}:
         layers[index] = checkpoint_wrapper(layers[index])
 """
-_SPREAD = "i * len(layers) // count"
 _COMPILE = """
 
 def compile_layers(layers):
@@ -69,13 +66,13 @@ def render(settings: TrainerSettings) -> ExportDocument:
     if settings.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         imports.append(f"from {wrapper} import checkpoint_wrapper")
-        recomputed = str(settings.num_recomputed_layers)
-        count, number, index = recomputed, f"{recomputed}, evenly spread,", _SPREAD
+        indices = settings.recomputed_layers
+        number, written = str(len(indices)), str(indices)
         if settings.recompute is Recompute.FULL:
-            count, number, index = "len(layers)", "all", "i"
-        elif settings.recompute.first_layers is not None:
-            number, index = f"the first {count}", "i"
-        functions.append(_RECOMPUTE.format(count=count, number=number, index=index))
+            number, written = "all", "range(len(layers))"
+        elif indices == tuple(range(len(indices))):
+            number, written = f"the first {number}", f"range({number})"
+        functions.append(_RECOMPUTE.format(number=number, indices=written))
     if settings.compiled_layers:
         functions.append(_COMPILE)
     if settings.attention in KERNELS:

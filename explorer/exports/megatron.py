@@ -72,7 +72,7 @@ def _recompute_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
     return [
         ("--recompute-granularity", "full"),
         ("--recompute-method", "block" if chunk is None else "uniform"),
-        ("--recompute-num-layers", str(chunk or -(-settings.num_recomputed_layers // stages))),
+        ("--recompute-num-layers", str(chunk or -(-len(settings.recomputed_layers) // stages))),
     ]
 
 

@@ -63,8 +63,9 @@ class Trainer:
 
     Kernels have the transformers library's names. What the trainer uses by itself need not be named: attention and
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
-    `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any cannot
-    be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
+    `groups_N`. A share of the layers `is_every_nth`, where the first of them are measured: only layers of one kind make
+    both the same. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any
+    cannot be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
     those of single parameters, such as experts in one tensor, `optimizers` that it can be told those of other
     libraries, and `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a packed
@@ -83,6 +84,7 @@ class Trainer:
     policies: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
     first_layers: bool = False
     layer_groups: bool = False
+    is_every_nth: bool = False
     sharding: frozenset[Sharding] = frozenset({Sharding.NONE, Sharding.ZERO2, Sharding.ZERO3})
     layouts: frozenset[str] = frozenset()
     schedules: frozenset[Schedule] = frozenset()
@@ -124,18 +126,19 @@ class Trainer:
         """Return whether it can keep all weights in float32, as weights or as master weights."""
         return not {"autocast", "master"}.isdisjoint(self.precisions)
 
-    def has_policy(self, policy: Recompute) -> bool:
-        """Return whether it can be told a recomputation policy."""
+    def has_policy(self, policy: Recompute, *, layers_differ: bool = False) -> bool:
+        """Return whether it can be told a recomputation policy of a model whose layers may be of several kinds."""
         if policy.is_numbered:
             return self.first_layers if policy.first_layers is not None else self.layer_groups
-        return policy in self.policies
+        return policy in self.policies and not (layers_differ and self.is_every_nth and policy in SHARES)
 
-    def nearest_policy(self, policy: Recompute, num_layers: int) -> Recompute:
+    def nearest_policy(self, policy: Recompute, num_layers: int, *, layers_differ: bool = False) -> Recompute:
         """Return the policy that recomputes the fewest layers, and at least as many, so that what fitted still fits.
 
         A policy by operation or by groups becomes `full`. It is `none` for a trainer that recomputes nothing.
         """
-        by_share = sorted((one for one in self.policies if one.layer_share > 0), key=lambda one: one.layer_share)
+        told = (one for one in self.policies if self.has_policy(one, layers_differ=layers_differ))
+        by_share = sorted((one for one in told if one.layer_share > 0), key=lambda one: one.layer_share)
         if policy.first_layers is not None:
             by_share = [one for one in by_share if one.layer_share * num_layers >= policy.first_layers] or by_share[-1:]
         else:
@@ -155,6 +158,7 @@ _LIBRARY_TRAINER = Trainer(
     attention=LIBRARY_ATTENTION,
     experts=LIBRARY_EXPERTS,
     policies=frozenset({Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.FULL}),
+    is_every_nth=True,
     targets=_LIBRARY_RUNS_IT,
 )
 _PIPELINES = frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED})

@@ -13,6 +13,7 @@ from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.legal_space import expressible
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
@@ -177,6 +178,30 @@ def test_a_policy_that_is_missing_becomes_one_that_recomputes_as_much() -> None:
     settings = plan(found.source)
     assert (settings.recompute, settings.candidate.recompute) == (Recompute.PARTIAL_50, Recompute("layers_3"))
     assert any("'partial_50' is used in place of 'layers_3'" in line for line in settings.header)
+
+
+@pytest.mark.parametrize("name", ["transformers", "trl"])
+def test_every_second_layer_is_not_the_first_half_where_layers_differ(name: str) -> None:
+    """The first layers were measured; the trainer would recompute those of one kind, here of each with a window."""
+    answer = exploration(candidate(recompute=Recompute.PARTIAL_50))
+    assert answer.request is not None
+    assert answer.report is not None
+    assert answer.report.parts is not None
+    window = answer.report.parts.kinds[0].model_copy(update={"name": "window"})
+    parts = {"kinds": (*answer.report.parts.kinds, window), "layers": ("window", "moe") * 8}
+    report = answer.report.model_copy(update={"parts": answer.report.parts.model_copy(update=parts)})
+    differing = replace(answer, report=report)
+    assert plan(answer, name).recompute is Recompute.PARTIAL_50
+    assert plan(differing, name).recompute is Recompute.FULL
+    header = "\n".join(plan(differing, name).header)
+    assert "cannot be told the recomputation policy 'partial_50' of layers that differ" in header
+    assert "'full' is used in place of 'partial_50'" in header
+    for other in ("python", "lightning"):
+        assert plan(differing, other).recompute is Recompute.PARTIAL_50
+    asked = answer.request.model_copy(update={"trainer": TrainerName(name)})
+    policies = [candidate(recompute=policy) for policy in (Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL)]
+    assert len(expressible(policies, lambda one: one, asked, report)) == 2
+    assert len(expressible(policies, lambda one: one, asked, answer.report)) == 3
 
 
 def test_sharding_that_a_trainer_lacks_becomes_the_next_level() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shlex
 import subprocess
@@ -403,29 +402,6 @@ def test_a_number_of_layers_becomes_a_policy_that_recomputes_as_many(recompute: 
     document = json.loads(found.text)
     assert document["activation_checkpointing"]
     assert document["activation_checkpointing_kwargs"].get("every_n_layers") == every
-
-
-def test_lightning_recomputes_the_first_layers() -> None:
-    code = export("lightning", exploration(candidate(recompute=Recompute("layers_3")))).text
-    assert "Recompute the first 3 of" in code
-    assert "index = i\n" in code
-    spread = export("lightning", exploration(candidate(recompute=Recompute.PARTIAL_25))).text
-    assert "index = i * len(layers) // count" in spread
-
-
-def test_lightning_has_functions_for_what_was_chosen_only() -> None:
-    best = candidate(attention_backend="sdpa:cudnn", recompute=Recompute.PARTIAL_25, execution="compile")
-    answer = exploration(best, execution=["eager", "compile"], allocator="expandable_segments", **SHARDED)
-    code = export("lightning", answer).text
-    functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
-    assert functions == ["make_trainer", "recompute", "compile_layers", "attention"]
-    assert "accumulate_grad_batches=8," in code
-    assert 'FSDPStrategy(sharding_strategy="FULL_SHARD")' in code
-    assert "SDPBackend.CUDNN_ATTENTION" in code
-    assert "count = 4\n" in code
-    assert code.index('PYTORCH_ALLOC_CONF"] =') < code.index("import lightning")
-    plain = ast.parse(export("lightning", exploration()).text)
-    assert [node.name for node in plain.body if isinstance(node, ast.FunctionDef)] == ["make_trainer"]
 
 
 def test_axolotl_and_llamafactory() -> None:
