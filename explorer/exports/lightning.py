@@ -24,11 +24,14 @@ import lightning
 MICRO_BATCH_SIZE = {micro_batch_size}
 
 
-def make_trainer(**others):
-    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences.\"\"\"
+def make_trainer(devices={devices}, num_nodes=1, **others):
+    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences. `devices` are those of one node.\"\"\"
+    if devices * num_nodes != {devices}:
+        raise ValueError(f"devices={{devices}} on num_nodes={{num_nodes}} are not the {devices} that this file is for")
     return lightning.Trainer(
         accelerator="{accelerator}",
-        devices={devices},
+        devices=devices,
+        num_nodes=num_nodes,
         strategy={strategy},
         precision="{precision}",
 {accumulation}        **others,

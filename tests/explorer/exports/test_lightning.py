@@ -53,6 +53,16 @@ def test_the_layers_that_were_measured_are_recomputed(policy: str, monkeypatch: 
     assert recomputed_by(replace(shapes, report=None), 10, monkeypatch) == expected
 
 
+def test_devices_may_be_those_of_several_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    make = module_of(exploration(num_devices=16), monkeypatch)["make_trainer"]
+    for told in ({}, {"num_nodes": 2, "devices": 8}):
+        trainer = make(**told, max_epochs=3)
+        assert {"devices": 16, "num_nodes": 1, "max_epochs": 3, **told}.items() <= trainer.items()
+    for told in ({"num_nodes": 2}, {"devices": 8}):
+        with pytest.raises(ValueError, match=r"are not the 16 that this file is for"):
+            make(**told)
+
+
 def test_lightning_has_functions_for_what_was_chosen_only() -> None:
     best = candidate(attention_backend="sdpa:cudnn", recompute=Recompute.PARTIAL_25, execution="compile")
     answer = exploration(best, execution=["eager", "compile"], allocator="expandable_segments", **SHARDED)
