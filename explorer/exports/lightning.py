@@ -24,8 +24,11 @@ import lightning
 MICRO_BATCH_SIZE = {micro_batch_size}
 
 
-def make_trainer(devices={devices}, num_nodes=1, **others):
-    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences. `devices` are those of one node.\"\"\"
+def make_trainer({layer_class}devices={devices}, num_nodes=1, **others):
+    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences.
+
+    `devices` are those of one node.{wrapped}
+    \"\"\"
     if devices * num_nodes != {devices}:
         raise ValueError(f"devices={{devices}} on num_nodes={{num_nodes}} are not the {devices} that this file is for")
     return lightning.Trainer(
@@ -37,6 +40,7 @@ def make_trainer(devices={devices}, num_nodes=1, **others):
 {accumulation}        **others,
     )
 """
+_WRAPPED = " `layer_class` is the class of the model's decoder layers, which are gathered one by one."
 _RECOMPUTE = """
 
 def recompute(layers):
@@ -62,10 +66,11 @@ def attention():
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the module. Lightning calls autocast `mixed`, and weights in half precision `true`."""
     imports, functions = [], []
-    strategy = '"auto"' if settings.num_devices == 1 else '"ddp"'
+    strategy, layer_class, wrapped = '"auto"' if settings.num_devices == 1 else '"ddp"', "", ""
     if settings.sharding is not Sharding.NONE:
         imports.append("from lightning.pytorch.strategies import FSDPStrategy")
-        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}")'
+        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}", auto_wrap_policy={{layer_class}})'
+        layer_class, wrapped = "layer_class, ", _WRAPPED
     if settings.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         imports.append(f"from {wrapper} import checkpoint_wrapper")
@@ -90,6 +95,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
         accelerator="cpu" if settings.device_kind == "cpu" else "gpu",
         devices=settings.num_devices,
         strategy=strategy,
+        layer_class=layer_class,
+        wrapped=wrapped,
         precision=f"{form}-{'mixed' if settings.has_autocast else 'true'}",
         accumulation="" if steps is None else f"        accumulate_grad_batches={steps},\n",
     )

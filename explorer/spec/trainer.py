@@ -67,15 +67,16 @@ class Trainer:
     both the same. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any
     cannot be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
-    those of single parameters, such as experts in one tensor, `optimizers` that it can be told those of other
-    libraries, and `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a packed
-    micro-batch into one row for any attention; `largest_packed` has the largest micro-batch that an attention packs as
-    it was measured, where that is limited. `targets` are the targets whose
-    measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
-    what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
-    routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
-    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which
-    stay plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so.
+    those of single parameters, such as experts in one tensor, `sharded_adapters` that it can shard a model which has
+    them in a number format of their own, `optimizers` that it can be told those of other libraries, and
+    `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a packed micro-batch into
+    one row for any attention; `largest_packed` has the largest micro-batch that an attention packs as it was measured,
+    where that is limited. `targets` are the targets whose measured code it runs; for others an export promises no
+    tokens/s. The first of `precisions`, and `allocator`, are what it keeps where a request states nothing. Beside
+    `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains adapters or
+    shards: precision `upcast`. `halves_adapters` says that it casts what it trains of a quantised model to bfloat16,
+    `halves_experts` that it keeps experts in half precision which stay plain beside quantised weights, and
+    `halves_shell` that it keeps norms, embeddings and output layer so.
     """
 
     title: str
@@ -96,6 +97,7 @@ class Trainer:
     liger: bool = False
     lora: bool = True
     adapted_parameters: bool = True
+    sharded_adapters: bool = True
     optimizers: bool = False
     host_optimizer: bool = False
     targets: frozenset[str] = frozenset()
@@ -116,6 +118,10 @@ class Trainer:
         if lora is not None and lora.target_parameters is not None and not self.adapted_parameters:
             return "LoRA of single parameters"
         return None
+
+    def lacks_sharded_adapters(self, lora: LoRASpec | None, level: Sharding) -> bool:
+        """Return whether there are adapters, and it cannot shard a model that has them."""
+        return lora is not None and level is not Sharding.NONE and not self.sharded_adapters
 
     def has_optimizer(self, known: LibraryOptimizer | None) -> bool:
         """Return whether it can be told an optimizer of another library; None is torch's AdamW or SGD."""
@@ -227,6 +233,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LIGHTNING: Trainer(
         title="Lightning",
+        sharded_adapters=False,  # its FSDP makes one tensor of a layer's parameters
         optimizers=True,
         attention=frozenset({TORCH_CHOICE}) | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS,

@@ -119,9 +119,12 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
 def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
     levels, given = request.sharding_levels, request.training.sharding
     named = (given,) if levels is None else () if levels == "explore" else levels
+    field = "training.sharding" if levels is None else "sharding_levels"
     for level in named:
         if level not in trainer.sharding:
-            yield "training.sharding" if levels is None else "sharding_levels", f"the sharding level '{level}'"
+            yield field, f"the sharding level '{level}'"
+        elif trainer.lacks_sharded_adapters(request.training.lora, level):
+            yield field, f"LoRA with the sharding level '{level}'"
     if max(request.devices.context_parallel_sizes, default=1) > 1 and not trainer.layouts:
         yield "context_parallel.sizes", "devices that share a sequence"
     if not request.devices.has_mesh:

@@ -13,7 +13,9 @@ for path in sorted(Path(sys.argv[1]).iterdir()):
     exec(compile(code, path.name, "exec"), scope)
     if "FSDPStrategy" in scope:  # Lightning makes one only where there is a GPU
         strategy = code.split("strategy=", 1)[1].split(",\n")[0]
-        eval(strategy, scope)
+        made = eval(strategy, scope | {"layer_class": torch.nn.Linear})
+        policy = made.kwargs["auto_wrap_policy"]
+        assert policy(module=torch.nn.Linear(1, 1), recurse=False, nonwrapped_numel=0), path.name
     else:
         trainer = scope["make_trainer"](logger=False, enable_checkpointing=False, barebones=False)
         processes = 8 if "devices=8" in path.read_text() else 1

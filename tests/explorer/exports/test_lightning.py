@@ -9,9 +9,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from torch import nn
 
-from bexp.explorer.exports.exploration import ExportSource
+from bexp.explorer.exports.exploration import ExportError, ExportSource
 from bexp.explorer.exports.registry import export
 from bexp.explorer.spec.candidate import Recompute, recomputed_layers
 from bexp.transformers.recompute import chosen_layers
@@ -63,6 +64,27 @@ def test_devices_may_be_those_of_several_hosts(monkeypatch: pytest.MonkeyPatch) 
             make(**told)
 
 
+def test_a_sharded_model_is_cut_into_its_decoder_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one unit, all parameters would be whole at a time, which was not measured."""
+    make = module_of(exploration(**SHARDED), monkeypatch)["make_trainer"]
+    strategy = make(nn.Linear, logger=False)["strategy"]
+    assert strategy == {"sharding_strategy": "FULL_SHARD", "auto_wrap_policy": {nn.Linear}}
+    with pytest.raises(TypeError, match="layer_class"):
+        make(logger=False)
+
+
+def test_adapters_of_a_sharded_model_are_refused() -> None:
+    """FSDP joins the parameters of a layer into one tensor, and adapters have another number format."""
+    lora = {"lora": {"r": 8, "target_modules": ["q_proj"]}}
+    answer = exploration(num_devices=8, training={"sharding": "zero3", **lora})
+    with pytest.raises(ExportError, match="Lightning cannot be told LoRA with the sharding level 'zero3'"):
+        export("lightning", answer)
+    assert "peft.LoraConfig" in export("transformers", answer).text + "\n".join(export("transformers", answer).header)
+    assert "peft.LoraConfig" in export("lightning", exploration(num_devices=8, training=lora)).text
+    with pytest.raises(ValidationError, match="Lightning cannot be told LoRA with the sharding level 'zero3'; these"):
+        exploration(num_devices=8, training={"sharding": "zero3", **lora}, trainer="lightning")
+
+
 def test_lightning_has_functions_for_what_was_chosen_only() -> None:
     best = candidate(attention_backend="sdpa:cudnn", recompute=Recompute.PARTIAL_25, execution="compile")
     answer = exploration(best, execution=["eager", "compile"], allocator="expandable_segments", **SHARDED)
@@ -70,7 +92,6 @@ def test_lightning_has_functions_for_what_was_chosen_only() -> None:
     functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
     assert functions == ["make_trainer", "recompute", "compile_layers", "attention"]
     assert "accumulate_grad_batches=8," in code
-    assert 'FSDPStrategy(sharding_strategy="FULL_SHARD")' in code
     assert "SDPBackend.CUDNN_ATTENTION" in code
     assert code.index('PYTORCH_ALLOC_CONF"] =') < code.index("import lightning")
     plain = ast.parse(export("lightning", exploration()).text)
