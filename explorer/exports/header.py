@@ -14,6 +14,7 @@ from bexp.explorer.search.trainer_terms import (
     is_own_code,
     keeps_other_formats,
     layers_differ,
+    lost_formats,
     measured_precision,
     precision_of,
     sharding_of,
@@ -180,6 +181,10 @@ def _lost(
             f"can be told; `--trainer {name}` measures it"
         )
     lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
+    formats = lost_formats(trainer, request, report, choice.candidate)
+    lines += [
+        f"lost: {trainer.title} cannot be told {words}; what it keeps is counted by formulas" for words in formats
+    ]
     lines += _lost_expert_mode(trainer, known.plan)
     asked = choice.candidate.recompute
     if "recompute" in choice.missing:

@@ -110,6 +110,20 @@ def halves_experts(trainer: Trainer, report: DeviceReport | None) -> bool:
     return trainer.halves_experts and any(one.kind == "experts" and not one.quantized_bytes for one in weights)
 
 
+def lost_formats(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> list[str]:
+    """Return the number formats of gradients and moments that the request states and a trainer keeps otherwise."""
+    if request.target_name != BEXP:
+        return []
+    optimizer, dtype = request.training.optimizer, compute_dtype(request, report)
+    told = precision_of(trainer, request, report, candidate)
+    moments = dtype if told == "pure" else DType.FLOAT32
+    gradients = DType.FLOAT32 if told == "autocast" or trainer.float32_gradients else dtype
+    stated = (("gradients", optimizer.grad_dtype, gradients), ("optimizer states", optimizer.state_dtype, moments))
+    return [f"{what} in {asked}" for what, asked, kept in stated if asked not in (None, kept)]
+
+
 def keeps_other_formats(
     trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
 ) -> bool:

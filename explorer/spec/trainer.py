@@ -76,7 +76,8 @@ class Trainer:
     `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains adapters or
     shards: precision `upcast`. `halves_adapters` says that it casts what it trains of a quantised model to bfloat16,
     `halves_experts` that it keeps experts in half precision which stay plain beside quantised weights, and
-    `halves_shell` that it keeps norms, embeddings and output layer so.
+    `halves_shell` that it keeps norms, embeddings and output layer so. With `float32_gradients`, those of
+    half-precision weights are summed in float32.
     """
 
     title: str
@@ -109,6 +110,7 @@ class Trainer:
     halves_adapters: bool = False
     halves_experts: bool = False
     halves_shell: bool = False
+    float32_gradients: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -230,6 +232,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         lora=False,
         batchings=frozenset(),
         precisions=("master",),
+        float32_gradients=True,
     ),
     TrainerName.LIGHTNING: Trainer(
         title="Lightning",
