@@ -53,6 +53,10 @@ def header_lines(
         f"measured candidate: {choice.candidate.describe()}",
         _batch_line(request, choice, seq_length_of(request, report)),
     ]
+    if request.num_query_groups is not None:
+        lines.append(
+            f"model: this is for num_query_groups={choice.candidate.num_query_groups}, so make the model with it"
+        )
     if choice.plan is not None:
         lines.append(
             f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "

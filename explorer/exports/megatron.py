@@ -32,6 +32,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     ]
     if settings.context_parallel_size > 1:
         flags.append(("--cp-comm-type", "p2p"))
+    if settings.request.num_query_groups is not None:  # several were explored, and the model's own is one of them
+        flags += [("--group-query-attention",), ("--num-query-groups", str(settings.candidate.num_query_groups))]
     if settings.has_experts:
         flags.append(("--moe-grouped-gemm",))
     if (factor := settings.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens

@@ -22,6 +22,8 @@ from tests.explorer.exports.simulated import simulated
 LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam_", "betas", "clip")
 """Parts of names that decide what is learnt."""
 
+SHAPES = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
+SHAPES |= {"vocab_size": 64, "seq_length": 128}
 FULL = candidate(recompute=Recompute.FULL)
 
 
@@ -340,6 +342,20 @@ def test_what_is_exchanged_more_often_than_measured_is_said(name: str) -> None:
     assert lines["zero3"] == []
     # torchtitan reduces replicas' gradients after every backward.
     assert len(lines["none"]) == (name == "torchtitan")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_query_groups_that_were_explored_are_exported(name: str) -> None:
+    shapes: dict[str, Any] = {"hf_config": None, "hf_seq_length": None, "model": SHAPES}
+    made = [
+        export(name, exploration(candidate(num_query_groups=2), num_query_groups=groups, **shapes))
+        for groups in (None, [2, 8])
+    ]
+    said = [any("model: this is for num_query_groups=2" in line for line in one.header) for one in made]
+    assert said == [False, True]
+    if name == "megatron":
+        told = ["--group-query-attention", "--num-query-groups", "2"]
+        assert [" ".join(told) in " ".join(flags(one, "MEGATRON_FLAGS")) for one in made] == [False, True]
 
 
 def test_megatron_says_that_it_keeps_gradients_in_float32() -> None:

@@ -18,9 +18,7 @@ from bexp.explorer.spec.candidate import Recompute, recomputed_layers
 from bexp.transformers.recompute import chosen_layers
 from bexp.transformers.settings import Settings
 from tests.explorer.exports.samples import SHARDED, candidate, exploration
-
-SHAPES: dict[str, Any] = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
-SHAPES |= {"vocab_size": 64, "seq_length": 128}
+from tests.explorer.exports.test_formats import SHAPES
 
 
 def module_of(answer: ExportSource, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
