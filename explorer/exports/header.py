@@ -68,6 +68,8 @@ def header_lines(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
             "of them otherwise, keep yours"
         )
+        if choice.candidate.settings is not None:
+            lines.append(f"your target's setting: {choice.candidate.settings}")
     if request.target_name not in trainer.targets:
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:

@@ -157,7 +157,6 @@ def find_missing(
         "sharding": sharding not in trainer.sharding,
         "adapters": trainer.lacks_sharded_adapters(request.training.lora, sharding),
         "context_parallel": layout is not None and layout not in trainer.layouts,
-        "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
         "rows": has_other_rows(trainer, request, attention, candidate.micro_batch_size),
         "optimizer": not trainer.has_optimizer(request.training.optimizer.of_library),
@@ -177,7 +176,6 @@ def find_missing(
         "sharding": f"the sharding level '{sharding}'",
         "adapters": f"LoRA with the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
-        "settings": f"the target's own setting '{candidate.settings}'",
         "optimizer": f"the optimizer '{request.training.optimizer.name}'",
         "rows": f"packed rows as attention '{attention}' was measured with them, at micro-batch "
         f"{candidate.micro_batch_size}",

@@ -238,7 +238,11 @@ def test_a_script_is_told_whether_to_recompute(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("master", ["float32", None])
 def test_what_a_targets_own_code_decides_is_left_to_it(name: str, master: str | None) -> None:
-    made = export(name, own_exploration(seq_length=64, training={"optimizer": {"master_dtype": master}}))
+    setting = "gradient_checkpointing=false"
+    made = export(name, own_exploration(64, setting, training={"optimizer": {"master_dtype": master}}))
+    assert f"your target's setting: {setting}" in made.header
+    plain = export(name, own_exploration(64))
+    assert not any("your target's setting" in line for line in plain.header)
     assert any("those of your own code" in line for line in made.header)
     if made.media_type in ("application/json", "application/yaml"):
         assert not yaml.safe_load(made.text).keys() & (OF_THE_CODE | PRECISION_FIELDS)
