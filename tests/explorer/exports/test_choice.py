@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -17,7 +18,7 @@ from bexp.explorer.search.legal_space import expressible
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
-from tests.explorer.exports.samples import GIB, OURS, candidate, exploration
+from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,
     NUM_PARAMETERS,
@@ -218,6 +219,30 @@ def test_sequences_that_devices_share_are_told_where_the_layout_is_the_same() ->
     assert plan(answer, "megatron").grad_accum_steps == 512 // 8 // 4
     with pytest.raises(ExportError, match="2 devices that share each sequence in layout 'zigzag'"):
         plan(answer, "axolotl")
+
+
+SHARED = candidate(context_parallel_size=2, context_parallel_layout="zigzag")
+LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        (exploration(mode="eval"), 0),
+        (exploration(SHARED, num_devices=8, context_parallel={"sizes": [2]}), 3),
+        (exploration(training={"optimizer": {"name": "adamw_cpu_offload"}}), 1),
+        (exploration(num_devices=8, training={"sharding": "zero2", "lora": LORA}), 7),
+        (own_exploration(64, "gradient_checkpointing=false"), len(FORMATS)),
+    ],
+    ids=["evaluation", "shared sequences", "optimizer", "sharded adapters", "a target's own setting"],
+)
+def test_the_formats_that_are_offered_are_those_that_can_be_made(answer: ExportSource, number: int) -> None:
+    assert answer.recommendation is not None
+    offered = formats_for(answer.recommendation, answer.request)
+    assert len(offered) == number
+    for name in FORMATS:
+        with nullcontext() if name in offered else pytest.raises(ExportError):
+            export(name, answer)
 
 
 def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:
