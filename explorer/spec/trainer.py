@@ -68,16 +68,16 @@ class Trainer:
     cannot be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
     those of single parameters, such as experts in one tensor, `sharded_adapters` that it can shard a model which has
-    them in a number format of their own, `optimizers` that it can be told those of other libraries, and
-    `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a packed micro-batch into
-    one row for any attention; `largest_packed` has the largest micro-batch that an attention packs as it was measured,
-    where that is limited. `targets` are the targets whose measured code it runs; for others an export promises no
-    tokens/s. The first of `precisions`, and `allocator`, are what it keeps where a request states nothing. Beside
-    `upcast_attention` it casts norms, embeddings, output layer and routers to float32, unless it trains adapters or
-    shards: precision `upcast`. `halves_adapters` says that it casts what it trains of a quantised model to bfloat16,
-    `halves_experts` that it keeps experts in half precision which stay plain beside quantised weights, and
-    `halves_shell` that it keeps norms, embeddings and output layer so. With `float32_gradients`, those of
-    half-precision weights are summed in float32.
+    them in a number format of their own, `fractional_alpha` that their alpha need be no whole number, `optimizers` that
+    it can be told those of other libraries, and `host_optimizer` that it can be told one that steps in the host's
+    memory. It `flattens` a packed micro-batch into one row for any attention; `largest_packed` has the largest
+    micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
+    measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
+    what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
+    routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
+    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which stay
+    plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so. With
+    `float32_gradients`, those of half-precision weights are summed in float32.
     """
 
     title: str
@@ -99,6 +99,7 @@ class Trainer:
     lora: bool = True
     adapted_parameters: bool = True
     sharded_adapters: bool = True
+    fractional_alpha: bool = True
     optimizers: bool = False
     host_optimizer: bool = False
     targets: frozenset[str] = frozenset()
@@ -119,6 +120,8 @@ class Trainer:
             return "LoRA"
         if lora is not None and lora.target_parameters is not None and not self.adapted_parameters:
             return "LoRA of single parameters"
+        if lora is not None and not self.fractional_alpha and not float(lora.alpha or lora.r).is_integer():
+            return f"a LoRA alpha that is no whole number ({lora.alpha:g})"
         return None
 
     def lacks_sharded_adapters(self, lora: LoRASpec | None, level: Sharding) -> bool:
@@ -247,6 +250,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.AXOLOTL: Trainer(
         title="Axolotl",
+        fractional_alpha=False,
         optimizers=True,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
@@ -257,6 +261,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LLAMAFACTORY: Trainer(
         title="LLaMA-Factory",
+        fractional_alpha=False,
         optimizers=True,
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
         largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask

@@ -164,6 +164,17 @@ def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
     assert {"transformers", "axolotl"} <= set(formats_for(answer.recommendation, answer.request))
 
 
+@pytest.mark.parametrize("name", ["llamafactory", "axolotl"])
+def test_an_alpha_that_a_trainer_would_round_is_refused(name: str) -> None:
+    answer = exploration(training={"lora": LORA | {"alpha": 12.5}})
+    with pytest.raises(ExportError, match=r"cannot be told a LoRA alpha that is no whole number \(12.5\)"):
+        plan(answer, name)
+    assert any("lora_alpha=12.5" in line for line in export("transformers", answer).header)
+    assert answer.recommendation is not None
+    offered = formats_for(answer.recommendation, answer.request)
+    assert name not in offered and "transformers" in offered
+
+
 def test_full_logits_have_to_fit_without_trials_too() -> None:
     size = 24 * 4096 * LOGIT_BYTES
     best = candidate(24, loss="chunked")
