@@ -119,7 +119,8 @@ def lost_formats(
     optimizer, dtype = request.training.optimizer, compute_dtype(request, report)
     told = precision_of(trainer, request, report, candidate)
     moments = dtype if told == "pure" else DType.FLOAT32
-    gradients = DType.FLOAT32 if told == "autocast" or trainer.float32_gradients else dtype
+    sums = told == "autocast" or (trainer.float32_gradients and dtype is DType.BFLOAT16)
+    gradients = DType.FLOAT32 if sums else dtype
     stated = (("gradients", optimizer.grad_dtype, gradients), ("optimizer states", optimizer.state_dtype, moments))
     return [f"{what} in {asked}" for what, asked, kept in stated if asked not in (None, kept)]
 
