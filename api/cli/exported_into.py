@@ -37,6 +37,8 @@ def exported_into(path: Path, export_format: str, exported: str, request: Explor
         with path.open(newline="", encoding="utf-8") as file:  # its ends of lines stay
             text = file.read()
         old, new = read_values(text), read_values(exported)
+        if any(setting_of(export_format, key) is Setting.OPTIMIZER and new.get(key) == old[key] for key in old):
+            new.pop("optim_args", None)  # the file's own momentum decides what is learnt
         unset = set() if is_own_code(request) else set(_unset(request))
         dropped = [
             key

@@ -82,11 +82,12 @@ def usage_rows(job: Exploration, answer: Answer, best: Recommendation) -> list[s
     if request is not None and is_provisional(best.confidence, request):
         surer = [row("to be surer", surer_text(best, request, answer.serves_up_to))]
     names = formats_for(best, request)
+    named = f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(names)}"
     has_mesh = best.plan is not None and not best.plan.mesh.is_data_parallel
     is_own_code = request is not None and request.target_name not in (BEXP, TRANSFORMERS)
     return [
         *surer,
-        row("for a trainer", f"bexp best {job_id} --format NAME, where NAME is one of {', '.join(names)}"),
+        *([row("for a trainer", named)] if names else []),
         *([] if has_mesh or is_own_code else [row("for bexp.apply", f"bexp best {job_id} --json > best.json")]),
         row("as a page", f"bexp report {job_id} --out report.html"),
     ]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
-from bexp.explorer.spec.optimizers import LIBRARY_NAMES, ON_HOST_NOTE
+from bexp.explorer.spec.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES, ON_HOST_NOTE
 from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.trainer.argument_differences import (
     CHECKPOINTING_FIELDS,
@@ -69,6 +69,8 @@ def training_arguments(
     for names in _SAME:
         if not names.isdisjoint(own):
             fields = {name: value for name, value in fields.items() if name not in names}
+    if own.get("optim", fields.get("optim")) != fields.get("optim"):
+        fields.pop("optim_args", None)
     fields |= own
     for difference in _contradictions(setup, fields, devices):
         _LOGGER.warning("TrainingArguments, and what was measured: %s", difference)
@@ -90,6 +92,8 @@ def _fields_of_the_code(setup: RecommendedSetup, known: frozenset[str]) -> dict[
             fields["max_grad_norm"] = 0.0
         else:
             fields["optim"] = LIBRARY_NAMES[setup.optimizer]
+            if setup.optimizer in LIBRARY_ARGUMENTS:
+                fields["optim_args"] = LIBRARY_ARGUMENTS[setup.optimizer]
         if setup.autocast in HALF_NAMES:
             fields[HALF_NAMES[setup.autocast]] = True
         elif "trl" in sys.modules:

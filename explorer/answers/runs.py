@@ -28,7 +28,7 @@ def render_run_report(report: RunReport, best: Recommendation) -> str:
 def _promised(best: Recommendation, micro_batch_size: int) -> tuple[float, int] | None:
     """Return the tokens/s and the peak bytes of the figure with this micro-batch size; None if neither has it."""
     if micro_batch_size == best.candidate.micro_batch_size:
-        return best.expected_tokens_per_second, best.measured_peak_bytes
+        return best.expected_tokens_per_second, best.expected_peak_bytes
     other = best.dividing
     if other is not None and micro_batch_size == other.candidate.micro_batch_size:
         return other.tokens_per_second, other.peak_bytes

@@ -45,9 +45,8 @@ def _rows(best: Recommendation, job_id: str, request: ExplorationRequest | None,
     yield row("speed", f"{rate}{_shared_cores(best)}, {_gain(best, request)}")
     if best.dropped_share is not None:
         yield row("dropped", f"{best.dropped_share:.1%} of the token-expert pairs under this routing")
-    peak = best.measured_peak_bytes if best.whole_model is None else best.whole_model.measurement.peak_bytes
     reserved = f"{bytes_text(best.required_bytes)} with reserve, of {bytes_text(best.memory_limit_bytes)}"
-    yield row("memory", f"{bytes_text(peak)} at the peak, {reserved}")
+    yield row("memory", f"{bytes_text(best.expected_peak_bytes)} at the peak, {reserved}")
     if best.texts is not None:
         yield row("texts", texts_text(best.texts))
     yield row("confidence", _confidence(best, request, served))

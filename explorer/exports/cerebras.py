@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from bexp.explorer.exports.document import ExportDocument, yaml_export
+from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.formats.cerebras import BTA_FLAGS, MICRO_BATCH_FLAG
 
@@ -25,4 +26,5 @@ def render(settings: TrainerSettings) -> ExportDocument:
     }
     if settings.batch_size is not None:
         values["trainer"]["fit"] = {"train_dataloader": {"batch_size": settings.batch_size}}
-    return yaml_export(settings, values, ["add the model, the optimizer and the data to these sections"])
+    notes = ["add the model, the optimizer and the data to these sections", *other_optimizer_notes(settings)]
+    return yaml_export(settings, values, notes)

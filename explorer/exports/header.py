@@ -13,6 +13,8 @@ from bexp.explorer.search.trainer_terms import (
     find_missing,
     is_own_code,
     keeps_other_formats,
+    layers_differ,
+    lost_formats,
     measured_precision,
     precision_of,
     sharding_of,
@@ -51,6 +53,10 @@ def header_lines(
         f"measured candidate: {choice.candidate.describe()}",
         _batch_line(request, choice, seq_length_of(request, report)),
     ]
+    if request.num_query_groups is not None:
+        lines.append(
+            f"model: this is for num_query_groups={choice.candidate.num_query_groups}, so make the model with it"
+        )
     if choice.plan is not None:
         lines.append(
             f"mesh: {choice.plan.mesh.describe()}; layers of each stage: "
@@ -62,6 +68,8 @@ def header_lines(
             "precision, recomputation, compilation and kernels were those of your own code: where this file sets one "
             "of them otherwise, keep yours"
         )
+        if choice.candidate.settings is not None:
+            lines.append(f"your target's setting: {choice.candidate.settings}")
     if request.target_name not in trainer.targets:
         lines.append(f"{trainer.title} is not the code that was measured: this promises no tokens/s")
     elif choice.missing:
@@ -132,6 +140,14 @@ def _length_line(request: ExplorationRequest, known: Recommendation, candidate: 
     return f"texts: measured {how}{share}, those longer than a sequence cut; tokens/s leave padding out"
 
 
+def nearest_policy(
+    trainer: Trainer, policy: Recompute, request: ExplorationRequest, report: DeviceReport | None
+) -> Recompute:
+    """Return what a trainer recomputes in place of a policy that it cannot be told, so that what fitted still fits."""
+    number = len(recomputed_indices(request, report, Recompute.FULL))
+    return trainer.nearest_policy(policy, number, layers_differ=layers_differ(request, report))
+
+
 def seq_length_of(request: ExplorationRequest, report: DeviceReport | None) -> int:
     """Return the tokens of a sequence: a target that a person has written states its own; 1 if it states none."""
     parts = report.parts if report is not None else None
@@ -171,10 +187,14 @@ def _lost(
             f"can be told; `--trainer {name}` measures it"
         )
     lines += [f"lost: {trainer.title} cannot be told {words}" for words in lost.values()]
+    formats = lost_formats(trainer, request, report, choice.candidate)
+    lines += [
+        f"lost: {trainer.title} cannot be told {words}; what it keeps is counted by formulas" for words in formats
+    ]
     lines += _lost_expert_mode(trainer, known.plan)
     asked = choice.candidate.recompute
-    if asked.is_numbered and "recompute" in choice.missing:
-        nearest = trainer.nearest_policy(asked, count_recomputed(request, report, Recompute.FULL))
+    if "recompute" in choice.missing:
+        nearest = nearest_policy(trainer, asked, request, report)
         lines.append(f"recomputation: '{nearest}' is used in place of '{asked}'")
     if "loss" in choice.missing:
         lines.append(
@@ -206,9 +226,11 @@ def _allocator_line(request: ExplorationRequest) -> str:
     return f"allocator: measured with PyTorch's default, so leave {ALLOCATOR_VARIABLE} unset"
 
 
-def count_recomputed(request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute) -> int:
-    """Return the number of layers that are recomputed as a whole; 0 if the number of layers is not known."""
-    known = request.explored.count_recomputed(recompute)
-    if known is not None or report is None or report.parts is None or not report.parts.layers:
-        return known or 0
-    return sum(report.parts.recomputed_layers(recompute))
+def recomputed_indices(
+    request: ExplorationRequest, report: DeviceReport | None, recompute: Recompute
+) -> tuple[int, ...]:
+    """Return which layers were measured recomputed as a whole; none if the number of layers is not known."""
+    known = request.explored.recomputed_layers(recompute)
+    if known is None and report is not None and report.parts is not None:
+        known = report.parts.recomputed_layers(recompute)
+    return tuple(index for index, is_recomputed in enumerate(known or ()) if is_recomputed)

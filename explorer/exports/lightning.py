@@ -24,26 +24,30 @@ import lightning
 MICRO_BATCH_SIZE = {micro_batch_size}
 
 
-def make_trainer(**others):
-    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences.\"\"\"
+def make_trainer({layer_class}devices={devices}, num_nodes=1, **others):
+    \"\"\"Return a trainer{batch}; data loaders give MICRO_BATCH_SIZE sequences.
+
+    `devices` are those of one node.{wrapped}
+    \"\"\"
+    if devices * num_nodes != {devices}:
+        raise ValueError(f"devices={{devices}} on num_nodes={{num_nodes}} are not the {devices} that this file is for")
     return lightning.Trainer(
         accelerator="{accelerator}",
-        devices={devices},
+        devices=devices,
+        num_nodes=num_nodes,
         strategy={strategy},
         precision="{precision}",
 {accumulation}        **others,
     )
 """
+_WRAPPED = " `layer_class` is the class of the model's decoder layers, which are gathered one by one."
 _RECOMPUTE = """
 
 def recompute(layers):
     \"\"\"Recompute {number} of a model's decoder layers, a ModuleList, in backward.\"\"\"
-    count = {count}
-    for i in range(count):
-        index = {index}
+    for index in {indices}:
         layers[index] = checkpoint_wrapper(layers[index])
 """
-_SPREAD = "i * len(layers) // count"
 _COMPILE = """
 
 def compile_layers(layers):
@@ -62,20 +66,21 @@ def attention():
 def render(settings: TrainerSettings) -> ExportDocument:
     """Return the module. Lightning calls autocast `mixed`, and weights in half precision `true`."""
     imports, functions = [], []
-    strategy = '"auto"' if settings.num_devices == 1 else '"ddp"'
+    strategy, layer_class, wrapped = '"auto"' if settings.num_devices == 1 else '"ddp"', "", ""
     if settings.sharding is not Sharding.NONE:
         imports.append("from lightning.pytorch.strategies import FSDPStrategy")
-        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}")'
+        strategy = f'FSDPStrategy(sharding_strategy="{_strategy(settings.sharding)}", auto_wrap_policy={{layer_class}})'
+        layer_class, wrapped = "layer_class, ", _WRAPPED
     if settings.recompute is not Recompute.NONE:
         wrapper = "torch.distributed.algorithms._checkpoint.checkpoint_wrapper"
         imports.append(f"from {wrapper} import checkpoint_wrapper")
-        recomputed = str(settings.num_recomputed_layers)
-        count, number, index = recomputed, f"{recomputed}, evenly spread,", _SPREAD
+        indices = settings.recomputed_layers
+        number, written = str(len(indices)), str(indices)
         if settings.recompute is Recompute.FULL:
-            count, number, index = "len(layers)", "all", "i"
-        elif settings.recompute.first_layers is not None:
-            number, index = f"the first {count}", "i"
-        functions.append(_RECOMPUTE.format(count=count, number=number, index=index))
+            number, written = "all", "range(len(layers))"
+        elif indices == tuple(range(len(indices))):
+            number, written = f"the first {number}", f"range({number})"
+        functions.append(_RECOMPUTE.format(number=number, indices=written))
     if settings.compiled_layers:
         functions.append(_COMPILE)
     if settings.attention in KERNELS:
@@ -90,6 +95,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
         accelerator="cpu" if settings.device_kind == "cpu" else "gpu",
         devices=settings.num_devices,
         strategy=strategy,
+        layer_class=layer_class,
+        wrapped=wrapped,
         precision=f"{form}-{'mixed' if settings.has_autocast else 'true'}",
         accumulation="" if steps is None else f"        accumulate_grad_batches={steps},\n",
     )

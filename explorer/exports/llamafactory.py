@@ -53,7 +53,7 @@ def _adapters(settings: TrainerSettings) -> dict[str, Any]:
         return {"finetuning_type": "full"} if not settings.is_own_code else {}
     lora = settings.lora
     names = "all" if isinstance(lora.target_modules, str) else ",".join(lora.target_modules or ())
-    alpha = round(lora.r if lora.alpha is None else lora.alpha)
+    alpha = int(lora.r if lora.alpha is None else lora.alpha)  # others are refused
     fields: dict[str, Any] = {
         "finetuning_type": "lora",
         "lora_rank": lora.r,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
+from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.spec.candidate import Recompute
@@ -31,6 +32,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
     ]
     if settings.context_parallel_size > 1:
         flags.append(("--cp-comm-type", "p2p"))
+    if settings.request.num_query_groups is not None:  # several were explored, and the model's own is one of them
+        flags += [("--group-query-attention",), ("--num-query-groups", str(settings.candidate.num_query_groups))]
     if settings.has_experts:
         flags.append(("--moe-grouped-gemm",))
     if (factor := settings.candidate.capacity_factor) is not None:  # only dispatchers of this type drop tokens
@@ -38,7 +41,8 @@ def render(settings: TrainerSettings) -> ExportDocument:
         flags.append(("--moe-token-dispatcher-type", "alltoall"))
     if settings.dtype in HALF_NAMES:
         flags.append((f"--{HALF_NAMES[settings.dtype]}",))
-    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *_memory_notes(settings)]
+    notes = [f'run: torchrun ... pretrain_gpt.py "${{{VARIABLE}[@]}}" ...', *other_optimizer_notes(settings)]
+    notes += _memory_notes(settings)
     return shell_export(settings, VARIABLE, flags, notes)
 
 
@@ -70,7 +74,7 @@ def _recompute_flags(settings: TrainerSettings) -> list[tuple[str, ...]]:
     return [
         ("--recompute-granularity", "full"),
         ("--recompute-method", "block" if chunk is None else "uniform"),
-        ("--recompute-num-layers", str(chunk or -(-settings.num_recomputed_layers // stages))),
+        ("--recompute-num-layers", str(chunk or -(-len(settings.recomputed_layers) // stages))),
     ]
 
 

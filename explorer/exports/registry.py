@@ -22,9 +22,11 @@ from bexp.explorer.exports.document import ExportDocument
 from bexp.explorer.exports.exploration import ExportSource, UnknownFormatError
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.recommendation import Recommendation
-from bexp.explorer.search.trainer_terms import attention_name, has_other_rows
+from bexp.explorer.search.trainer_terms import attention_name, find_missing, has_other_rows
+from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
-from bexp.explorer.spec.trainer import TRAINERS, TrainerName
+from bexp.explorer.spec.trainer import TRAINERS, Trainer, TrainerName
+from bexp.explorer.spec.training import Sharding
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +64,11 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
     """Return the names of the formats that can hold an answer to `request`, if it is known.
 
     Few trainers can be told the mesh of a plan, or the capacity of experts, and some can be told neither LoRA nor what
-    becomes of texts of unequal length, or pack a micro-batch otherwise than was measured.
+    becomes of texts of unequal length, or pack a micro-batch otherwise than was measured. From an evaluation follows no
+    training.
     """
+    if request is not None and request.mode == "eval":
+        return []
     lora = None if request is None else request.training.lora
     batching = None if request is None else request.batching_of_texts
     has_mesh = recommendation.plan is not None and not recommendation.plan.mesh.is_data_parallel
@@ -78,7 +83,18 @@ def formats_for(recommendation: Recommendation, request: ExplorationRequest | No
         and TRAINERS[known.trainer].lacks_adapters(lora) is None
         and (batching is None or batching in TRAINERS[known.trainer].batchings)
         and (request is None or not has_other_rows(TRAINERS[known.trainer], request, attention, size))
+        and (request is None or not _lacks_what_is_fixed(TRAINERS[known.trainer], told, request))
     ]
+
+
+def _lacks_what_is_fixed(trainer: Trainer, told: Candidate, request: ExplorationRequest) -> bool:
+    """Whether the trainer cannot be told the optimizer, or what the answer has in common with all that was explored."""
+    fixed = {"optimizer"}
+    if min(request.devices.context_parallel_sizes, default=1) > 1:
+        fixed.add("context_parallel")
+    if Sharding.NONE not in request.space.sharding_choices:
+        fixed.add("adapters")
+    return not fixed.isdisjoint(find_missing(trainer, told, request, None))
 
 
 def export(name: str, exploration: ExportSource) -> ExportDocument:

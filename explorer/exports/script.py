@@ -58,6 +58,13 @@ def optimizer_notes(settings: TrainerSettings) -> list[str]:
     return [] if settings.is_own_code else [f"in the script: {OPTIMIZERS[settings.optimizer]}, as measured"]
 
 
+def other_optimizer_notes(settings: TrainerSettings) -> list[str]:
+    """Return the optimizer that was measured, if it is not AdamW, for a file that leaves the trainer its own."""
+    if settings.is_own_code or settings.optimizer == "adamw":
+        return []
+    return [f"optimizer: measured with {OPTIMIZERS[settings.optimizer]}, which this file does not set"]
+
+
 def length_notes(settings: TrainerSettings) -> list[str]:
     """Return the tokens of a sequence, which the memory depends on."""
     return [f"in the script: sequences of {settings.seq_length} tokens, as measured"] if settings.states_length else []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from bexp.explorer.exports.document import ExportDocument, shell_export
 from bexp.explorer.exports.exploration import ExportError
+from bexp.explorer.exports.script import other_optimizer_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.records.plan import MeshPlan
@@ -75,6 +76,7 @@ def _render(settings: TrainerSettings, batch: Flags) -> ExportDocument:
         flags.append(("--compile.no-enable",))
     flags.append((f"activation_checkpoint:{'full' if settings.recompute is Recompute.FULL else 'none'}",))
     notes = [f'run: ... --module MODULE --config CONFIG "${{{VARIABLE}[@]}}", with a config of this model']
+    notes += other_optimizer_notes(settings)
     piped = settings.mesh is not None and settings.mesh.mesh.pipeline > 1
     if not piped:  # a pipeline runs all micro-batches of a step as one batch
         notes += gathering_notes(settings)

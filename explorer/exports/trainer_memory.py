@@ -5,7 +5,7 @@ from __future__ import annotations
 from bexp.explorer.cost_model.parameters import count_parameters
 from bexp.explorer.cost_model.step import static_parts
 from bexp.explorer.records.device_report import DeviceReport
-from bexp.explorer.search.trainer_terms import compute_dtype, measured_precision, precision_of
+from bexp.explorer.search.trainer_terms import compute_dtype, lost_formats, measured_precision, precision_of
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.model import DType
 from bexp.explorer.spec.parts import ExploredModel, ModelParts
@@ -24,12 +24,23 @@ def unmeasured_bytes(
     """
     told, measured = precision_of(trainer, request, report, candidate), measured_precision(request, report)
     model = request.model if report is None or report.parts is None else report.parts
-    if told == measured or model is None:
+    is_told = told == measured and not lost_formats(trainer, request, report, candidate)
+    if is_told or model is None:
         return 0
     at_level = request.sharded(candidate.sharding)
-    state, transient = _state_bytes(model, at_level, measured, told)
+    state, transient = _state_bytes(model, _with_kept_formats(trainer, at_level), measured, told)
     activations = peak_bytes - _state_bytes(model, at_level, measured, measured)[0]
+    if told == measured:
+        transient = 0  # the measured step had as much
     return max(0, state + max(activations, transient) - peak_bytes)
+
+
+def _with_kept_formats(trainer: Trainer, request: ExplorationRequest) -> ExplorationRequest:
+    """Return the request with gradients and moments in the formats that a trainer keeps by itself."""
+    optimizer = request.training.optimizer
+    kept = {"state_dtype": None, "grad_dtype": optimizer.grad_dtype if trainer.float32_gradients else None}
+    training = request.training.model_copy(update={"optimizer": optimizer.model_copy(update=kept)})
+    return request.model_copy(update={"training": training})
 
 
 def full_logits_bytes(request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate) -> int:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from bexp.explorer.exports.exploration import ExportError, ExportSource
-from bexp.explorer.exports.header import count_recomputed, header_lines, seq_length_of
+from bexp.explorer.exports.header import header_lines, nearest_policy, recomputed_indices, seq_length_of
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.records.plan import MeshPlan
 from bexp.explorer.search.trainer_terms import (
@@ -42,9 +42,10 @@ class TrainerSettings:
     `batch_size` counts the sequences of a step over all devices; it and `grad_accum_steps` are None if the request
     states no batch. `precision` is `pure` (weights in `dtype`), `autocast` (float32 weights), or `master` (weights in
     `dtype` with float32 master weights). `recompute` is `none`, `full`, or a policy that the trainer has.
-    `num_recomputed_layers` layers are recomputed as a whole. `attention` and `experts` have the transformers library's
-    names; None is the trainer's own choice. `tokens_per_sequence` is the mean of texts of unequal length, None if they
-    were measured full. `header` says, line by line, where it comes from, what was lost and what else must be set.
+    `recomputed_layers` are the indices of those recomputed as a whole. `attention` and `experts` have the names of the
+    transformers library; None is the trainer's own choice. `tokens_per_sequence` is the mean of texts of unequal
+    length, None if they were measured full. `header` says, line by line, where it comes from, what was lost and what
+    else must be set.
     """
 
     model_name: str
@@ -60,7 +61,7 @@ class TrainerSettings:
     micro_batch_size: int
     grad_accum_steps: int | None
     recompute: Recompute
-    num_recomputed_layers: int
+    recomputed_layers: tuple[int, ...]
     attention: str | None
     experts: str | None
     chunked_loss: bool
@@ -128,7 +129,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
     sharding = sharding_of(candidate, request)
     recompute = candidate.recompute
     if "recompute" in missing:
-        recompute = trainer.nearest_policy(recompute, count_recomputed(request, report, Recompute.FULL))
+        recompute = nearest_policy(trainer, recompute, request, report)
     return TrainerSettings(
         model_name=request.explored.name,
         has_experts=candidate.expert_backend is not None,
@@ -143,7 +144,7 @@ def build_settings(name: TrainerName, format_name: str, exploration: ExportSourc
         micro_batch_size=candidate.micro_batch_size,
         grad_accum_steps=choice.grad_accum_steps,
         recompute=recompute,
-        num_recomputed_layers=count_recomputed(request, report, recompute),
+        recomputed_layers=recomputed_indices(request, report, recompute),
         attention=None if "attention" in missing else attention_name(candidate, report),
         experts=None if "experts" in missing else experts_name(candidate),
         chunked_loss=has_chunked_loss(candidate, request) and "loss" not in missing,

@@ -13,7 +13,7 @@ from bexp.explorer.exports.script import length_notes, model_notes
 from bexp.explorer.exports.sharding_communication import gathering_notes, reduces_each_batch
 from bexp.explorer.exports.trainer_settings import TrainerSettings
 from bexp.explorer.spec.candidate import Recompute
-from bexp.explorer.spec.optimizers import LIBRARY_NAMES
+from bexp.explorer.spec.optimizers import LIBRARY_ARGUMENTS, LIBRARY_NAMES
 from bexp.explorer.spec.trainer import HALF_NAMES
 from bexp.explorer.spec.training import Sharding
 
@@ -54,8 +54,11 @@ def batch_fields(settings: TrainerSettings) -> dict[str, Any]:
 
 
 def optimizer_fields(settings: TrainerSettings, field: str = "optim") -> dict[str, Any]:
-    """Return the optimizer that was measured; none for a person's own code."""
-    return {} if settings.is_own_code else {field: LIBRARY_NAMES[settings.optimizer]}
+    """Return the optimizer that was measured, with its momentum; none for a person's own code."""
+    if settings.is_own_code:
+        return {}
+    arguments = LIBRARY_ARGUMENTS.get(settings.optimizer)
+    return {field: LIBRARY_NAMES[settings.optimizer], **({} if arguments is None else {"optim_args": arguments})}
 
 
 def model_fields(settings: TrainerSettings) -> dict[str, Any]:

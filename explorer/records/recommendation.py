@@ -244,6 +244,11 @@ class Recommendation(Frozen):
         """The tokens/s to expect of one device: those of the whole model if it was run, else the composed ones."""
         return self.tokens_per_second if self.whole_model is None else self.whole_model.tokens_per_second
 
+    @property
+    def expected_peak_bytes(self) -> int:
+        """The peak to expect of one device: that of the whole model if it was run, else the composed one."""
+        return self.measured_peak_bytes if self.whole_model is None else self.whole_model.measurement.peak_bytes
+
     def ratio_text(self, ratio: float, decimals: int = 2) -> str:
         """Return a ratio of throughputs, such as `1.25x`.
 

@@ -6,10 +6,10 @@ from bexp.explorer.cost_model.part_costs import LOSSES_WITHOUT_LOGITS
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.execution import Kernels
-from bexp.explorer.spec.model import DType
+from bexp.explorer.spec.model import DType, LayerKind
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
-from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
+from bexp.explorer.spec.trainer import SHARES, TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
 from bexp.explorer.spec.training import Precision, Sharding
 
 
@@ -97,10 +97,32 @@ def precision_of(
     return "autocast" if measured == "master" and "autocast" in trainer.precisions else trainer.precisions[0]
 
 
+def layers_differ(request: ExplorationRequest, report: DeviceReport | None) -> bool:
+    """Whether the layers are of more than one kind, so that it matters which of them are recomputed."""
+    if request.model is not None:
+        return 0 < request.model.count_layers(LayerKind.MOE) < request.model.num_layers
+    return report is not None and report.parts is not None and len(set(report.parts.layers)) > 1
+
+
 def halves_experts(trainer: Trainer, report: DeviceReport | None) -> bool:
     """Whether experts stayed plain beside quantised weights, in float32, and a trainer keeps them in half precision."""
     weights = () if report is None or report.parts is None else report.parts.weights
     return trainer.halves_experts and any(one.kind == "experts" and not one.quantized_bytes for one in weights)
+
+
+def lost_formats(
+    trainer: Trainer, request: ExplorationRequest, report: DeviceReport | None, candidate: Candidate
+) -> list[str]:
+    """Return the number formats of gradients and moments that the request states and a trainer keeps otherwise."""
+    if request.target_name != BEXP:
+        return []
+    optimizer, dtype = request.training.optimizer, compute_dtype(request, report)
+    told = precision_of(trainer, request, report, candidate)
+    moments = dtype if told == "pure" else DType.FLOAT32
+    sums = told == "autocast" or (trainer.float32_gradients and dtype is DType.BFLOAT16)
+    gradients = DType.FLOAT32 if sums else dtype
+    stated = (("gradients", optimizer.grad_dtype, gradients), ("optimizer states", optimizer.state_dtype, moments))
+    return [f"{what} in {asked}" for what, asked, kept in stated if asked not in (None, kept)]
 
 
 def keeps_other_formats(
@@ -119,12 +141,14 @@ def find_missing(
     """Return the dimensions of `candidate` that `trainer` cannot be told, each in words."""
     attention, experts = attention_name(candidate, report), experts_name(candidate)
     sharding, layout = sharding_of(candidate, request), candidate.context_parallel_layout
-    on_host = candidate.recompute is Recompute.OFFLOAD
+    on_host, policy = candidate.recompute is Recompute.OFFLOAD, candidate.recompute
+    differ = trainer.is_every_nth and policy in SHARES and layers_differ(request, report)
+    has_policy = trainer.has_policy(policy, layers_differ=differ)
     is_default = report is not None and candidate.expert_backend == report.default_experts
     missing = {
         "bta_tile": candidate.bta_tile is not None and not trainer.tiles,
-        "recompute": not (trainer.has_policy(candidate.recompute) or on_host),
-        "offload": not trainer.has_policy(candidate.recompute) and on_host,  # nothing else is known to need as little
+        "recompute": not (has_policy or on_host),
+        "offload": not has_policy and on_host,  # nothing else is known to need as little
         "attention": attention is not None and attention not in trainer.attention,
         "experts": experts is not None and not is_default and experts not in trainer.experts,
         "loss": has_chunked_loss(candidate, request) and not trainer.chunked_loss,
@@ -132,8 +156,8 @@ def find_missing(
         "graph": is_replayed(candidate, request) and not trainer.graphs,
         "kernels": candidate.kernels is Kernels.LIGER and not trainer.liger,
         "sharding": sharding not in trainer.sharding,
+        "adapters": trainer.lacks_sharded_adapters(request.training.lora, sharding),
         "context_parallel": layout is not None and layout not in trainer.layouts,
-        "settings": candidate.settings is not None,
         "precision": _is_other_precision(trainer, request, report, candidate),
         "rows": has_other_rows(trainer, request, attention, candidate.micro_batch_size),
         "optimizer": not trainer.has_optimizer(request.training.optimizer.of_library),
@@ -142,7 +166,7 @@ def find_missing(
         return {}
     words = {
         "bta_tile": f"attention tiles of {candidate.bta_tile} sequences",
-        "recompute": f"the recomputation policy '{candidate.recompute}'",
+        "recompute": f"the recomputation policy '{policy}'{' of layers that differ' if differ else ''}",
         "offload": "activations in the host's memory (recomputation 'offload')",
         "attention": f"the attention kernel '{attention}'",
         "experts": f"the expert kernels '{experts}'",
@@ -151,8 +175,8 @@ def find_missing(
         "graph": "micro-steps as CUDA graphs",
         "kernels": "the kernels of liger",
         "sharding": f"the sharding level '{sharding}'",
+        "adapters": f"LoRA with the sharding level '{sharding}'",
         "context_parallel": f"{candidate.context_parallel_size} devices that share each sequence in layout '{layout}'",
-        "settings": f"the target's own setting '{candidate.settings}'",
         "optimizer": f"the optimizer '{request.training.optimizer.name}'",
         "rows": f"packed rows as attention '{attention}' was measured with them, at micro-batch "
         f"{candidate.micro_batch_size}",

@@ -45,8 +45,8 @@ class _Model:
         """Return the policies of `allowed` without those that are known to recompute the same layers as another."""
         return in_order(allowed)
 
-    def count_recomputed(self, recompute: Recompute) -> int | None:
-        """Return how many layers a policy recomputes as a whole, where it is known."""
+    def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...] | None:
+        """Return, for each layer, whether a policy recomputes it as a whole, where it is known."""
         return None
 
 
@@ -131,9 +131,9 @@ class Shapes(_Model):
         """Return the policies of `allowed` without those that recompute the same layers as another."""
         return distinct_policies(self.model, allowed)
 
-    def count_recomputed(self, recompute: Recompute) -> int:
-        """Return how many layers a policy recomputes as a whole."""
-        return sum(recomputed_layers(self.model, recompute))
+    def recomputed_layers(self, recompute: Recompute) -> tuple[bool, ...]:
+        """Return, for each layer, whether a policy recomputes it as a whole."""
+        return recomputed_layers(self.model, recompute)
 
 
 Explored = Shapes | HuggingFaceConfig | OwnModel

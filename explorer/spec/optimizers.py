@@ -80,6 +80,8 @@ LIBRARY_NAMES: Mapping[str, str] = {
     if name not in LIBRARY or not LIBRARY[name].is_on_host
 }
 """The transformers library's names of the optimizers that are measured, where it has them."""
+LIBRARY_ARGUMENTS: Mapping[str, str] = {"sgd": "momentum=0.9"}
+"""What `TrainingArguments.optim_args` has to say, where the library's own choice is not what is measured."""
 ON_HOST_NOTE = (
     "optimizer: pass Trainer(optimizer_cls_and_kwargs=(torchao.optim.CPUOffloadOptimizer, "
     '{"optimizer_class": torch.optim.AdamW, "lr": ...})) and max_grad_norm=0, because it takes gradients to the host '

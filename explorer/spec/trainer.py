@@ -63,18 +63,21 @@ class Trainer:
 
     Kernels have the transformers library's names. What the trainer uses by itself need not be named: attention and
     experts of the base are always expressible. `first_layers` and `layer_groups` are the policies `layers_N` and
-    `groups_N`. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any cannot
-    be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
+    `groups_N`. A share of the layers `is_every_nth`, where the first of them are measured: only layers of one kind make
+    both the same. `layouts` are those of context parallelism, `schedules` those of pipelines; a trainer without any
+    cannot be told a mesh. `capacity` says that it can be told a capacity factor of experts, which is part of the model.
     `lora` says that it can be told adapters, in its file or in its script, `adapted_parameters` that it can be told
-    those of single parameters, such as experts in one tensor, `optimizers` that it can be told those of other
-    libraries, and `host_optimizer` that it can be told one that steps in the host's memory. It `flattens` a packed
-    micro-batch into one row for any attention; `largest_packed` has the largest micro-batch that an attention packs as
-    it was measured, where that is limited. `targets` are the targets whose
+    those of single parameters, such as experts in one tensor, `sharded_adapters` that it can shard a model which has
+    them in a number format of their own, `fractional_alpha` that their alpha need be no whole number, `optimizers` that
+    it can be told those of other libraries, and `host_optimizer` that it can be told one that steps in the host's
+    memory. It `flattens` a packed micro-batch into one row for any attention; `largest_packed` has the largest
+    micro-batch that an attention packs as it was measured, where that is limited. `targets` are the targets whose
     measured code it runs; for others an export promises no tokens/s. The first of `precisions`, and `allocator`, are
     what it keeps where a request states nothing. Beside `upcast_attention` it casts norms, embeddings, output layer and
     routers to float32, unless it trains adapters or shards: precision `upcast`. `halves_adapters` says that it casts
-    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which
-    stay plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so.
+    what it trains of a quantised model to bfloat16, `halves_experts` that it keeps experts in half precision which stay
+    plain beside quantised weights, and `halves_shell` that it keeps norms, embeddings and output layer so. With
+    `float32_gradients`, those of half-precision weights are summed in float32.
     """
 
     title: str
@@ -83,6 +86,7 @@ class Trainer:
     policies: frozenset[Recompute] = frozenset({Recompute.NONE, Recompute.FULL})
     first_layers: bool = False
     layer_groups: bool = False
+    is_every_nth: bool = False
     sharding: frozenset[Sharding] = frozenset({Sharding.NONE, Sharding.ZERO2, Sharding.ZERO3})
     layouts: frozenset[str] = frozenset()
     schedules: frozenset[Schedule] = frozenset()
@@ -94,6 +98,8 @@ class Trainer:
     liger: bool = False
     lora: bool = True
     adapted_parameters: bool = True
+    sharded_adapters: bool = True
+    fractional_alpha: bool = True
     optimizers: bool = False
     host_optimizer: bool = False
     targets: frozenset[str] = frozenset()
@@ -105,6 +111,7 @@ class Trainer:
     halves_adapters: bool = False
     halves_experts: bool = False
     halves_shell: bool = False
+    float32_gradients: bool = False
     allocator: Literal["default", "expandable_segments"] = "default"
 
     def lacks_adapters(self, lora: LoRASpec | None) -> str | None:
@@ -113,7 +120,13 @@ class Trainer:
             return "LoRA"
         if lora is not None and lora.target_parameters is not None and not self.adapted_parameters:
             return "LoRA of single parameters"
+        if lora is not None and not self.fractional_alpha and not float(lora.alpha or lora.r).is_integer():
+            return f"a LoRA alpha that is no whole number ({lora.alpha:g})"
         return None
+
+    def lacks_sharded_adapters(self, lora: LoRASpec | None, level: Sharding) -> bool:
+        """Return whether there are adapters, and it cannot shard a model that has them."""
+        return lora is not None and level is not Sharding.NONE and not self.sharded_adapters
 
     def has_optimizer(self, known: LibraryOptimizer | None) -> bool:
         """Return whether it can be told an optimizer of another library; None is torch's AdamW or SGD."""
@@ -124,18 +137,19 @@ class Trainer:
         """Return whether it can keep all weights in float32, as weights or as master weights."""
         return not {"autocast", "master"}.isdisjoint(self.precisions)
 
-    def has_policy(self, policy: Recompute) -> bool:
-        """Return whether it can be told a recomputation policy."""
+    def has_policy(self, policy: Recompute, *, layers_differ: bool = False) -> bool:
+        """Return whether it can be told a recomputation policy of a model whose layers may be of several kinds."""
         if policy.is_numbered:
             return self.first_layers if policy.first_layers is not None else self.layer_groups
-        return policy in self.policies
+        return policy in self.policies and not (layers_differ and self.is_every_nth and policy in SHARES)
 
-    def nearest_policy(self, policy: Recompute, num_layers: int) -> Recompute:
+    def nearest_policy(self, policy: Recompute, num_layers: int, *, layers_differ: bool = False) -> Recompute:
         """Return the policy that recomputes the fewest layers, and at least as many, so that what fitted still fits.
 
         A policy by operation or by groups becomes `full`. It is `none` for a trainer that recomputes nothing.
         """
-        by_share = sorted((one for one in self.policies if one.layer_share > 0), key=lambda one: one.layer_share)
+        told = (one for one in self.policies if self.has_policy(one, layers_differ=layers_differ))
+        by_share = sorted((one for one in told if one.layer_share > 0), key=lambda one: one.layer_share)
         if policy.first_layers is not None:
             by_share = [one for one in by_share if one.layer_share * num_layers >= policy.first_layers] or by_share[-1:]
         else:
@@ -155,6 +169,7 @@ _LIBRARY_TRAINER = Trainer(
     attention=LIBRARY_ATTENTION,
     experts=LIBRARY_EXPERTS,
     policies=frozenset({Recompute.NONE, Recompute.PARTIAL_25, Recompute.PARTIAL_50, Recompute.FULL}),
+    is_every_nth=True,
     targets=_LIBRARY_RUNS_IT,
 )
 _PIPELINES = frozenset({Schedule.ONE_F_ONE_B, Schedule.INTERLEAVED})
@@ -220,9 +235,11 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
         lora=False,
         batchings=frozenset(),
         precisions=("master",),
+        float32_gradients=True,
     ),
     TrainerName.LIGHTNING: Trainer(
         title="Lightning",
+        sharded_adapters=False,  # its FSDP makes one tensor of a layer's parameters
         optimizers=True,
         attention=frozenset({TORCH_CHOICE}) | TORCH_KERNELS,
         experts=LIBRARY_EXPERTS,
@@ -233,6 +250,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.AXOLOTL: Trainer(
         title="Axolotl",
+        fractional_alpha=False,
         optimizers=True,
         attention=LIBRARY_ATTENTION,
         experts=LIBRARY_EXPERTS,
@@ -243,6 +261,7 @@ TRAINERS: Mapping[TrainerName, Trainer] = {
     ),
     TrainerName.LLAMAFACTORY: Trainer(
         title="LLaMA-Factory",
+        fractional_alpha=False,
         optimizers=True,
         attention=frozenset({TORCH_CHOICE, "eager", "flash_attention_2", "flash_attention_3"}),
         largest_packed={"flash_attention_2": 1, "flash_attention_3": 0},  # one row alone, and another mask

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from bexp.explorer.spec.base import RuleError
 from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType
-from bexp.explorer.spec.target import TRANSFORMERS
+from bexp.explorer.spec.target import BEXP, TRANSFORMERS
 from bexp.explorer.spec.trainer import DEFAULT_EXPERTS, TORCH_KERNELS, TRAINERS, Trainer, TrainerName, library_experts
-from bexp.explorer.spec.training import Precision
+from bexp.explorer.spec.training import OptimizerSpec, Precision
 
 if TYPE_CHECKING:
     from bexp.explorer.spec.request import ExplorationRequest
@@ -114,14 +114,30 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
             yield "training.optimizer.master_dtype", "float32 master weights"
         if not keeps and "pure" not in trainer.precisions:
             yield "training.optimizer.master_dtype", "training without float32 master weights"
+    if request.model is not None and request.target_name == BEXP:
+        yield from _beyond_the_formats(training.optimizer, request.model.dtype, trainer)
+
+
+def _beyond_the_formats(optimizer: OptimizerSpec, dtype: DType, trainer: Trainer) -> Iterator[tuple[str, str]]:
+    is_wide = optimizer.has_master(dtype)
+    sums = (trainer.float32_gradients and dtype is DType.BFLOAT16) or (
+        is_wide and trainer.keeps_float32 and "master" not in trainer.precisions
+    )
+    if optimizer.state_dtype not in (None, DType.FLOAT32 if is_wide else dtype):
+        yield "training.optimizer.state_dtype", f"optimizer states in {optimizer.state_dtype}"
+    if optimizer.grad_dtype not in (None, DType.FLOAT32 if sums else dtype):
+        yield "training.optimizer.grad_dtype", f"gradients in {optimizer.grad_dtype}"
 
 
 def _beyond_a_device(request: ExplorationRequest, trainer: Trainer) -> Iterator[tuple[str, str]]:
     levels, given = request.sharding_levels, request.training.sharding
     named = (given,) if levels is None else () if levels == "explore" else levels
+    field = "training.sharding" if levels is None else "sharding_levels"
     for level in named:
         if level not in trainer.sharding:
-            yield "training.sharding" if levels is None else "sharding_levels", f"the sharding level '{level}'"
+            yield field, f"the sharding level '{level}'"
+        elif trainer.lacks_sharded_adapters(request.training.lora, level):
+            yield field, f"LoRA with the sharding level '{level}'"
     if max(request.devices.context_parallel_sizes, default=1) > 1 and not trainer.layouts:
         yield "context_parallel.sizes", "devices that share a sequence"
     if not request.devices.has_mesh:

@@ -8,11 +8,14 @@ import torch
 
 for path in sorted(Path(sys.argv[1]).iterdir()):
     code = path.read_text().replace('accelerator="gpu"', 'accelerator="cpu"').replace("devices=8", "devices=1")
+    code = code.replace("num_nodes != 8", "num_nodes != 1")
     scope: dict[str, Any] = {}
     exec(compile(code, path.name, "exec"), scope)
     if "FSDPStrategy" in scope:  # Lightning makes one only where there is a GPU
         strategy = code.split("strategy=", 1)[1].split(",\n")[0]
-        eval(strategy, scope)
+        made = eval(strategy, scope | {"layer_class": torch.nn.Linear})
+        policy = made.kwargs["auto_wrap_policy"]
+        assert policy(module=torch.nn.Linear(1, 1), recurse=False, nonwrapped_numel=0), path.name
     else:
         trainer = scope["make_trainer"](logger=False, enable_checkpointing=False, barebones=False)
         processes = 8 if "devices=8" in path.read_text() else 1

@@ -286,6 +286,10 @@ def test_the_answer_ends_with_the_commands_that_use_it(target: str, is_applied: 
     assert dict(zip(labels, rows, strict=True))["for a trainer"][1].startswith(
         "bexp best job1 --format NAME, where NAME is"
     )
+    if target == "transformers":
+        document["request"]["mode"] = "eval"
+        evaluated = usage_rows(Exploration.model_validate(document), ANSWER, RECOMMENDATION)
+        assert not any("--format" in line for line in evaluated), "no training follows from it"
 
 
 class Listed:

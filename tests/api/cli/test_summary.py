@@ -6,7 +6,9 @@ from typing import Any
 
 import pytest
 
+from bexp.api.examples import RUN_REPORT
 from bexp.explorer.answers.answer import render_answer
+from bexp.explorer.answers.runs import render_run_report
 from bexp.explorer.answers.summary import render_summary
 from bexp.explorer.records.recommendation import (
     CORES_ARE_SHARED,
@@ -16,10 +18,11 @@ from bexp.explorer.records.recommendation import (
     VariantAnswer,
     WholeModelCheck,
 )
+from bexp.explorer.records.run_report import RunReport
 from bexp.explorer.spec.candidate import Candidate
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import OWN_ATTENTION
-from tests.api.cli.samples import ANSWER, BASE, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
+from tests.api.cli.samples import ANSWER, BASE, GIB, RECOMMENDATION, REQUEST, TINY, UNDIVIDED
 
 
 def summary(best: Recommendation = RECOMMENDATION, request: ExplorationRequest | None = REQUEST, **more: Any) -> str:
@@ -40,6 +43,15 @@ def test_six_lines_say_what_to_run_and_what_it_gains() -> None:
     assert said[3] == "5.0 GiB at the peak, 6.0 GiB with reserve, of 8.0 GiB"
     assert said[4] == "87 out of 100 that nothing is more than 1% faster"
     assert said[5].startswith("`bexp best a1b2 --json > best.json` for bexp.apply, --format NAME for a trainer")
+
+
+@pytest.mark.parametrize(("whole", "peak"), [(RECOMMENDATION.whole_model, 5.0), (None, 4.75)])
+def test_a_real_run_is_compared_with_the_figures_of_the_answer(whole: WholeModelCheck | None, peak: float) -> None:
+    best = RECOMMENDATION.model_copy(update={"whole_model": whole})
+    assert f"memory {peak:.1f} GiB at the peak" in summary(best)
+    reached = {"tokens_per_second": best.expected_tokens_per_second, "peak_bytes": round(peak * GIB)}
+    ran = RunReport.model_validate(RUN_REPORT["report"] | {"micro_batch_size": 4} | reached)
+    assert render_run_report(ran, best).endswith("1.00x the promised speed, 1.00x the promised peak")
 
 
 def test_nothing_to_change_is_said_as_it_is() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -97,6 +98,14 @@ def test_a_batch_of_a_device_gives_way_to_steps(files: Path) -> None:
     (files / "axolotl").write_text(FILES["axolotl"][1].replace("gradient_accumulation_steps: 8", "batch_size: 16"))
     after = yaml.safe_load(written(files, "axolotl", PLAIN)[0])
     assert (after["batch_size"], after["gradient_accumulation_steps"]) == (None, 4)
+
+
+def test_the_momentum_of_the_file_stays(files: Path) -> None:
+    for added, kept in (("", None), ("\noptim_args: momentum=0.95", "momentum=0.95")):
+        text = re.sub("optim: .*", f"optim: sgd{added}", FILES["llamafactory, full"][1])
+        (files / "llamafactory, full").write_text(text)
+        after = yaml.safe_load(written(files, "llamafactory, full", PLAIN)[0])
+        assert (after["optim"], after.get("optim_args")) == ("sgd", kept)
 
 
 def test_keys_of_what_was_not_measured_become_null_and_are_named(files: Path) -> None:

@@ -77,7 +77,10 @@ def test_accumulation_is_left_to_the_trainer_where_no_batch_was_stated() -> None
 
 def test_the_optimizer_is_the_measured_one() -> None:
     told = told_of({"optimizer": {"name": "sgd"}})
-    assert bexp.training_arguments(told)["optim"] == "sgd"
+    fields = bexp.training_arguments(told)
+    assert (fields["optim"], fields["optim_args"]) == ("sgd", "momentum=0.9")
+    assert bexp.training_arguments(told, optim_args="momentum=0.5")["optim_args"] == "momentum=0.5"
+    assert "optim_args" not in bexp.training_arguments(told, optim="adafactor")
 
 
 def test_texts_are_grouped_by_length_where_that_was_measured(caplog: pytest.LogCaptureFixture) -> None:

@@ -76,9 +76,12 @@ def exploration(
     )
 
 
-def own_exploration(seq_length: int, **changes: Any) -> ExportSource:
-    """An exploration of a target that a person has written; `seq_length` is 1 if it states none."""
-    best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1)
+def own_exploration(seq_length: int, settings: str | None = None, **changes: Any) -> ExportSource:
+    """An exploration of a target that a person has written; `seq_length` is 1 if it states none.
+
+    `settings` is the answer's choice among those of the target.
+    """
+    best = Candidate(micro_batch_size=4, attention_backend=OWN_ATTENTION, num_query_groups=1, settings=settings)
     found = exploration(best, hf_config=None, hf_seq_length=None, target="mine", batch_size=16, **changes)
     parts = PARTS.model_copy(update={"target": "mine", "target_version": "1.0", "seq_length": seq_length})
     assert found.report is not None

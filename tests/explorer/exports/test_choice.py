@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -13,10 +14,11 @@ from bexp.explorer.exports.registry import FORMATS, export, formats_for
 from bexp.explorer.exports.trainer_settings import TrainerSettings, build_settings
 from bexp.explorer.records.measurement import Measurement, Outcome
 from bexp.explorer.records.trial import Trial, TrialKind
+from bexp.explorer.search.legal_space import expressible
 from bexp.explorer.spec.candidate import Candidate, Recompute
 from bexp.explorer.spec.trainer import TRAINERS, TrainerName
 from bexp.explorer.spec.training import Sharding
-from tests.explorer.exports.samples import GIB, OURS, candidate, exploration
+from tests.explorer.exports.samples import GIB, OURS, candidate, exploration, own_exploration
 from tests.explorer.exports.simulated import (
     LOGIT_BYTES,
     NUM_PARAMETERS,
@@ -162,6 +164,17 @@ def test_a_trainer_without_adapters_refuses_lora(name: str) -> None:
     assert {"transformers", "axolotl"} <= set(formats_for(answer.recommendation, answer.request))
 
 
+@pytest.mark.parametrize("name", ["llamafactory", "axolotl"])
+def test_an_alpha_that_a_trainer_would_round_is_refused(name: str) -> None:
+    answer = exploration(training={"lora": LORA | {"alpha": 12.5}})
+    with pytest.raises(ExportError, match=r"cannot be told a LoRA alpha that is no whole number \(12.5\)"):
+        plan(answer, name)
+    assert any("lora_alpha=12.5" in line for line in export("transformers", answer).header)
+    assert answer.recommendation is not None
+    offered = formats_for(answer.recommendation, answer.request)
+    assert name not in offered and "transformers" in offered
+
+
 def test_full_logits_have_to_fit_without_trials_too() -> None:
     size = 24 * 4096 * LOGIT_BYTES
     best = candidate(24, loss="chunked")
@@ -179,6 +192,30 @@ def test_a_policy_that_is_missing_becomes_one_that_recomputes_as_much() -> None:
     assert any("'partial_50' is used in place of 'layers_3'" in line for line in settings.header)
 
 
+@pytest.mark.parametrize("name", ["transformers", "trl"])
+def test_every_second_layer_is_not_the_first_half_where_layers_differ(name: str) -> None:
+    """The first layers were measured; the trainer would recompute those of one kind, here of each with a window."""
+    answer = exploration(candidate(recompute=Recompute.PARTIAL_50))
+    assert answer.request is not None
+    assert answer.report is not None
+    assert answer.report.parts is not None
+    window = answer.report.parts.kinds[0].model_copy(update={"name": "window"})
+    parts = {"kinds": (*answer.report.parts.kinds, window), "layers": ("window", "moe") * 8}
+    report = answer.report.model_copy(update={"parts": answer.report.parts.model_copy(update=parts)})
+    differing = replace(answer, report=report)
+    assert plan(answer, name).recompute is Recompute.PARTIAL_50
+    assert plan(differing, name).recompute is Recompute.FULL
+    header = "\n".join(plan(differing, name).header)
+    assert "cannot be told the recomputation policy 'partial_50' of layers that differ" in header
+    assert "'full' is used in place of 'partial_50'" in header
+    for other in ("python", "lightning"):
+        assert plan(differing, other).recompute is Recompute.PARTIAL_50
+    asked = answer.request.model_copy(update={"trainer": TrainerName(name)})
+    policies = [candidate(recompute=policy) for policy in (Recompute.NONE, Recompute.PARTIAL_50, Recompute.FULL)]
+    assert len(expressible(policies, lambda one: one, asked, report)) == 2
+    assert len(expressible(policies, lambda one: one, asked, answer.report)) == 3
+
+
 def test_sharding_that_a_trainer_lacks_becomes_the_next_level() -> None:
     answer = exploration(num_devices=8, training={"sharding": "zero1"})
     assert plan(answer).sharding is Sharding.ZERO2
@@ -193,6 +230,30 @@ def test_sequences_that_devices_share_are_told_where_the_layout_is_the_same() ->
     assert plan(answer, "megatron").grad_accum_steps == 512 // 8 // 4
     with pytest.raises(ExportError, match="2 devices that share each sequence in layout 'zigzag'"):
         plan(answer, "axolotl")
+
+
+SHARED = candidate(context_parallel_size=2, context_parallel_layout="zigzag")
+LORA: dict[str, Any] = {"r": 8, "target_modules": ["q_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        (exploration(mode="eval"), 0),
+        (exploration(SHARED, num_devices=8, context_parallel={"sizes": [2]}), 3),
+        (exploration(training={"optimizer": {"name": "adamw_cpu_offload"}}), 1),
+        (exploration(num_devices=8, training={"sharding": "zero2", "lora": LORA}), 7),
+        (own_exploration(64, "gradient_checkpointing=false"), len(FORMATS)),
+    ],
+    ids=["evaluation", "shared sequences", "optimizer", "sharded adapters", "a target's own setting"],
+)
+def test_the_formats_that_are_offered_are_those_that_can_be_made(answer: ExportSource, number: int) -> None:
+    assert answer.recommendation is not None
+    offered = formats_for(answer.recommendation, answer.request)
+    assert len(offered) == number
+    for name in FORMATS:
+        with nullcontext() if name in offered else pytest.raises(ExportError):
+            export(name, answer)
 
 
 def test_there_is_nothing_to_export_without_an_answer_for_training() -> None:

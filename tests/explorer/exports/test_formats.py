@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import json
 import shlex
 import subprocess
@@ -23,6 +22,8 @@ from tests.explorer.exports.simulated import simulated
 LEARNING = ("learning_rate", "lr_", "weight_decay", "warmup", "seed", "max_steps", "epochs", "adam_", "betas", "clip")
 """Parts of names that decide what is learnt."""
 
+SHAPES = {"num_layers": 10, "hidden_size": 64, "ffn_hidden_size": 64, "num_attention_heads": 8}
+SHAPES |= {"vocab_size": 64, "seq_length": 128}
 FULL = candidate(recompute=Recompute.FULL)
 
 
@@ -198,12 +199,17 @@ def test_length_and_optimizer_are_exported_or_stand_in_the_header() -> None:
         ("llamafactory", "optim", "cutoff_len"),
     ):
         values = yaml.safe_load(export(name, answer).text)
-        assert values[optimizer] == "sgd"
+        assert (values[optimizer], values["optim_args"]) == ("sgd", "momentum=0.9")
+        assert "optim_args" not in yaml.safe_load(export(name, exploration()).text)
         assert length is None or values[length] == 4096
     for name in ("accelerate", "deepspeed", "lightning"):
         header = "\n".join(export(name, answer).header)
         assert "torch.optim.SGD(..., momentum=0.9, fused=True), as measured" in header
         assert "sequences of 4096 tokens, as measured" in header
+    for name in ("megatron", "torchtitan", "torchtitan-main", "cerebras"):
+        noted = [line for line in export(name, answer).header if line.startswith("optimizer: measured with")]
+        assert len(noted) == 1 and "torch.optim.SGD(..., momentum=0.9, fused=True), which this file" in noted[0]
+        assert not any(line.startswith("optimizer:") for line in export(name, exploration()).header)
     assert flags(export("megatron", answer), "MEGATRON_FLAGS")[4:6] == ["--seq-length", "4096"]
     assert "--training.seq_len" in flags(export("torchtitan", answer), "TORCHTITAN_FLAGS")
     assert "texts: every sequence was measured full" in "\n".join(export("transformers", answer).header)
@@ -232,7 +238,11 @@ def test_a_script_is_told_whether_to_recompute(name: str) -> None:
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("master", ["float32", None])
 def test_what_a_targets_own_code_decides_is_left_to_it(name: str, master: str | None) -> None:
-    made = export(name, own_exploration(seq_length=64, training={"optimizer": {"master_dtype": master}}))
+    setting = "gradient_checkpointing=false"
+    made = export(name, own_exploration(64, setting, training={"optimizer": {"master_dtype": master}}))
+    assert f"your target's setting: {setting}" in made.header
+    plain = export(name, own_exploration(64))
+    assert not any("your target's setting" in line for line in plain.header)
     assert any("those of your own code" in line for line in made.header)
     if made.media_type in ("application/json", "application/yaml"):
         assert not yaml.safe_load(made.text).keys() & (OF_THE_CODE | PRECISION_FIELDS)
@@ -260,7 +270,8 @@ def test_the_python_module_holds_how_the_model_was_trained() -> None:
     read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
     assert (read.optimizer, read.dtype, read.autocast, read.master_weights) == ("sgd", "bfloat16", None, False)
     made = scope["training_arguments"](output_dir="out", use_cpu=True, gradient_accumulation_steps=3)
-    assert (made.optim, made.bf16, made.gradient_accumulation_steps) == ("sgd", False, 3)
+    assert (made.optim, made.optim_args, made.bf16) == ("sgd", "momentum=0.9", False)
+    assert made.gradient_accumulation_steps == 3
     exec(export("python", exploration(training={"precision": "master"})).text, scope)
     read = scope["bexp"].RecommendedSetup.read(scope["RECOMMENDATION"])
     assert (read.dtype, read.autocast) == ("float32", "bfloat16"), "bexp.apply has no master weights: the same bytes"
@@ -337,6 +348,20 @@ def test_what_is_exchanged_more_often_than_measured_is_said(name: str) -> None:
     assert len(lines["none"]) == (name == "torchtitan")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_the_query_groups_that_were_explored_are_exported(name: str) -> None:
+    shapes: dict[str, Any] = {"hf_config": None, "hf_seq_length": None, "model": SHAPES}
+    made = [
+        export(name, exploration(candidate(num_query_groups=2), num_query_groups=groups, **shapes))
+        for groups in (None, [2, 8])
+    ]
+    said = [any("model: this is for num_query_groups=2" in line for line in one.header) for one in made]
+    assert said == [False, True]
+    if name == "megatron":
+        told = ["--group-query-attention", "--num-query-groups", "2"]
+        assert [" ".join(told) in " ".join(flags(one, "MEGATRON_FLAGS")) for one in made] == [False, True]
+
+
 def test_megatron_says_that_it_keeps_gradients_in_float32() -> None:
     asked: dict[str, Any] = {"num_devices": 8, "training": {"optimizer": {"grad_dtype": "float32"}}}
     lines = [
@@ -397,29 +422,6 @@ def test_a_number_of_layers_becomes_a_policy_that_recomputes_as_many(recompute: 
     document = json.loads(found.text)
     assert document["activation_checkpointing"]
     assert document["activation_checkpointing_kwargs"].get("every_n_layers") == every
-
-
-def test_lightning_recomputes_the_first_layers() -> None:
-    code = export("lightning", exploration(candidate(recompute=Recompute("layers_3")))).text
-    assert "Recompute the first 3 of" in code
-    assert "index = i\n" in code
-    spread = export("lightning", exploration(candidate(recompute=Recompute.PARTIAL_25))).text
-    assert "index = i * len(layers) // count" in spread
-
-
-def test_lightning_has_functions_for_what_was_chosen_only() -> None:
-    best = candidate(attention_backend="sdpa:cudnn", recompute=Recompute.PARTIAL_25, execution="compile")
-    answer = exploration(best, execution=["eager", "compile"], allocator="expandable_segments", **SHARDED)
-    code = export("lightning", answer).text
-    functions = [node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)]
-    assert functions == ["make_trainer", "recompute", "compile_layers", "attention"]
-    assert "accumulate_grad_batches=8," in code
-    assert 'FSDPStrategy(sharding_strategy="FULL_SHARD")' in code
-    assert "SDPBackend.CUDNN_ATTENTION" in code
-    assert "count = 4\n" in code
-    assert code.index('PYTORCH_ALLOC_CONF"] =') < code.index("import lightning")
-    plain = ast.parse(export("lightning", exploration()).text)
-    assert [node.name for node in plain.body if isinstance(node, ast.FunctionDef)] == ["make_trainer"]
 
 
 def test_axolotl_and_llamafactory() -> None:

@@ -7,10 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from torch.nn import Parameter
 
 from bexp.explorer.exports.registry import export
 from bexp.explorer.spec.candidate import Recompute
+from bexp.workers.targets.transformers.training_run import TrainerOptimizer
 from tests.explorer.exports.samples import SHARDED, candidate, exploration
 
 pytest.importorskip("accelerate")
@@ -36,6 +39,19 @@ def test_transformers_takes_every_field_as_an_argument(precision: str, batch_siz
             by_fsdp = "activation_checkpointing" in (found.fsdp_config or {})
             assert (found.gradient_checkpointing or by_fsdp) is (recompute is not Recompute.NONE)
             assert found.optim == "adamw_torch_fused"
+
+
+@pytest.mark.parametrize("name", ["transformers", "llamafactory"])
+def test_the_trainer_makes_the_sgd_that_was_measured(name: str, tmp_path: Path) -> None:
+    from transformers import Trainer, TrainingArguments
+
+    fields = yaml.safe_load(export(name, exploration(training={"optimizer": {"name": "sgd"}})).text)
+    told = {key: value for key, value in fields.items() if key.startswith("optim")}
+    kind, arguments = Trainer.get_optimizer_cls_and_kwargs(TrainingArguments(str(tmp_path), use_cpu=True, **told))
+    theirs = kind([Parameter(torch.ones(1))], **arguments)
+    ours = TrainerOptimizer([Parameter(torch.ones(1))], "sgd")._optimizer
+    assert isinstance(ours, type(theirs))
+    assert theirs.defaults["momentum"] == ours.defaults["momentum"]
 
 
 def test_transformers_own_fields_in_a_file_of_llamafactory(tmp_path: Path) -> None:

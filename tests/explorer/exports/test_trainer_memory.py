@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from bexp.explorer.cost_model.parameters import count_parameters
-from bexp.explorer.exports.registry import export
+from bexp.explorer.exports.registry import FORMATS, export
 from bexp.explorer.exports.trainer_memory import unmeasured_bytes
 from bexp.explorer.records.device_report import DeviceReport
 from bexp.explorer.spec.request import ExplorationRequest
@@ -65,6 +66,37 @@ def test_shapes_without_master_weights_need_more_where_a_trainer_has_them(traine
     number = count_parameters(request.model)
     found = unmeasured_bytes(TRAINERS[TrainerName(trainer)], request, None, candidate(), 80 * number)
     assert found == bytes_each * number
+
+
+KEEP_FLOAT32 = FORMATS.keys() - {"axolotl"}
+"""Formats of trainers that step float32 weights, whose moments are in float32."""
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_each", "lost", "losing"),
+    [
+        ({"state_dtype": "bfloat16"}, dict.fromkeys(KEEP_FLOAT32, 4), "optimizer states in bfloat16", KEEP_FLOAT32),
+        ({"state_dtype": "float32"}, {}, "optimizer states in float32", {"axolotl"}),
+        ({"grad_dtype": "float32"}, {}, "gradients in float32", {"deepspeed", "axolotl"}),
+        ({}, {}, None, {}),
+    ],
+)
+def test_formats_of_moments_and_gradients_that_a_trainer_cannot_be_told_are_counted_and_named(
+    optimizer: dict[str, Any], bytes_each: dict[str, int], lost: str | None, losing: set[str]
+) -> None:
+    shapes: dict[str, Any] = {"hf_config": None, "hf_seq_length": None, "model": {**SHAPES, "seq_length": 128}}
+    answer = exploration(candidate(expert_backend=None), **shapes, training={"optimizer": optimizer})
+    answer = replace(answer, report=None)
+    assert answer.request is not None
+    assert answer.request.model is not None
+    number = count_parameters(answer.request.model)
+    for name, known in FORMATS.items():
+        found = unmeasured_bytes(TRAINERS[known.trainer], answer.request, None, candidate(), 80 * number)
+        assert found == bytes_each.get(name, 0) * number, name
+        lines = [line for line in export(name, answer).header if "states in" in line or "gradients in" in line]
+        told = [line for line in lines if line.startswith("lost:")]
+        assert len(told) == (name in losing), name
+        assert all(f"cannot be told {lost}" in line for line in told)
 
 
 def test_shapes_with_master_weights_need_no_more_as_float32_weights() -> None:

@@ -103,6 +103,14 @@ SHARED: dict[str, Any] = {"num_devices": 2, "batch_size": 64}
         ),
         (
             SHAPES,
+            "deepspeed",
+            {"training": {"optimizer": {"grad_dtype": "float32"}}},
+            "training.optimizer.grad_dtype",
+            "gradients in float32",
+            "megatron",
+        ),
+        (
+            SHAPES,
             "axolotl",
             {"training": {"optimizer": {"master_dtype": "float32"}}},
             "training.optimizer.master_dtype",
@@ -168,6 +176,13 @@ def test_a_schedule_that_a_trainer_lacks_is_refused(schedule: str | list[str]) -
     assert str(error) == "torchtitan cannot be told the pipeline schedule 'zb_h1'"
     assert build(named).trainer is None
     assert build({**named, "parallelism": {"pipeline": 2, "schedule": "1f1b"}}, "torchtitan")
+
+
+def test_states_in_a_format_that_no_trainer_keeps_are_refused() -> None:
+    states: dict[str, Any] = {"training": {"optimizer": {"state_dtype": "bfloat16"}}}
+    assert str(refusal(SHAPES, "deepspeed", **states)) == "DeepSpeed cannot be told optimizer states in bfloat16"
+    assert build(SHAPES, **states).trainer is None
+    assert build(SHAPES, "axolotl", **states), "it trains bfloat16 weights without master weights"
 
 
 def test_what_a_device_may_do_by_itself_need_not_be_told() -> None:

@@ -93,7 +93,7 @@ class PartsBuilder:
     @property
     def _inputs(self) -> ExpertInputs:
         if self._expert_inputs is None:
-            self._expert_inputs = ExpertInputs(self.skeleton, self._sequence)
+            self._expert_inputs = ExpertInputs(self.skeleton, self._sequence, seq_length=self.resolved.seq_length)
         return self._expert_inputs
 
     def _sequence(self, number: int) -> dict[str, Tensor]:

@@ -38,12 +38,13 @@ class _ExpertsReached(Exception):  # noqa: N818 - it ends a forward that has don
 class ExpertInputs:
     """Hidden states for the layers with experts of a skeleton.
 
-    `sequence(number)` is a micro-batch of one sequence. Each goes through the layers alone and waits on the host, so
-    that a part which is measured later has all of the device's memory.
+    `sequence(number)` is a micro-batch of one sequence of `seq_length` tokens. Each goes through the layers alone and
+    waits on the host, so that a part which is measured later has all of the device's memory.
     """
 
-    def __init__(self, skeleton: Skeleton, sequence: Callable[[int], Mapping[str, Tensor]]) -> None:
+    def __init__(self, skeleton: Skeleton, sequence: Callable[[int], Mapping[str, Tensor]], *, seq_length: int) -> None:
         self._skeleton = skeleton
+        self._seq_length = seq_length
         self._sequence = sequence
         self._representatives: dict[int, int] | None = None
         self._known: dict[int, list[Tensor]] = defaultdict(list)
@@ -61,13 +62,16 @@ class ExpertInputs:
             self._representatives = self._typical_layers()
         if representative not in self._representatives.values():
             return call
-        for number in range(len(self._known[representative]), min(texts.size, MOST_SEQUENCES)):
+        row_sequences = -(-texts.width // self._seq_length)  # a token budget makes rows that are longer than a sequence
+        num_sequences = texts.size * row_sequences
+        for number in range(len(self._known[representative]), min(num_sequences, MOST_SEQUENCES)):
             self._pass_through(number, self._representatives)
         rows = self._known[representative]
-        repeated = [rows[number % len(rows)] for number in range(texts.size)]
+        repeated = [rows[number % len(rows)] for number in range(num_sequences)]
         if not texts.is_whole:
-            shortened = torch.cat([row.narrow(1, 0, texts.width) for row in repeated])
-            return call.with_hidden(shortened.reshape(call.hidden.shape))
+            places = range(0, num_sequences, row_sequences)
+            filled = [torch.cat(repeated[at : at + row_sequences], 1).narrow(1, 0, texts.width) for at in places]
+            return call.with_hidden(torch.cat(filled).reshape(call.hidden.shape))
         pairs = zip(call.hidden.shape, rows[0].shape, strict=True)
         batch_axis = next((axis for axis, (size, of_one) in enumerate(pairs) if size != of_one), 0)
         return call.with_hidden(torch.cat(repeated, batch_axis))

@@ -27,7 +27,7 @@ from bexp.workers.targets.transformers.probe import SettingsProbe
 from bexp.workers.targets.transformers.resolved import ResolvedModel, resolve
 from bexp.workers.targets.transformers.target import TransformersTarget
 from tests.workers.profiler.trials.test_optimizer import OneSecond
-from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, open_target, request_for
+from tests.workers.targets.transformers.targets import CPU, HARDWARE, LLAMA, QWEN_MOE, open_target, request_for
 
 pytest.importorskip("transformers")
 
@@ -139,11 +139,15 @@ def test_padded_rows_end_where_their_texts_end() -> None:
     assert batch["labels"].ge(0).equal(batch["attention_mask"].bool())
 
 
-@pytest.mark.parametrize("batching", ["padded", "packed", "token_budget"])
+@pytest.mark.parametrize(
+    ("config", "batching"),
+    [(LLAMA, "padded"), (LLAMA, "packed"), (LLAMA, "token_budget"), (QWEN_MOE, "token_budget")],
+    ids=["padded", "packed", "token budget", "token budget with experts"],
+)
 def test_components_and_whole_models_are_measured_at_the_lengths_of_an_epoch(
-    batching: str, monkeypatch: pytest.MonkeyPatch
+    config: dict[str, Any], batching: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    request = request_for(lengths=LENGTHS, batching=batching)
+    request = request_for(config, lengths=LENGTHS, batching=batching)
     instruments = Instruments(CPU)
     instruments.timer = OneSecond()
     target = TransformersTarget(request, instruments)
