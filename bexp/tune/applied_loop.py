@@ -42,11 +42,12 @@ class _Loop:
         self._accumulates = False
 
     def resize(self, accelerator: Any, given: Any) -> None:
-        """Give a loader the size, if it is the first one; anything else stays as it is."""
-        is_loader = isinstance(given, DataLoader) and given.batch_size is not None
-        if not is_loader or self._accelerator or applied_trainer.made or isinstance(given.dataset, IterableDataset):
+        """Give a loader the size, if it is the first one and has a size; anything else stays as it is."""
+        if not isinstance(given, DataLoader) or self._accelerator or applied_trainer.made:
             return
         self._accelerator = accelerator
+        if given.batch_size is None or isinstance(given.dataset, IterableDataset):
+            return
         resize(given, int(os.environ[SIZE]))
         if accelerator.gradient_accumulation_steps > 1:  # else the loop may accumulate without accelerate
             accelerator.gradient_accumulation_steps = self._steps

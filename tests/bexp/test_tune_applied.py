@@ -75,12 +75,14 @@ print(is_applied(4), is_applied(16))
 
 ACCUMULATES = LOOP.replace("BEGIN", "accelerator.accumulate(model)")
 DOES_NOT = LOOP.replace("OWN", "1").replace("BEGIN", "torch.enable_grad()")
+OWN_BATCHES = DOES_NOT.replace("batch_size=4, shuffle=True", "batch_sampler=[[0, 1]] * 20")
 SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "accumulates": (ACCUMULATES.replace("OWN", "1"), 8, 2, {}),
     "accumulates by itself": (ACCUMULATES.replace("OWN", "4"), 8, 2, {}),
     "does not accumulate": (DOES_NOT, 2, 2, {}),
     "need not accumulate": (DOES_NOT, 2, 1, {}),
     "plain": (PLAIN, 8, 2, {}),
+    "own batches": (OWN_BATCHES, 8, 1, {}),
     "trainers": (TRAINERS, 8, 3, {}),
     "trainers with their steps": (TRAINERS, 8, None, {}),
     "loss": (LOSSES, 8, 1, {"bexp_apply": "loss"}),
@@ -128,9 +130,10 @@ def test_a_loop_that_does_not_accumulate_is_ended_and_not_trained_with_another_b
     )
 
 
-def test_a_loop_that_nothing_has_set_is_ended(done: Done) -> None:
-    assert done["plain"].returncode == 1
-    assert "CannotApplyError: nothing in this command has taken the size" in done["plain"].stderr
+@pytest.mark.parametrize("name", ["plain", "own batches"])
+def test_a_loop_that_nothing_has_set_is_ended(done: Done, name: str) -> None:
+    assert done[name].returncode == 1
+    assert "CannotApplyError: nothing in this command has taken the size" in done[name].stderr
 
 
 @pytest.mark.parametrize(("name", "steps"), [("trainers", 3), ("trainers with their steps", 2)])
