@@ -61,8 +61,5 @@ class _Loop:
 
     def check(self, num_micro_steps: int) -> None:
         """Raise if the loop took another number of micro-steps for an optimizer step, so that its batch is another."""
-        if not self._accumulates and num_micro_steps % self._steps:
-            raise promise.CannotApplyError(
-                f"the answer needs {self._steps} accumulation steps, but this loop has {num_micro_steps} micro-batches "
-                "in a step of its optimizer: set its size and its accumulation in the command or in the script"
-            )
+        if not self._accumulates:
+            promise.check_steps(num_micro_steps)

@@ -75,6 +75,19 @@ print(is_applied(4), is_applied(16))
 
 ACCUMULATES = LOOP.replace("BEGIN", "accelerator.accumulate(model)")
 DOES_NOT = LOOP.replace("OWN", "1").replace("BEGIN", "torch.enable_grad()")
+BY_ITSELF = DOES_NOT.replace("        optimizer.", "        if len(seen) % 4 == 0: optimizer.")
+SCALED = """
+import torch
+
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer, scaler = torch.optim.SGD([parameter], 0.1), torch.amp.GradScaler("cpu", enabled=True)
+for step in range(12):
+    scaler.scale(parameter.sum() * (float("inf") if step % 4 in (1, 2) else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+print("trained")
+"""
 OWN_BATCHES = DOES_NOT.replace("batch_size=4, shuffle=True", "batch_sampler=[[0, 1]] * 20")
 SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "accumulates": (ACCUMULATES.replace("OWN", "1"), 8, 2, {}),
@@ -83,6 +96,9 @@ SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "need not accumulate": (DOES_NOT, 2, 1, {}),
     "plain": (PLAIN, 8, 2, {}),
     "own batches": (OWN_BATCHES, 8, 1, {}),
+    "accumulates in its script": (BY_ITSELF, 2, 1, {}),
+    "with its size": (PLAIN, 8, 2, {}),
+    "overflows with its size": (SCALED, 8, 1, {}),
     "trainers": (TRAINERS, 8, 3, {}),
     "trainers with their steps": (TRAINERS, 8, None, {}),
     "loss": (LOSSES, 8, 1, {"bexp_apply": "loss"}),
@@ -98,8 +114,8 @@ pytestmark = pytest.mark.slow(together="forked")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """How each script has ended."""
     folder, asked = tmp_path_factory.mktemp("scripts"), {}
-    promise = json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": False})
     for name, (script, size, steps, chosen) in SCRIPTS.items():
+        promise = json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": "its size" in name})
         own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor", **chosen}), PROMISE: promise}
         asked[name] = script, own if steps is None else own | {STEPS: str(steps)}
     (folder / "scripts.json").write_text(json.dumps(asked))
@@ -121,9 +137,16 @@ def test_a_loop_of_accelerates_gets_size_and_accumulation_in_its_first_loader(do
 
 
 def test_a_loop_that_does_not_accumulate_is_ended_and_not_trained_with_another_batch(done: Done) -> None:
-    ended, one = done["does not accumulate"], done["need not accumulate"]
-    assert ended.returncode == 1
-    assert "CannotApplyError: the answer needs 2 accumulation steps, but this loop has 1" in ended.stderr
+    one = done["need not accumulate"]
+    for name, needed, has in (
+        ("does not accumulate", 2, 1),
+        ("accumulates in its script", 1, 4),
+        ("with its size", 2, 1),
+    ):
+        assert done[name].returncode == 1
+        said = f"CannotApplyError: the answer needs {needed} accumulation steps, but this loop has {has} micro-batches"
+        assert said in done[name].stderr
+    assert done["overflows with its size"].stdout == "trained\n", done["overflows with its size"].stderr
     assert one.stdout.split("\n")[0] == "2 80 [1, 2] 4", one.stderr
     assert re.search(
         r"bexp: \d+ optimizer steps ran at [\d,]+ samples/s, 0.00 \+- 0.00 of the 1,000,000,000", one.stderr
