@@ -51,13 +51,16 @@ TRAINERS = """
 import torch
 from transformers import Trainer, TrainingArguments
 
-def make(size, steps):
+def make(size, steps, data=[0]):
     arguments = TrainingArguments("out", per_device_train_batch_size=size, gradient_accumulation_steps=steps)
-    trainer = Trainer(torch.nn.Linear(4, 4), arguments)
+    trainer = Trainer(torch.nn.Linear(4, 4), arguments, train_dataset=data)
     return trainer._train_batch_size, trainer.args.gradient_accumulation_steps, str(trainer.args.optim)
 
+make(16, 2, None)
 print(make(4, 2), make(16, 2), make(4, 2))
 """
+GENERATES = TRAINERS.replace("    trainer =", "    arguments.steps_per_generation = steps\n    trainer =")
+OTHER_TRAINS = TRAINERS.replace("return", "trainer.train() if size == 16 and data else None; return")
 
 
 LOSSES = """
@@ -66,10 +69,11 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 def is_applied(size):
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=256))
-    Trainer(model, TrainingArguments("out", per_device_train_batch_size=size))
+    Trainer(model, arguments[size], train_dataset=[0])
     return model.loss_function is not ForCausalLMLoss
 
-print(is_applied(4), is_applied(16))
+arguments = {size: TrainingArguments("out", per_device_train_batch_size=size) for size in (4, 16)}
+print(is_applied(4), is_applied(16), is_applied(4))
 """
 
 
@@ -100,6 +104,8 @@ SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "with its size": (PLAIN, 8, 2, {}),
     "overflows with its size": (SCALED, 8, 1, {}),
     "trainers": (TRAINERS, 8, 3, {}),
+    "another trainer trains": (OTHER_TRAINS, 8, 3, {}),
+    "trainers that generate": (GENERATES, 8, 3, {}),
     "trainers with their steps": (TRAINERS, 8, None, {}),
     "loss": (LOSSES, 8, 1, {"bexp_apply": "loss"}),
     "no loss": (LOSSES, 8, 1, {"bexp_apply": "none"}),
@@ -168,7 +174,19 @@ def test_trainers_with_the_sizes_of_the_first_get_the_answer(done: Done, name: s
 
 @pytest.mark.parametrize(("name", "is_applied"), [("loss", "True"), ("no loss", "False")])
 def test_the_trainer_that_gets_the_answer_has_its_model_set_up(done: Done, name: str, is_applied: str) -> None:
-    assert done[name].stdout.strip() == f"{is_applied} False", done[name].stderr
+    assert done[name].stdout.strip() == f"{is_applied} False {is_applied}", done[name].stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another trainer trains", "has micro-batches of 16 and 2 accumulation steps, and not the answer's 8 and 3"),
+        ("trainers that generate", "takes its sizes when TrainingArguments are made: put {micro_batch_size} and"),
+    ],
+)
+def test_a_training_with_other_sizes_than_the_answers_is_ended(done: Done, name: str, said: str) -> None:
+    assert (done[name].returncode, done[name].stdout) == (1, "")
+    assert said in done[name].stderr
 
 
 def test_the_lines_of_python_do_in_a_script_what_the_trial_did() -> None:
