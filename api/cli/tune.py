@@ -33,6 +33,7 @@ from bexp.explorer.formats.document import load_document
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
+from bexp.tune.environment import temporary_folder
 from bexp.tune.placeholders import APPLY, APPLY_VALUES
 
 Command = Annotated[
@@ -199,7 +200,7 @@ def _described(
     command: Sequence[str], tries: dict[str, list[Any]], batch_size: int | None, devices: Sequence[str]
 ) -> Iterator[str]:
     """Within the context, the reference of a file that only this user can read, which tells the worker the command."""
-    with tempfile.TemporaryDirectory(prefix="bexp-command-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bexp-command-", dir=temporary_folder()) as folder:
         file = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]', '-', name_command(command))}.json"
         own = {"folder": str(Path.cwd()), "devices": list(devices)}
         document = {"command": list(command), "tries": tries, "batch_size": batch_size, **own}
