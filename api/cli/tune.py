@@ -29,12 +29,11 @@ from bexp.api.cli.tuned_command import TunedCommand
 from bexp.api.cli.worst_batch import describe_training
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import wrap
-from bexp.explorer.formats.document import load_document
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
 from bexp.tune.environment import temporary_folder
-from bexp.tune.placeholders import APPLY, APPLY_VALUES
+from bexp.tune.placeholders import APPLY, APPLY_VALUES, scalar_of, stands_in
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
@@ -124,7 +123,7 @@ def tune(
     Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
     """
     check_startable(command)
-    tried, tuned = dict(map(_read_try, tries or ())), TunedCommand(command)
+    tried, tuned = dict(_read_try(text, command) for text in tries or ()), TunedCommand(command)
     if apply:
         tried[APPLY] = APPLY_VALUES
     if write is not None:
@@ -240,8 +239,10 @@ def _resumable(stored: Explorations, job_id: str, request: ExplorationRequest) -
     return job
 
 
-def _read_try(text: str) -> tuple[str, list[Any]]:
+def _read_try(text: str, command: Sequence[str]) -> tuple[str, list[Any]]:
+    """The name and the values of a setting: as they were typed if it stands in the command, else as plain data."""
     name, separator, values = text.partition("=")
     if not separator or not name.isidentifier() or not values:
         raise CommandError(ExitCode.USAGE, f"--try {text!r} is not of the form NAME=A,B")
-    return name, [load_document(f"value: {value}")["value"] for value in values.split(",")]
+    typed = values.split(",")
+    return name, typed if stands_in(name, command) else list(map(scalar_of, typed))

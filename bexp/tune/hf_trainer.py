@@ -23,7 +23,7 @@ from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, freeze_imports, measured, serving
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
-from bexp.tune.placeholders import APPLY
+from bexp.tune.placeholders import APPLY, text_of
 from bexp.tune.trainer_accumulation import TrainerCheck
 from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
@@ -114,6 +114,8 @@ def _prepare(arguments: Any) -> None:
             raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
         if not hasattr(arguments, name):
             raise CannotSetError(f"TrainingArguments have no '{name}': put {{{name}}} where the command takes it")
+        if isinstance(getattr(arguments, name), bool) and not isinstance(value, bool):
+            raise CannotSetError(f"'{name}' is true or false, and not '{text_of(value)}'")
         setattr(arguments, name, value)
     for name, value in _OFF.items():
         if hasattr(arguments, name):

@@ -37,9 +37,18 @@ def test_two_accumulation_steps_are_enough_for_timing(arguments: TrainingArgumen
     assert vars(arguments)["bexp_asked"] == (4, 8)
 
 
-def test_a_field_that_there_is_not_is_refused(arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(CHOICE, '{"wrong": true}')
-    with pytest.raises(CannotSetError, match=r"^TrainingArguments have no 'wrong': put {wrong} where the command"):
+@pytest.mark.parametrize(
+    ("choice", "said"),
+    [
+        ('{"wrong": true}', "TrainingArguments have no 'wrong': put {wrong} where the command"),
+        ('{"gradient_checkpointing": "off"}', "'gradient_checkpointing' is true or false, and not 'off'"),
+    ],
+)
+def test_a_field_that_there_is_not_or_of_another_kind_is_refused(
+    choice: str, said: str, arguments: TrainingArguments, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(CHOICE, choice)
+    with pytest.raises(CannotSetError, match=f"^{said}"):
         _prepare(arguments)
 
 
