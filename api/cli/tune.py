@@ -84,9 +84,10 @@ Run = Annotated[
     ),
 ]
 HIDDEN = "..."
-_NAME = r"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|api[-_]?key|credentials?)"
+_KEY = r"(?:api|access|secret|private|auth|wandb|comet|neptune|hf|hub|openai)[-_]?key"
+_NAME = rf"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|{_KEY}|credentials?)"
 _SECRET = re.compile(rf"-*{_NAME}", re.IGNORECASE)
-_SECRET_TEXT = re.compile(rf"(?<![\w.-])(-*{_NAME})=[^\s'\"]+", re.IGNORECASE)
+_SECRET_TEXT = re.compile(rf"(?<![\w.-])(-*{_NAME}['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|[^\s'\"]+)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{3,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
 _SCRIPT = re.compile(r"[^-\s]\S*\.py")
 _RUNS_SCRIPT = re.compile(r"python[\d.]*|torchrun|accelerate")
@@ -181,7 +182,7 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
     """Return the arguments of a command without those that look like secrets: they are not stored."""
     shown, is_next = [], False
     for argument in command:
-        hidden = _SECRET_VALUE.sub(HIDDEN, _SECRET_TEXT.sub(rf"\1={HIDDEN}", argument))
+        hidden = _SECRET_VALUE.sub(HIDDEN, _SECRET_TEXT.sub(rf"\1{HIDDEN}", argument))
         shown.append(HIDDEN if is_next else hidden)
         is_next = argument.startswith("-") and _SECRET.fullmatch(argument) is not None
     return shown

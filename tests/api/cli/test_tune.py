@@ -23,6 +23,10 @@ from tests.api.cli.samples import BEST
     [
         (["--hub_token", "abc", "--lr", "1"], ["--hub_token", "...", "--lr", "1"]),
         (["--hub-token=abc"], ["--hub-token=..."]),
+        (["--wandb_key", "abc", "--text_key", "body"], ["--wandb_key", "...", "--text_key", "body"]),
+        (["AWS_SECRET_ACCESS_KEY=abc"], ["AWS_SECRET_ACCESS_KEY=..."]),
+        (['--x={"hub_token": "a b", "lr": 1}'], ['--x={"hub_token": ..., "lr": 1}']),
+        (["bash", "-c", "HF_TOKEN='a b' python train.py"], ["bash", "-c", "HF_TOKEN=... python train.py"]),
         (["--wandb_api_key=abc"], ["--wandb_api_key=..."]),
         (["--password", "--x"], ["--password", "..."]),
         (["hf_abcdef"], ["..."]),
