@@ -29,11 +29,11 @@ from bexp.api.cli.tuned_command import TunedCommand
 from bexp.api.cli.worst_batch import describe_training
 from bexp.client.explorations import Exploration, Explorations
 from bexp.explorer.answers.text import wrap
-from bexp.explorer.formats.document import load_document
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import name_local_target
 from bexp.storage.ids import new_job_id
-from bexp.tune.placeholders import APPLY, APPLY_VALUES
+from bexp.tune.environment import temporary_folder
+from bexp.tune.placeholders import APPLY, APPLY_VALUES, scalar_of, stands_in
 
 Command = Annotated[
     list[str], typer.Argument(metavar="-- COMMAND ...", help="The command that trains, as you would start it.")
@@ -84,9 +84,10 @@ Run = Annotated[
     ),
 ]
 HIDDEN = "..."
-_NAME = r"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|api[-_]?key|credentials?)"
+_KEY = r"(?:api|access|secret|private|auth|wandb|comet|neptune|hf|hub|openai)[-_]?key"
+_NAME = rf"(?:[A-Za-z0-9_.-]*[-_.])?(?:token|secret|password|passwd|{_KEY}|credentials?)"
 _SECRET = re.compile(rf"-*{_NAME}", re.IGNORECASE)
-_SECRET_TEXT = re.compile(rf"(?<![\w.-])(-*{_NAME})=[^\s'\"]+", re.IGNORECASE)
+_SECRET_TEXT = re.compile(rf"(?<![\w.-])(-*{_NAME}['\"]?\s*[=:]\s*)(?:'[^']*'|\"[^\"]*\"|[^\s'\"]+)", re.IGNORECASE)
 _SECRET_VALUE = re.compile(r"(?<![A-Za-z0-9])(?:hf_|sk-|ghp_)[A-Za-z0-9_-]{3,}|(?<=://)[^/@\s]+:[^/@\s]+(?=@)")
 _SCRIPT = re.compile(r"[^-\s]\S*\.py")
 _RUNS_SCRIPT = re.compile(r"python[\d.]*|torchrun|accelerate")
@@ -123,7 +124,7 @@ def tune(
     Example: bexp tune --batch-size 64 -- python train.py size={micro_batch_size} steps={grad_accum_steps}
     """
     check_startable(command)
-    tried, tuned = dict(map(_read_try, tries or ())), TunedCommand(command)
+    tried, tuned = dict(_read_try(text, command) for text in tries or ()), TunedCommand(command)
     if apply:
         tried[APPLY] = APPLY_VALUES
     if write is not None:
@@ -181,7 +182,7 @@ def hide_secrets(command: Sequence[str]) -> list[str]:
     """Return the arguments of a command without those that look like secrets: they are not stored."""
     shown, is_next = [], False
     for argument in command:
-        hidden = _SECRET_VALUE.sub(HIDDEN, _SECRET_TEXT.sub(rf"\1={HIDDEN}", argument))
+        hidden = _SECRET_VALUE.sub(HIDDEN, _SECRET_TEXT.sub(rf"\1{HIDDEN}", argument))
         shown.append(HIDDEN if is_next else hidden)
         is_next = argument.startswith("-") and _SECRET.fullmatch(argument) is not None
     return shown
@@ -199,7 +200,7 @@ def _described(
     command: Sequence[str], tries: dict[str, list[Any]], batch_size: int | None, devices: Sequence[str]
 ) -> Iterator[str]:
     """Within the context, the reference of a file that only this user can read, which tells the worker the command."""
-    with tempfile.TemporaryDirectory(prefix="bexp-command-") as folder:
+    with tempfile.TemporaryDirectory(prefix="bexp-command-", dir=temporary_folder()) as folder:
         file = Path(folder) / f"{re.sub('[^A-Za-z0-9_.-]', '-', name_command(command))}.json"
         own = {"folder": str(Path.cwd()), "devices": list(devices)}
         document = {"command": list(command), "tries": tries, "batch_size": batch_size, **own}
@@ -239,8 +240,10 @@ def _resumable(stored: Explorations, job_id: str, request: ExplorationRequest) -
     return job
 
 
-def _read_try(text: str) -> tuple[str, list[Any]]:
+def _read_try(text: str, command: Sequence[str]) -> tuple[str, list[Any]]:
+    """The name and the values of a setting: as they were typed if it stands in the command, else as plain data."""
     name, separator, values = text.partition("=")
     if not separator or not name.isidentifier() or not values:
         raise CommandError(ExitCode.USAGE, f"--try {text!r} is not of the form NAME=A,B")
-    return name, [load_document(f"value: {value}")["value"] for value in values.split(",")]
+    typed = values.split(",")
+    return name, typed if stands_in(name, command) else list(map(scalar_of, typed))

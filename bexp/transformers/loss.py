@@ -37,9 +37,13 @@ def set_loss(model: Any, changes: Changes, *, chunk: int | None = None, liger: b
         raise SettingsError(f"the loss of {name} cannot be chunked: its head is no plain linear layer")
     if getattr(model, "loss_function", None) is not ForCausalLMLoss:
         raise SettingsError(f"the loss of {name} cannot be chunked: it is not transformers' causal language model loss")
-    entropy = _liger_entropy() if liger else functools.partial(causal_cross_entropy, chunk=chunk)
+    entropy = functools.partial(causal_cross_entropy, chunk=chunk)
+    if liger:
+        entropy = functools.partial(_liger_entropy, fused=import_liger("functional").liger_fused_linear_cross_entropy)
     changes.set(head, "forward", functools.partial(_lazy_forward, head, head.forward))
-    changes.set(model, "_loss_function", _chunked_loss(model.loss_function, entropy))
+    library = model.loss_function
+    chunked = functools.partial(_chunked_loss, library, entropy)
+    changes.set(model, "_loss_function", functools.update_wrapper(chunked, library))
 
 
 def _trained(head: Any) -> Any:
@@ -63,59 +67,52 @@ def _lazy_forward(head: nn.Linear, plain: Callable[[Tensor], Tensor], hidden: Te
     return LazyLogits(hidden, weight, bias)
 
 
-def _liger_entropy() -> Callable[..., Tensor]:
+def _liger_entropy(
+    h_TD: Tensor,
+    weight_VD: Tensor,
+    bias_V: Tensor | None,
+    targets_T: Tensor,
+    *,
+    fused: Callable[..., Tensor],
+    transform: Callable[[Tensor], Tensor] | None,
+    ignore_index: int,
+) -> Tensor:
     """liger's function with the arguments of `causal_cross_entropy`."""
-    fused = import_liger("functional").liger_fused_linear_cross_entropy
-
-    def entropy(
-        h_TD: Tensor,
-        weight_VD: Tensor,
-        bias_V: Tensor | None,
-        targets_T: Tensor,
-        *,
-        transform: Callable[[Tensor], Tensor] | None,
-        ignore_index: int,
-    ) -> Tensor:
-        if transform is not None:
-            raise SettingsError("liger's loss takes logits as the head makes them; this model changes them")
-        total: Tensor = fused(h_TD, weight_VD, targets_T, bias_V, ignore_index=ignore_index, reduction="sum")
-        return total
-
-    return entropy
+    if transform is not None:
+        raise SettingsError("liger's loss takes logits as the head makes them; this model changes them")
+    return fused(h_TD, weight_VD, targets_T, bias_V, ignore_index=ignore_index, reduction="sum")
 
 
-def _chunked_loss(library: Callable[..., Tensor], entropy: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    @functools.wraps(library)
-    def loss_function(
-        logits: Tensor,
-        labels: Tensor | None,
-        vocab_size: int,
-        num_items_in_batch: Tensor | int | None = None,
-        ignore_index: int = -100,
-        shift_labels: Tensor | None = None,
-        **kwargs: Any,
-    ) -> Tensor:
-        if not isinstance(logits, LazyLogits) or logits.shape[-1] != vocab_size:
-            logits = logits.compute() if isinstance(logits, LazyLogits) else logits
-            return library(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
-        if shift_labels is None:
-            assert labels is not None, "the loss is asked for with labels or with shifted ones"
-            shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-        hidden, weight, bias = logits.parts
-        targets = shift_labels.reshape(-1).to(hidden.device)
-        total = entropy(
-            hidden.reshape(-1, hidden.shape[-1]),
-            weight,
-            bias,
-            targets,
-            transform=logits.transform,
-            ignore_index=ignore_index,
-        )
-        if num_items_in_batch is None:
-            return total / (targets != ignore_index).sum()
-        return total / torch.as_tensor(num_items_in_batch, device=total.device)
-
-    return loss_function
+def _chunked_loss(
+    library: Callable[..., Tensor],
+    entropy: Callable[..., Tensor],
+    logits: Tensor,
+    labels: Tensor | None,
+    vocab_size: int,
+    num_items_in_batch: Tensor | int | None = None,
+    ignore_index: int = -100,
+    shift_labels: Tensor | None = None,
+    **kwargs: Any,
+) -> Tensor:
+    if not isinstance(logits, LazyLogits) or logits.shape[-1] != vocab_size:
+        logits = logits.compute() if isinstance(logits, LazyLogits) else logits
+        return library(logits, labels, vocab_size, num_items_in_batch, ignore_index, shift_labels, **kwargs)
+    if shift_labels is None:
+        assert labels is not None, "the loss is asked for with labels or with shifted ones"
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    hidden, weight, bias = logits.parts
+    targets = shift_labels.reshape(-1).to(hidden.device)
+    total = entropy(
+        hidden.reshape(-1, hidden.shape[-1]),
+        weight,
+        bias,
+        targets,
+        transform=logits.transform,
+        ignore_index=ignore_index,
+    )
+    if num_items_in_batch is None:
+        return total / (targets != ignore_index).sum()
+    return total / torch.as_tensor(num_items_in_batch, device=total.device)
 
 
 def _is_sharded_alone(head: nn.Module) -> bool:

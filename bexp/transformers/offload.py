@@ -30,6 +30,14 @@ class OnHost:
         self.host_bytes = 0
         functools.update_wrapper(self, self._forward, updated=())  # the library reads the names of the arguments
 
+    def __getstate__(self) -> dict[str, Any]:
+        """All but torch's functions, which a copy or a stored model has anew."""
+        return {name: value for name, value in vars(self).items() if name != "_host"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Restore what `__getstate__` has returned."""
+        vars(self).update(state, _host=save_on_cpu(pin_memory=True))
+
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the layer; without gradients this is a plain call."""
         if not torch.is_grad_enabled():

@@ -101,8 +101,8 @@ def set_recompute(module: nn.Module, settings: Settings, changes: Changes) -> No
         return
     run = functools.partial(checkpoint, use_reentrant=False)
     if policy in OPERATION_POLICIES:
-        kept = _kept_operators(products=policy == "activations")
-        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, _rule(kept)))
+        rule = functools.partial(_keep, products=policy == "activations")
+        run = functools.partial(run, context_fn=functools.partial(create_selective_checkpoint_contexts, rule))
         chosen = set(range(len(layers)))
     else:
         chosen = chosen_layers(settings, len(layers)) if len(layers) > 1 or layers[0] is not module else {0}
@@ -158,6 +158,7 @@ def _group_functions(size: int, num_layers: int) -> list[Callable[..., Any]]:
     return functions
 
 
+@functools.cache
 def _kept_operators(*, products: bool) -> frozenset[Any]:
     names = _ATTENTION_OPERATORS + (_PRODUCT_OPERATORS if products else ())
     operators = {getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)}
@@ -166,11 +167,9 @@ def _kept_operators(*, products: bool) -> frozenset[Any]:
     return frozenset(operators)
 
 
-def _rule(kept: frozenset[Any]) -> Callable[..., CheckpointPolicy]:
-    def rule(_context: Any, operator: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-        return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-    return rule
+def _keep(_context: Any, operator: Any, *_args: Any, products: bool, **_kwargs: Any) -> CheckpointPolicy:
+    is_kept = operator in _kept_operators(products=products)
+    return CheckpointPolicy.MUST_SAVE if is_kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _recompute_experts(module: nn.Module, changes: Changes) -> None:

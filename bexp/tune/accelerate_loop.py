@@ -19,12 +19,13 @@ from bexp.tune.micro_batches import MicroBatches, epoch_of, order_of
 def patch(module: ModuleType) -> None:
     """Have the next Accelerator that prepares a loader of data prepare one of the trial's size."""
     prepare = module.Accelerator.prepare
+    first: list[DataLoader[Any]] = []
 
     @wraps(prepare)
     def prepare_resized(self: Any, *given: Any, **named: Any) -> Any:
         is_compiled = self.state.dynamo_plugin.backend.value != "NO" or any(hasattr(e, "_orig_mod") for e in given)
         with refusing():
-            replaced = [_resized(self, each, is_compiled=is_compiled) for each in given]
+            replaced = [_resized(self, each, first, is_compiled=is_compiled) for each in given]
         loaders = [each.loader if isinstance(each, SizedLoader) else each for each in replaced]
         prepared = prepare(self, *loaders, **named)
         for each, sized in zip(prepared if len(given) > 1 else (prepared,), replaced, strict=True):
@@ -37,14 +38,21 @@ def patch(module: ModuleType) -> None:
         setattr(module.Accelerator, name, lambda *_, **__: None)
 
 
-def _resized(accelerator: Any, given: Any, *, is_compiled: bool) -> Any:
+def _resized(accelerator: Any, given: Any, first: list[DataLoader[Any]], *, is_compiled: bool) -> Any:
     """Return a loader of the trial's size for the first loader of a training; anything else as it is.
+
+    `first` takes the first loader. One whose size cannot be set needs it in the command, and no other takes its place.
 
     A model that is compiled is compiled for any size once it meets a second one, so that it has one in each process.
     """
-    is_loader = isinstance(given, DataLoader) and given.batch_size is not None
-    if not is_loader or asked or serving or isinstance(given.dataset, IterableDataset):
+    if not isinstance(given, DataLoader) or first or asked or serving:
         return given
+    first.append(given)
+    if given.batch_size is None or isinstance(given.dataset, IterableDataset):
+        if SIZE in os.environ:
+            return given
+        what = "has a sampler of whole batches" if given.batch_size is None else "reads a stream"
+        raise CannotSetError(f"the first loader of data {what}: put {{micro_batch_size}} where the command takes it")
     if accelerator.split_batches and accelerator.num_processes > 1:
         raise CannotSetError(
             "with split_batches the size is that of all processes: put {micro_batch_size} where the command takes it"
@@ -65,8 +73,8 @@ def _resized(accelerator: Any, given: Any, *, is_compiled: bool) -> Any:
         return order_of(given.sampler, epoch, lengths, size, processes=number, rank=rank)
 
     is_set_once = number > 1 or is_compiled
-    first = given.batch_size if is_set_once else min(FIRST_SIZE, given.batch_size)
-    sized = SizedLoader(given, int(os.environ.get(SIZE) or first), lengths, order)
+    initial = given.batch_size if is_set_once else min(FIRST_SIZE, given.batch_size)
+    sized = SizedLoader(given, int(os.environ.get(SIZE) or initial), lengths, order)
     followed.sized = None if is_set_once else sized
     return sized
 

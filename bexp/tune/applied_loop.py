@@ -42,11 +42,12 @@ class _Loop:
         self._accumulates = False
 
     def resize(self, accelerator: Any, given: Any) -> None:
-        """Give a loader the size, if it is the first one; anything else stays as it is."""
-        is_loader = isinstance(given, DataLoader) and given.batch_size is not None
-        if not is_loader or self._accelerator or applied_trainer.made or isinstance(given.dataset, IterableDataset):
+        """Give a loader the size, if it is the first one and has a size; anything else stays as it is."""
+        if not isinstance(given, DataLoader) or self._accelerator or applied_trainer.made:
             return
         self._accelerator = accelerator
+        if given.batch_size is None or isinstance(given.dataset, IterableDataset):
+            return
         resize(given, int(os.environ[SIZE]))
         if accelerator.gradient_accumulation_steps > 1:  # else the loop may accumulate without accelerate
             accelerator.gradient_accumulation_steps = self._steps
@@ -60,8 +61,5 @@ class _Loop:
 
     def check(self, num_micro_steps: int) -> None:
         """Raise if the loop took another number of micro-steps for an optimizer step, so that its batch is another."""
-        if not self._accumulates and num_micro_steps % self._steps:
-            raise promise.CannotApplyError(
-                f"the answer needs {self._steps} accumulation steps, but this loop has {num_micro_steps} micro-batches "
-                "in a step of its optimizer: set its size and its accumulation in the command or in the script"
-            )
+        if not self._accumulates:
+            promise.check_steps(num_micro_steps)

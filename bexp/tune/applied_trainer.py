@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from functools import wraps
+from inspect import signature
 from types import ModuleType
 from typing import Any
 
@@ -11,9 +12,10 @@ from bexp.tune import promise
 from bexp.tune.applied_settings import apply_choice
 from bexp.tune.link import SIZE, STEPS, choice
 from bexp.tune.placeholders import APPLY
+from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 
-made: list[tuple[int, int]] = []
-"""The sizes that the command gives to its first Trainer. Another Trainer of other sizes was not measured."""
+made: list[None] = []
+"""An item for each Trainer of this process."""
 
 
 def patch(module: ModuleType) -> None:
@@ -28,35 +30,75 @@ def patch(module: ModuleType) -> None:
 
         on_evaluate = on_save = on_log
 
-    init = module.Trainer.__init__
+    init, train, answer = module.Trainer.__init__, module.Trainer.train, _Answer()
+    parameters = list(signature(init).parameters)
 
     @wraps(init)
     def make(self: Any, *given: Any, **named: Any) -> None:
+        made.append(None)
+        dataset = (dict(zip(parameters, (self, *given), strict=False)) | named).get("train_dataset")
+        has_data = dataset is not None or type(self).get_train_dataloader is not module.Trainer.get_train_dataloader
         found = [each for each in (*given, *named.values()) if isinstance(each, module.TrainingArguments)]
         if not found:
             found = [module.TrainingArguments(output_dir="tmp_trainer")]  # as the Trainer makes them
             named["args"] = found[0]
-        taken = [arguments for arguments in found if _apply(arguments)]
+        taken = [arguments for arguments in found if answer.apply(arguments, has_data=has_data)]
         init(self, *given, **named)
         if self.args in taken:
             apply_choice(self.model, choice(), self.args.per_device_train_batch_size)
         self.add_callback(Pauses())
 
-    module.Trainer.__init__ = make
+    @wraps(train)
+    def train_with_answer(self: Any, *given: Any, **named: Any) -> Any:
+        answer.check(self.args)
+        return train(self, *given, **named)
+
+    module.Trainer.__init__, module.Trainer.train = make, train_with_answer
 
 
-def _apply(arguments: Any) -> bool:
-    """Give arguments the answer, if it is for them; returns whether it is."""
-    own = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
-    if not made:
-        made.append(own)
-        promise.takers.append(lambda _: None)  # its steps are as many as it is told
-    if own != made[0]:
-        return False
-    steps = os.environ.get(STEPS)  # it is not there if the batch is not known
-    arguments.per_device_train_batch_size = int(os.environ[SIZE])
-    arguments.gradient_accumulation_steps = own[1] if steps is None else int(steps)
-    for name, value in choice().items():
-        if name != APPLY:
-            setattr(arguments, name, value)
-    return True
+class _Answer:
+    """The answer's sizes, and those of the command's first Trainer with data to train on, in whose place they are.
+
+    A Trainer of other sizes was not measured, and keeps them.
+    """
+
+    def __init__(self) -> None:
+        self._own: tuple[int, int] | None = None
+        self._has_trained = False
+
+    def apply(self, arguments: Any, *, has_data: bool) -> bool:
+        """Give arguments the answer, if it is for them; returns whether it is."""
+        sizes = _sizes_of(arguments)
+        if self._own is None and has_data:
+            self._own = sizes
+            promise.takers.append(lambda _: None)  # its steps are as many as it is told
+        answer = self._in_place_of(sizes)
+        if self._own is None or sizes not in (self._own, answer):
+            return False
+        owner = owner_of_sizes(arguments)
+        if owner is not None and sizes != answer:
+            raise promise.CannotApplyError(f"{owner} {FIXED_SIZES}")
+        arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps = answer
+        for name, value in choice().items():
+            if name != APPLY:
+                setattr(arguments, name, value)
+        return True
+
+    def check(self, arguments: Any) -> None:
+        """Raise if the first training is one of other sizes than the answer's."""
+        sizes = _sizes_of(arguments)
+        answer = self._in_place_of(sizes)
+        if not self._has_trained and sizes != answer:
+            raise promise.CannotApplyError(
+                f"the first Trainer that trains has micro-batches of {sizes[0]} and {sizes[1]} accumulation steps, and "
+                f"not the answer's {answer[0]} and {answer[1]}: set them in the command or in the script"
+            )
+        self._has_trained = True
+
+    def _in_place_of(self, sizes: tuple[int, int]) -> tuple[int, int]:
+        steps = os.environ.get(STEPS)  # it is not there if the batch is not known
+        return int(os.environ[SIZE]), (self._own or sizes)[1] if steps is None else int(steps)
+
+
+def _sizes_of(arguments: Any) -> tuple[int, int]:
+    return arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from collections.abc import Mapping, Sequence
 
 from bexp.child_process import PACKAGES_FOLDER
 from bexp.tune.link import SITE
 
+LONGEST_FOLDER = 55
+"""The path of a Unix socket has at most 103 characters. Those of `bexp tune` lie two folders deeper, which take 48."""
 HOOK = PACKAGES_FOLDER / "bexp" / "tune" / "hook"
+
+
+def temporary_folder() -> str:
+    """Return the folder for temporary files, or `/tmp` if its path is too long for that of a socket in it."""
+    own = tempfile.gettempdir()
+    return "/tmp" if len(own) > LONGEST_FOLDER else own  # noqa: S108 - what is made in it is for this user alone
 
 
 def with_hook(environment: Mapping[str, str]) -> dict[str, str]:

@@ -5,22 +5,27 @@ from __future__ import annotations
 import itertools
 import math
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from functools import partial, wraps
 from importlib import import_module
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import torch
+from transformers.trainer_callback import EarlyStoppingCallback
 from transformers.trainer_pt_utils import LengthGroupedSampler, get_length_grouped_indices
+from transformers.trainer_utils import PredictionOutput
 
 from bexp.explorer.cost_model.epochs import Epoch
 from bexp.tune.lengths import WORST_TIMES, Lengths
 from bexp.tune.link import SCRATCH, SIZE, CannotSetError, Link, choice, connect, note_failure, refusing
 from bexp.tune.measuring import ACCUMULATION, Clock, Ranks, describe_parameters, freeze_imports, measured, serving
 from bexp.tune.micro_batches import epoch_of, order_of, positions_of
-from bexp.tune.placeholders import APPLY
+from bexp.tune.placeholders import APPLY, text_of
 from bexp.tune.trainer_accumulation import TrainerCheck
+from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 from bexp.tune.trainer_evaluation import describe_evaluation, evaluate_longest
 
 _OFF = {
@@ -54,6 +59,8 @@ def patch(module: ModuleType) -> None:
                 _prepare(arguments)
         init(self, *given, **named)
         if APPLY in choice():
+            with refusing():
+                _refuse_model_init(self)
             apply_to = import_module("bexp.tune.applied_settings").apply_choice
             apply_to(self.model, choice(), self.args.per_device_train_batch_size)
 
@@ -65,8 +72,31 @@ def patch(module: ModuleType) -> None:
     trainer.__init__, trainer.train = make, measure
     for name in ("save_model", "push_to_hub", "save_state", "log_metrics", "save_metrics"):
         setattr(trainer, name, lambda *_, **__: None)
-    for name in ("evaluate", "predict"):
-        setattr(trainer, name, lambda *_, **__: {})
+    trainer.evaluate, trainer.predict = _no_evaluation, _no_prediction
+    add = module.CallbackHandler.add_callback
+
+    @wraps(add)
+    def add_unless_it_stops(self: Any, callback: Any) -> None:
+        if not issubclass(callback if isinstance(callback, type) else type(callback), EarlyStoppingCallback):
+            add(self, callback)
+
+    module.CallbackHandler.add_callback = add_unless_it_stops
+
+
+def _no_evaluation(*_: Any, metric_key_prefix: str = "eval", **__: Any) -> dict[str, float]:
+    """What a script may read of an evaluation that is not run."""
+    return defaultdict(float, {f"{metric_key_prefix}_loss": 0.0})
+
+
+def _no_prediction(*_: Any, metric_key_prefix: str = "test", **__: Any) -> PredictionOutput:
+    metrics = _no_evaluation(metric_key_prefix=metric_key_prefix)
+    return PredictionOutput(predictions=np.empty(0), label_ids=np.empty(0), metrics=metrics)
+
+
+def _refuse_model_init(trainer: Any) -> None:
+    """Raise CannotSetError if the model that is there is not the one that is trained."""
+    if trainer.model_init is not None:
+        raise CannotSetError("--apply sets up the model that the Trainer is given, and model_init makes another one")
 
 
 def _prepare(arguments: Any) -> None:
@@ -74,12 +104,9 @@ def _prepare(arguments: Any) -> None:
     if hasattr(arguments, "bexp_asked"):
         return
     asked = (arguments.per_device_train_batch_size, arguments.gradient_accumulation_steps)
-    has_deepspeed = getattr(arguments, "hf_deepspeed_config", None) is not None
-    if has_deepspeed and SIZE not in os.environ:
-        raise CannotSetError(
-            "DeepSpeed takes its sizes when TrainingArguments are made: put {micro_batch_size} and {grad_accum_steps} "
-            "where the command takes them"
-        )
+    owner = owner_of_sizes(arguments)
+    if owner is not None and SIZE not in os.environ:
+        raise CannotSetError(f"{owner} {FIXED_SIZES}")
     for name, value in choice().items():
         if name == APPLY:  # of the model, which is made later
             continue
@@ -87,6 +114,8 @@ def _prepare(arguments: Any) -> None:
             raise CannotSetError(f"'{name}' is fixed when TrainingArguments are made: put {{{name}}} in the command")
         if not hasattr(arguments, name):
             raise CannotSetError(f"TrainingArguments have no '{name}': put {{{name}}} where the command takes it")
+        if isinstance(getattr(arguments, name), bool) and not isinstance(value, bool):
+            raise CannotSetError(f"'{name}' is true or false, and not '{text_of(value)}'")
         setattr(arguments, name, value)
     for name, value in _OFF.items():
         if hasattr(arguments, name):
@@ -95,7 +124,7 @@ def _prepare(arguments: Any) -> None:
         if hasattr(arguments, name):
             setattr(arguments, name, type(getattr(arguments, name))("no"))
     arguments.output_dir = os.environ[SCRATCH]
-    if not has_deepspeed:
+    if owner is None:
         arguments.gradient_accumulation_steps = ACCUMULATION
     arguments.bexp_asked = asked
 

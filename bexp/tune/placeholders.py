@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain, combinations
 from typing import Any
@@ -20,6 +21,8 @@ APPLIED: dict[str, dict[str, Any]] = {
 }
 APPLY_VALUES = ["none", *("+".join(each) for n in range(1, len(APPLIED) + 1) for each in combinations(APPLIED, n))]
 
+_CONSTANTS = {"true": True, "false": False, "null": None, "~": None}
+
 
 def settings_of(value: str) -> Settings:
     """Return what a value of APPLY sets; `none` sets nothing."""
@@ -33,6 +36,15 @@ def apply_lines(value: str, size: int) -> list[str]:
     given = ", ".join(f"{field}={setting!r}" for name in named for field, setting in APPLIED[name].items())
     setup = f"bexp.RecommendedSetup(bexp.Settings({given}), micro_batch_size={size})"
     return ["import bexp", f"bexp.apply(trainer.model, {setup})"] if named else []
+
+
+def scalar_of(text: str) -> Any:
+    """Return what a text is as a plain value of YAML 1.2: a number, true, false, null, or else the text itself."""
+    if text.lower() in _CONSTANTS:
+        return _CONSTANTS[text.lower()]
+    if re.fullmatch(r"[-+]?\d+", text):
+        return int(text)
+    return float(text) if re.fullmatch(r"[-+]?(\.\d+|\d+(\.\d*)?)([eE][-+]?\d+)?", text) else text
 
 
 def text_of(value: Any) -> str:

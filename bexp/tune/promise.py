@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
-from bexp.tune.link import PROMISE, SIZE
+from bexp.tune.link import PROMISE, SIZE, STEPS
 
 WARM_UP = 2
 """Optimizer steps that are not timed: they meet new shapes, and the optimizer's state."""
@@ -52,6 +52,7 @@ class _Steps:
         self._num_micro_steps = 0
         self._steps: list[tuple[float, int]] = []
         self._is_over = False
+        self.is_scaled = False  # a gradient scaler, which leaves out the optimizer's step where gradients overflow
 
     def end_step(self, optimizer: Any, *_: Any) -> None:
         """An optimizer has stepped."""
@@ -95,6 +96,14 @@ class _Steps:
             return backward(*given, **named)  # type: ignore[no-untyped-call]  # torch has no types for it
 
         torch.Tensor.backward = counted  # type: ignore[method-assign]  # the loop calls it by this name
+        step = torch.amp.GradScaler.step
+
+        @functools.wraps(step)
+        def noted(scaler: torch.amp.GradScaler, *given: Any, **named: Any) -> Any:
+            self.is_scaled = self.is_scaled or scaler.is_enabled()
+            return step(scaler, *given, **named)
+
+        torch.amp.GradScaler.step = noted  # type: ignore[method-assign, assignment]  # as above
 
 
 _steps = _Steps()
@@ -104,8 +113,20 @@ def _check(num_micro_steps: int, *, has_size: bool) -> None:
     """Raise if the command trains without the answer. `has_size` says whether its size stands in the command."""
     if not takers and not has_size:
         raise CannotApplyError("nothing in this command has taken the size: put {micro_batch_size} where it takes it")
+    if not takers and STEPS in os.environ:
+        check_steps(num_micro_steps)
     for taker in takers:
         taker(num_micro_steps)
+
+
+def check_steps(num_micro_steps: int) -> None:
+    """Raise if an optimizer step has another number of micro-steps than the answer, so that the batch is another."""
+    needed = int(os.environ.get(STEPS) or 1)
+    if num_micro_steps != needed and not (_steps.is_scaled and num_micro_steps % needed == 0):
+        raise CannotApplyError(
+            f"the answer needs {needed} accumulation steps, but this loop has {num_micro_steps} micro-batches in a "
+            "step of its optimizer: set its size and its accumulation in the command or in the script"
+        )
 
 
 def say_kept(steps: Sequence[tuple[float, int]], size: int, tokens_per_second: float, tokens_per_sample: int) -> None:

@@ -51,13 +51,16 @@ TRAINERS = """
 import torch
 from transformers import Trainer, TrainingArguments
 
-def make(size, steps):
+def make(size, steps, data=[0]):
     arguments = TrainingArguments("out", per_device_train_batch_size=size, gradient_accumulation_steps=steps)
-    trainer = Trainer(torch.nn.Linear(4, 4), arguments)
+    trainer = Trainer(torch.nn.Linear(4, 4), arguments, train_dataset=data)
     return trainer._train_batch_size, trainer.args.gradient_accumulation_steps, str(trainer.args.optim)
 
+make(16, 2, None)
 print(make(4, 2), make(16, 2), make(4, 2))
 """
+GENERATES = TRAINERS.replace("    trainer =", "    arguments.steps_per_generation = steps\n    trainer =")
+OTHER_TRAINS = TRAINERS.replace("return", "trainer.train() if size == 16 and data else None; return")
 
 
 LOSSES = """
@@ -66,22 +69,43 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 
 def is_applied(size):
     model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=256))
-    Trainer(model, TrainingArguments("out", per_device_train_batch_size=size))
+    Trainer(model, arguments[size], train_dataset=[0])
     return model.loss_function is not ForCausalLMLoss
 
-print(is_applied(4), is_applied(16))
+arguments = {size: TrainingArguments("out", per_device_train_batch_size=size) for size in (4, 16)}
+print(is_applied(4), is_applied(16), is_applied(4))
 """
 
 
 ACCUMULATES = LOOP.replace("BEGIN", "accelerator.accumulate(model)")
 DOES_NOT = LOOP.replace("OWN", "1").replace("BEGIN", "torch.enable_grad()")
+BY_ITSELF = DOES_NOT.replace("        optimizer.", "        if len(seen) % 4 == 0: optimizer.")
+SCALED = """
+import torch
+
+parameter = torch.nn.Parameter(torch.ones(1))
+optimizer, scaler = torch.optim.SGD([parameter], 0.1), torch.amp.GradScaler("cpu", enabled=True)
+for step in range(12):
+    scaler.scale(parameter.sum() * (float("inf") if step % 4 in (1, 2) else 1.0)).backward()
+    scaler.step(optimizer)
+    scaler.update()
+    optimizer.zero_grad()
+print("trained")
+"""
+OWN_BATCHES = DOES_NOT.replace("batch_size=4, shuffle=True", "batch_sampler=[[0, 1]] * 20")
 SCRIPTS: dict[str, tuple[str, int, int | None, dict[str, str]]] = {
     "accumulates": (ACCUMULATES.replace("OWN", "1"), 8, 2, {}),
     "accumulates by itself": (ACCUMULATES.replace("OWN", "4"), 8, 2, {}),
     "does not accumulate": (DOES_NOT, 2, 2, {}),
     "need not accumulate": (DOES_NOT, 2, 1, {}),
     "plain": (PLAIN, 8, 2, {}),
+    "own batches": (OWN_BATCHES, 8, 1, {}),
+    "accumulates in its script": (BY_ITSELF, 2, 1, {}),
+    "with its size": (PLAIN, 8, 2, {}),
+    "overflows with its size": (SCALED, 8, 1, {}),
     "trainers": (TRAINERS, 8, 3, {}),
+    "another trainer trains": (OTHER_TRAINS, 8, 3, {}),
+    "trainers that generate": (GENERATES, 8, 3, {}),
     "trainers with their steps": (TRAINERS, 8, None, {}),
     "loss": (LOSSES, 8, 1, {"bexp_apply": "loss"}),
     "no loss": (LOSSES, 8, 1, {"bexp_apply": "none"}),
@@ -96,8 +120,8 @@ pytestmark = pytest.mark.slow(together="forked")
 def done(tmp_path_factory: pytest.TempPathFactory) -> Done:
     """How each script has ended."""
     folder, asked = tmp_path_factory.mktemp("scripts"), {}
-    promise = json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": False})
     for name, (script, size, steps, chosen) in SCRIPTS.items():
+        promise = json.dumps({"tokens_per_second": 1e9, "tokens_per_sample": 1, "has_size": "its size" in name})
         own = {SIZE: str(size), CHOICE: json.dumps({"optim": "adafactor", **chosen}), PROMISE: promise}
         asked[name] = script, own if steps is None else own | {STEPS: str(steps)}
     (folder / "scripts.json").write_text(json.dumps(asked))
@@ -119,18 +143,26 @@ def test_a_loop_of_accelerates_gets_size_and_accumulation_in_its_first_loader(do
 
 
 def test_a_loop_that_does_not_accumulate_is_ended_and_not_trained_with_another_batch(done: Done) -> None:
-    ended, one = done["does not accumulate"], done["need not accumulate"]
-    assert ended.returncode == 1
-    assert "CannotApplyError: the answer needs 2 accumulation steps, but this loop has 1" in ended.stderr
+    one = done["need not accumulate"]
+    for name, needed, has in (
+        ("does not accumulate", 2, 1),
+        ("accumulates in its script", 1, 4),
+        ("with its size", 2, 1),
+    ):
+        assert done[name].returncode == 1
+        said = f"CannotApplyError: the answer needs {needed} accumulation steps, but this loop has {has} micro-batches"
+        assert said in done[name].stderr
+    assert done["overflows with its size"].stdout == "trained\n", done["overflows with its size"].stderr
     assert one.stdout.split("\n")[0] == "2 80 [1, 2] 4", one.stderr
     assert re.search(
         r"bexp: \d+ optimizer steps ran at [\d,]+ samples/s, 0.00 \+- 0.00 of the 1,000,000,000", one.stderr
     )
 
 
-def test_a_loop_that_nothing_has_set_is_ended(done: Done) -> None:
-    assert done["plain"].returncode == 1
-    assert "CannotApplyError: nothing in this command has taken the size" in done["plain"].stderr
+@pytest.mark.parametrize("name", ["plain", "own batches"])
+def test_a_loop_that_nothing_has_set_is_ended(done: Done, name: str) -> None:
+    assert done[name].returncode == 1
+    assert "CannotApplyError: nothing in this command has taken the size" in done[name].stderr
 
 
 @pytest.mark.parametrize(("name", "steps"), [("trainers", 3), ("trainers with their steps", 2)])
@@ -142,7 +174,19 @@ def test_trainers_with_the_sizes_of_the_first_get_the_answer(done: Done, name: s
 
 @pytest.mark.parametrize(("name", "is_applied"), [("loss", "True"), ("no loss", "False")])
 def test_the_trainer_that_gets_the_answer_has_its_model_set_up(done: Done, name: str, is_applied: str) -> None:
-    assert done[name].stdout.strip() == f"{is_applied} False", done[name].stderr
+    assert done[name].stdout.strip() == f"{is_applied} False {is_applied}", done[name].stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("another trainer trains", "has micro-batches of 16 and 2 accumulation steps, and not the answer's 8 and 3"),
+        ("trainers that generate", "takes its sizes when TrainingArguments are made: put {micro_batch_size} and"),
+    ],
+)
+def test_a_training_with_other_sizes_than_the_answers_is_ended(done: Done, name: str, said: str) -> None:
+    assert (done[name].returncode, done[name].stdout) == (1, "")
+    assert said in done[name].stderr
 
 
 def test_the_lines_of_python_do_in_a_script_what_the_trial_did() -> None:

@@ -44,10 +44,18 @@ def test_a_samples_length_is_that_of_its_tokens(sample: Any, tokens: tuple[int, 
     assert lengths.number == 1
 
 
-def test_a_stream_has_no_lengths() -> None:
-    lengths = Lengths.of(iter(samples(1)))
+class Whole(list[Any]):
+    """Whose samples can only be read as a batch."""
+
+    def __getitem__(self, _: Any) -> Any:
+        raise RuntimeError("read __getitems__")
+
+
+@pytest.mark.parametrize(("dataset", "number"), [(iter(samples(1)), None), (Whole(samples(1)), 1)])
+def test_what_cannot_be_read_one_by_one_has_no_lengths(dataset: Any, number: int | None) -> None:
+    lengths = Lengths.of(dataset)
     assert not lengths.is_known
-    assert (lengths.mean, lengths.number) == (1.0, None)
+    assert (lengths.mean, lengths.number) == (1.0, number)
 
 
 def test_a_sample_of_several_texts_takes_a_row_for_each() -> None:

@@ -100,7 +100,8 @@ def run_trial(number: int, random: Random) -> dict[str, Any]:
     name = kind.removesuffix("_at_start")
     begun = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
-        home = Path(folder)
+        home = Path(folder, "home")
+        home.mkdir()
         (home / "data.txt").write_text("the person's own file")
         before, mark = digest(home), f"{os.getpid()}-{number}"
         at = 0 if kind.endswith("_at_start") else random.randrange(1, 12)
@@ -156,7 +157,7 @@ def _measure(sender: Any, home: Path, mark: str, fault: str, at: int) -> None:
     inner = (sys.executable, str(script), "--fault", fault, "--at", str(at), "--output_dir", str(home / "out"))
     root = str(script.parents[2])
     line = f'{MARK}={mark} HOME={home} PYTHONDONTWRITEBYTECODE=1 PYTHONPATH="{root}:$PYTHONPATH" exec {" ".join(inner)}'
-    process = CommandProcess(TrainingCommand(("sh", "-c", line), str(home), {}))
+    process = CommandProcess(TrainingCommand(("sh", "-c", line), str(home), {}, own_folder=str(home.parent)))
     seconds = HANG_SECONDS if fault == "hang" else TRIAL_SECONDS
     outcome = FINE
     try:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.utils.data import Dataset, Subset
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 LONGEST = 512
@@ -94,17 +95,21 @@ def main() -> None:
         logging_steps=1,
         num_train_epochs=1,
         report_to=[],
+        metric_for_best_model="loss",
     )
     texts = Texts(200, long_tail=options.long_tail)
     some = Subset(texts, range(96, 112))  # with the longest
-    trainer = Slow(model=model, args=arguments, train_dataset=texts, eval_dataset=some, data_collator=Padded())
+    given = {"train_dataset": texts, "eval_dataset": some, "data_collator": Padded()}
+    trainer = Slow(model=model, args=arguments, callbacks=[EarlyStoppingCallback(1000)], **given)
     trainer.seconds_per_token, trainer.fail_from = options.seconds_per_token, options.fail_from
     trainer.fail_from_tokens = options.fail_from_tokens
     trainer.evaluation_fails_from_tokens = options.evaluation_fails_from_tokens
     trainer.fail_if_applied = options.fail_if_applied
+    trainer.add_callback(EarlyStoppingCallback(1000))
+    before = math.exp(trainer.evaluate()["eval_loss"]), (trainer.predict(some).metrics or {})["test_loss"]
     trainer.train()
     trainer.save_model()
-    (options.output_dir / "finished").touch()
+    (options.output_dir / "finished").write_text(f"perplexity and loss before: {before}")
 
 
 if __name__ == "__main__":

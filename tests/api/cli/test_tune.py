@@ -6,6 +6,7 @@ import json
 import os
 import signal
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,10 @@ from tests.api.cli.samples import BEST
     [
         (["--hub_token", "abc", "--lr", "1"], ["--hub_token", "...", "--lr", "1"]),
         (["--hub-token=abc"], ["--hub-token=..."]),
+        (["--wandb_key", "abc", "--text_key", "body"], ["--wandb_key", "...", "--text_key", "body"]),
+        (["AWS_SECRET_ACCESS_KEY=abc"], ["AWS_SECRET_ACCESS_KEY=..."]),
+        (['--x={"hub_token": "a b", "lr": 1}'], ['--x={"hub_token": ..., "lr": 1}']),
+        (["bash", "-c", "HF_TOKEN='a b' python train.py"], ["bash", "-c", "HF_TOKEN=... python train.py"]),
         (["--wandb_api_key=abc"], ["--wandb_api_key=..."]),
         (["--password", "--x"], ["--password", "..."]),
         (["hf_abcdef"], ["..."]),
@@ -84,12 +89,24 @@ def test_a_mistyped_script_is_told_at_once(
     assert str(caught.value).startswith(said)
 
 
-def test_values_to_try_are_read_as_yaml() -> None:
-    assert _read_try("gradient_checkpointing=true,false") == ("gradient_checkpointing", [True, False])
-    assert _read_try("optim=adamw_torch_fused,adafactor") == ("optim", ["adamw_torch_fused", "adafactor"])
-    for wrong in ("optim", "=1", "optim=", "a b=1"):
-        with pytest.raises(CommandError, match="NAME=A,B"):
-            _read_try(wrong)
+@pytest.mark.parametrize(
+    ("values", "read"),
+    [
+        ("true,false,null", [True, False, None]),
+        ("adamw_torch_fused,no,12:30", ["adamw_torch_fused", "no", "12:30"]),
+        ("1e-4,.5,-2,010,1_000", [1e-4, 0.5, -2, 10, "1_000"]),
+    ],
+)
+def test_values_to_try_are_plain_data_unless_they_stand_in_the_command(values: str, read: list[Any]) -> None:
+    name, found = _read_try(f"x={values}", ["train.py", "--x"])
+    assert (name, list(map(repr, found))) == ("x", list(map(repr, read)))
+    assert _read_try(f"x={values}", ["train.py", "y={x}"]) == ("x", values.split(","))
+
+
+@pytest.mark.parametrize("wrong", ["optim", "=1", "optim=", "a b=1"])
+def test_a_setting_to_try_has_a_name_and_values(wrong: str) -> None:
+    with pytest.raises(CommandError, match="NAME=A,B"):
+        _read_try(wrong, ["train.py"])
 
 
 Started = list[tuple[list[str], dict[str, str]]]

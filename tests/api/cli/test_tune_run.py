@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,8 @@ from bexp.storage.listing import list_jobs
 from bexp.storage.queue import Queue
 from bexp.tune import link
 from bexp.tune.placeholders import APPLY, APPLY_VALUES
+from bexp.workers.targets.custom.command import CommandProcess
+from bexp.workers.targets.custom.training_command import TrainingCommand
 from tests.api.cli.conftest import Run
 from tests.contracts.samples import make_recommendation, make_worker
 
@@ -102,6 +105,21 @@ def test_the_worker_alone_learns_the_command(bexp: Run, trials: type[Trials], tm
     assert (request.budget.max_trials, request.budget.max_seconds) == (3, 9)
     assert request.target_config["command"] == "true train.py --hub_token ... --optim sgd"
     assert request.target_config["tries"] == {"optim": ["sgd", "adafactor"]}
+
+
+def test_a_trial_that_is_killed_leaves_nothing_even_if_the_temporary_folder_has_a_long_path(
+    bexp: Run, trials: type[Trials], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / ("long" * 20)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    made: list[CommandProcess] = []
+    monkeypatch.setattr(
+        trials, "__enter__", lambda _: made.append(CommandProcess(TrainingCommand.read(trials.told["file"])))
+    )
+    assert bexp("tune", "--device", "cpu", "--", *COMMAND).code == 0
+    assert not made[0]._folder.exists()
+    made[0].end()
 
 
 def test_settings_of_apply_are_tried_if_asked_for(bexp: Run, trials: type[Trials]) -> None:

@@ -25,6 +25,7 @@ from typing import Any
 import psutil
 
 from bexp.explorer.records.measurement import Outcome
+from bexp.tune.environment import temporary_folder
 from bexp.tune.link import CHOICE, SCRATCH, SIZE, SOCKET, STEPS
 from bexp.tune.placeholders import APPLY
 from bexp.workers.devices.lock import DeviceBusyError
@@ -37,8 +38,6 @@ from bexp.workers.targets.custom.training_command import TrainingCommand, enviro
 from bexp.workers.targets.custom.training_line import TrainingLine
 
 TAIL_LINES, LAST_LINES = 100, 6
-LONGEST_FOLDER = 70
-"""The path of a Unix socket has at most 107 characters."""
 EVALUATION_SECONDS = 60.0
 """How long one evaluation batch may take, so that its failure leaves time for the training."""
 END_SECONDS = 10.0
@@ -66,9 +65,7 @@ class CommandProcess:
         self._coming: int | None = None  # the size whose figures this start will tell
         self._tail: deque[str] = deque(maxlen=TAIL_LINES)
         self._reader: threading.Thread | None = None
-        base = command.own_folder or tempfile.gettempdir()
-        short = "/tmp" if len(base) > LONGEST_FOLDER else base  # noqa: S108 - what is made in it is for this user alone
-        self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir=short))
+        self._folder = Path(tempfile.mkdtemp(prefix="bexp-tune-", dir=command.own_folder or temporary_folder()))
         self._line = TrainingLine(self._folder / "socket")
         self._kills = 0  # by the kernel, before what is waited for
         self._data: dict[str, Any] = {}  # what the measured size says of the data and of the processes
