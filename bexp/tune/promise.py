@@ -125,7 +125,8 @@ def check_steps(num_micro_steps: int) -> None:
     if num_micro_steps != needed and not (_steps.is_scaled and num_micro_steps % needed == 0):
         raise CannotApplyError(
             f"the answer needs {needed} accumulation steps, but this loop has {num_micro_steps} micro-batches in a "
-            "step of its optimizer: set its size and its accumulation in the command or in the script"
+            "step of its optimizer, or calls backward as often: set its size and its accumulation in the command or in "
+            "the script"
         )
 
 
