@@ -148,7 +148,7 @@ class Client:
     def events(self, job_id: str, *, after: int = 0, patience_seconds: float = PATIENCE_SECONDS) -> Iterator[Event]:
         """Follow the events of an exploration to its end, each exactly once and in order.
 
-        Raises ServiceError if the service cannot be reached for `patience_seconds`.
+        Raises ServiceError if the service sends nothing for `patience_seconds`.
         """
         documents = follow_events(
             self.connection, job_id, after=after, patience_seconds=patience_seconds, sleep=self._sleep

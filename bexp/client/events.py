@@ -28,8 +28,8 @@ def follow_events(
     """Follow the events of an exploration from `after` (exclusive) to its end.
 
     After a dropped connection it continues where the connection broke. It yields nothing if `after` is the last event
-    of an exploration that has ended. Raises ServiceError if nothing new is heard of the service for `patience_seconds`,
-    not even that nothing happens, or if an event cannot be read.
+    of an exploration that has ended. Raises ServiceError if the service sends neither an event nor a keep-alive for
+    `patience_seconds`, or if an event cannot be read.
 
     An exploration that was cancelled and resumed has events after the one that ended it first.
     """
@@ -101,17 +101,17 @@ def _read(data: str) -> dict[str, Any]:
 
 
 def _sse_data(lines: Iterator[str], hear: Callable[[], None]) -> Iterator[str]:
-    """Yield the data of each server-sent event (WHATWG HTML, 9.2), and call `hear` at each comment but a greeting.
+    """Yield the data of each server-sent event (WHATWG HTML, 9.2), and call `hear` at each comment, a keep-alive.
 
     An incomplete last event is dropped.
     """
     data: list[str] = []
-    for number, line in enumerate(lines):
+    for line in lines:
         if not line:
             if data:
                 yield "\n".join(data)
             data = []
-        elif line.startswith(":") and number:
+        elif line.startswith(":"):
             hear()
         elif line.startswith("data:"):
             data.append(line.removeprefix("data:").removeprefix(" "))
