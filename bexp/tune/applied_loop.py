@@ -43,7 +43,7 @@ class _Loop:
 
     def resize(self, accelerator: Any, given: Any) -> None:
         """Give a loader the size, if it is the first one and has a size; anything else stays as it is."""
-        if not isinstance(given, DataLoader) or self._accelerator or applied_trainer.made:
+        if not isinstance(given, DataLoader) or self._accelerator or applied_trainer.is_used.is_set():
             return
         self._accelerator = accelerator
         if given.batch_size is None or isinstance(given.dataset, IterableDataset):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from functools import wraps
 from inspect import signature
+from threading import Event
 from types import ModuleType
 from typing import Any
 
@@ -14,8 +15,8 @@ from bexp.tune.link import SIZE, STEPS, choice
 from bexp.tune.placeholders import APPLY
 from bexp.tune.trainer_arguments import FIXED_SIZES, owner_of_sizes
 
-made: list[None] = []
-"""An item for each Trainer of this process."""
+is_used = Event()
+"""Set once this process has made a Trainer."""
 
 
 def patch(module: ModuleType) -> None:
@@ -35,7 +36,7 @@ def patch(module: ModuleType) -> None:
 
     @wraps(init)
     def make(self: Any, *given: Any, **named: Any) -> None:
-        made.append(None)
+        is_used.set()
         dataset = (dict(zip(parameters, (self, *given), strict=False)) | named).get("train_dataset")
         has_data = dataset is not None or type(self).get_train_dataloader is not module.Trainer.get_train_dataloader
         found = [each for each in (*given, *named.values()) if isinstance(each, module.TrainingArguments)]

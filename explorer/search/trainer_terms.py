@@ -9,7 +9,7 @@ from bexp.explorer.spec.execution import Kernels
 from bexp.explorer.spec.model import DType, LayerKind
 from bexp.explorer.spec.request import ExplorationRequest
 from bexp.explorer.spec.target import BEXP, TRANSFORMERS
-from bexp.explorer.spec.trainer import SHARES, TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
+from bexp.explorer.spec.trainer import TORCH_CHOICE, TORCH_KERNELS, Trainer, library_experts
 from bexp.explorer.spec.training import Precision, Sharding
 
 
@@ -116,12 +116,9 @@ def lost_formats(
     """Return the number formats of gradients and moments that the request states and a trainer keeps otherwise."""
     if request.target_name != BEXP:
         return []
-    optimizer, dtype = request.training.optimizer, compute_dtype(request, report)
-    told = precision_of(trainer, request, report, candidate)
-    moments = dtype if told == "pure" else DType.FLOAT32
-    sums = told == "autocast" or (trainer.float32_gradients and dtype is DType.BFLOAT16)
-    gradients = DType.FLOAT32 if sums else dtype
-    stated = (("gradients", optimizer.grad_dtype, gradients), ("optimizer states", optimizer.state_dtype, moments))
+    optimizer, told = request.training.optimizer, precision_of(trainer, request, report, candidate)
+    gradients, states = trainer.kept_formats(compute_dtype(request, report), told)
+    stated = (("gradients", optimizer.grad_dtype, gradients), ("optimizer states", optimizer.state_dtype, states))
     return [f"{what} in {asked}" for what, asked, kept in stated if asked not in (None, kept)]
 
 
@@ -142,8 +139,8 @@ def find_missing(
     attention, experts = attention_name(candidate, report), experts_name(candidate)
     sharding, layout = sharding_of(candidate, request), candidate.context_parallel_layout
     on_host, policy = candidate.recompute is Recompute.OFFLOAD, candidate.recompute
-    differ = trainer.is_every_nth and policy in SHARES and layers_differ(request, report)
-    has_policy = trainer.has_policy(policy, layers_differ=differ)
+    has_policy = trainer.has_policy(policy, layers_differ=layers_differ(request, report))
+    differ = trainer.has_policy(policy) and not has_policy
     is_default = report is not None and candidate.expert_backend == report.default_experts
     missing = {
         "bta_tile": candidate.bta_tile is not None and not trainer.tiles,

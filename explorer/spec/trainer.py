@@ -137,6 +137,11 @@ class Trainer:
         """Return whether it can keep all weights in float32, as weights or as master weights."""
         return not {"autocast", "master"}.isdisjoint(self.precisions)
 
+    def kept_formats(self, dtype: DType, precision: Precision) -> tuple[DType, DType]:
+        """Return the formats of gradients and of optimizer states where matrix products are in `dtype`."""
+        is_summed = precision == "autocast" or (self.float32_gradients and dtype is DType.BFLOAT16)
+        return DType.FLOAT32 if is_summed else dtype, dtype if precision == "pure" else DType.FLOAT32
+
     def has_policy(self, policy: Recompute, *, layers_differ: bool = False) -> bool:
         """Return whether it can be told a recomputation policy of a model whose layers may be of several kinds."""
         if policy.is_numbered:

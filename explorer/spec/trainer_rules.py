@@ -119,13 +119,11 @@ def _beyond_a_step(request: ExplorationRequest, trainer: Trainer) -> Iterator[tu
 
 
 def _beyond_the_formats(optimizer: OptimizerSpec, dtype: DType, trainer: Trainer) -> Iterator[tuple[str, str]]:
-    is_wide = optimizer.has_master(dtype)
-    sums = (trainer.float32_gradients and dtype is DType.BFLOAT16) or (
-        is_wide and trainer.keeps_float32 and "master" not in trainer.precisions
-    )
-    if optimizer.state_dtype not in (None, DType.FLOAT32 if is_wide else dtype):
+    wide: Precision = "autocast" if "master" not in trainer.precisions and trainer.keeps_float32 else "master"
+    gradients, states = trainer.kept_formats(dtype, wide if optimizer.has_master(dtype) else "pure")
+    if optimizer.state_dtype not in (None, states):
         yield "training.optimizer.state_dtype", f"optimizer states in {optimizer.state_dtype}"
-    if optimizer.grad_dtype not in (None, DType.FLOAT32 if sums else dtype):
+    if optimizer.grad_dtype not in (None, gradients):
         yield "training.optimizer.grad_dtype", f"gradients in {optimizer.grad_dtype}"
 
 
