@@ -199,7 +199,7 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     for job in ended:
         asked = Counter(call.operation for call in calls_of.get(job.id, ()))
         found += violations_of(opened, job, num_resumes=asked["resume"], num_cancels=asked["cancel"])
-        differs = _difference(opened, job, undisturbed)
+        differs = difference_of(opened, job, undisturbed)
         found += [f"{job.id}: it differs from the search without faults: {differs}"] if differs else []
         result.different_answers += bool(differs)
     result.jobs = len(ended)
@@ -210,7 +210,7 @@ def _check(crowd: Crowd, opened: Database, service: Service, failpoints: Failpoi
     return bool(found)
 
 
-def _difference(opened: Database, job: Job, undisturbed: UndisturbedSearches) -> str:
+def difference_of(opened: Database, job: Job, undisturbed: UndisturbedSearches) -> str:
     """Return how a job differs from the search without faults, of which a cancelled one has gone a part of the way."""
     if job.request is None:
         return "its request cannot be read"

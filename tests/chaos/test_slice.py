@@ -4,11 +4,21 @@ import os
 import signal
 import threading
 from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from bexp.api.settings import ServiceSettings
+from bexp.storage.database import Database
+from tests.api.conftest import wait_until
+from tests.api.serving import start
+from tests.chaos import crowd
 from tests.chaos.campaign import Plan, run_campaign
 from tests.chaos.clients import START_SECONDS
+from tests.chaos.crowd import Crowd
+from tests.chaos.promises import EXPECTED, broken_promises, read_stored
 from tests.chaos.result import Result, document_of_result
 from tests.chaos.rounds import read_rounds, run_rounds
 
@@ -23,6 +33,34 @@ def test_a_few_faults_break_no_promise() -> None:
     assert result.calls["submit"] >= result.jobs
     (seconds,) = result.cancel_seconds
     assert seconds < START_SECONDS, "a busy host takes longer than is promised, but not for ever"
+
+
+def test_clients_do_everything_and_each_answer_or_its_lack_is_judged(
+    sqlite_database: Database, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(crowd, "PAUSE_SECONDS", 0.01)
+    monkeypatch.setattr(crowd, "PRUNE_PAUSE_SECONDS", 0.5)
+    monkeypatch.setattr(crowd, "KEPT_JOBS", 2)
+    served = start(ServiceSettings(sqlite_database.url, require_token=True, token_rate=0, address_rate=0))
+    service: Any = SimpleNamespace(url=served.url, api=None, note_answer=lambda api: None)
+    clients = Crowd(service, sqlite_database, Random(1), num_trials=6, open_jobs=9)
+    calls = clients.history.calls
+    clients.start()
+    try:
+        wait_until(lambda: {call.operation for call in list(calls)} == {*EXPECTED, "prune"})
+        wait_until(lambda: {"cancel", "resume", "delete"} <= {call.operation for call in list(calls) if call.is_done})
+    finally:
+        clients.stop()
+        served.stop()
+    sent = [call for call in calls if call.operation == "submit" and call.seen is not None]
+    assert {call.owner for call in sent} == set(crowd.OWNERS)
+    assert len({(call.owner, call.key) for call in sent}) < len(sent), "keys are sent again"
+    assert all(call.seen.labels == {"key": call.key} for call in sent if call.seen is not None)
+    assert broken_promises(clients.history, read_stored(sqlite_database), lambda *_: False) == []
+    clients.show_all()
+    assert (calls[-1].status, calls[-1].error) == (None, "ConnectError")
+    (told, *_) = broken_promises(clients.history, read_stored(sqlite_database), lambda *_: False)
+    assert told.startswith("no answer within")
 
 
 def test_a_result_names_cancels_that_took_too_long() -> None:
