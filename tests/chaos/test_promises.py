@@ -46,6 +46,7 @@ from tests.chaos.interposition import environment_with
 from tests.chaos.invariants import violations_of
 from tests.chaos.processes import TABLE
 from tests.chaos.promises import Stored, broken_promises
+from tests.chaos.rounds import read_rounds
 from tests.chaos.undisturbed import UndisturbedSearches
 from tests.contracts.samples import make_worker
 
@@ -266,3 +267,15 @@ def test_each_promise_of_the_page_names_a_test_that_is_there() -> None:
         assert named, row
         for path, name in named:
             assert f"def {name}(" in (root / path).read_text(), row
+
+
+@pytest.mark.parametrize("name", ["chaos-rounds.json", "fuzz.json"])
+def test_a_result_of_code_that_has_changed_since_is_called_old(name: str) -> None:
+    root = Path(__file__).parents[2]
+    commit = read_rounds(root / "benchmarks" / "results" / name)[-1]["commit"]
+    judged = ("api", "storage", "workers/jobs")
+    command = ["git", "diff", "--quiet", commit, "HEAD", "--", *judged]
+    told = subprocess.run(command, check=False, cwd=root, capture_output=True)
+    if told.returncode not in {0, 1}:
+        pytest.skip("there is no git here, or it does not have the commit, as in a shallow clone")
+    assert (f"`{name}` is old" in (root / "docs" / "operations.md").read_text()) is bool(told.returncode)
