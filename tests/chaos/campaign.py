@@ -27,7 +27,7 @@ from tests.chaos.databases import ChaosDatabase, PostgresServer, SqliteFile
 from tests.chaos.failpoints import OF_CALLS, OF_JOBS, Failpoints, list_edges
 from tests.chaos.faults import Faults
 from tests.chaos.invariants import violations_of
-from tests.chaos.processes import Service
+from tests.chaos.processes import TABLES, Service
 from tests.chaos.promises import Stored, broken_promises, read_stored
 from tests.chaos.result import Result, read_commit
 from tests.chaos.undisturbed import Outcome, UndisturbedSearches
@@ -88,6 +88,7 @@ def run_campaign(plan: Plan, ending: threading.Event | None = None) -> Result:
                 plan.trial_seconds,
                 require_token=True,
                 failpoints_folder=folder / "failpoints",
+                tables=TABLES,
             )
             try:
                 failpoints = Failpoints(folder / "failpoints", Random(plan.seed))

@@ -25,11 +25,10 @@ from bexp.storage.jobs import get_job
 from bexp.storage.queue import Queue
 from bexp.storage.tables import labels
 from bexp.workers.jobs.runner import JobEnd, run_job
-from bexp.workers.replay.profiler import ReplayProfiler
+from bexp.workers.replay.profiler import ReplayProfiler, mismatch
+from bexp.workers.replay.recording import Recording
 from tests.chaos import failpoints
 from tests.chaos.campaign import difference_of
-from tests.chaos.clients import document_of
-from tests.chaos.crowd import SMALL
 from tests.chaos.failpoints import (
     ACTIONS,
     CHANGE,
@@ -44,9 +43,10 @@ from tests.chaos.failpoints import (
 from tests.chaos.history import Call, History, Seen
 from tests.chaos.interposition import environment_with
 from tests.chaos.invariants import violations_of
-from tests.chaos.processes import TABLE
+from tests.chaos.processes import TABLE, TABLES
 from tests.chaos.promises import Stored, broken_promises
 from tests.chaos.rounds import read_rounds
+from tests.chaos.searches import search_of, seeds_of
 from tests.chaos.undisturbed import UndisturbedSearches
 from tests.contracts.samples import make_worker
 
@@ -139,7 +139,7 @@ def done(sqlite_template: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     path = Path(shutil.copy(sqlite_template, tmp_path_factory.mktemp("done")))
     database = open_database(f"sqlite:///{path}")
     queue, profiler = Queue(database), ReplayProfiler(TABLE)
-    queue.enqueue(parse_request({**document_of(1, 24), **SMALL}))
+    queue.enqueue(parse_request(search_of(0, 24)))
     hardware = profiler.hardware()
     worker = make_worker("host-1-replay-ab", hardware.device_kind, fingerprint=hardware.fingerprint)
     claim = queue.claim(worker, description="a table")
@@ -176,6 +176,13 @@ def test_what_is_stored_wrongly_of_an_exploration_is_named(done: Path, tmp_path:
     found = [*violations_of(database, job), *([f"it differs from the search: {differs}"] if differs else [])]
     database.dispose()
     assert [text for text in found if told in text] if told else found == []
+
+
+def test_the_seeds_of_a_campaign_belong_to_many_tables() -> None:
+    for table in TABLES:
+        assert len(seeds_of([table])) > 3
+        answers = [mismatch(parse_request(search_of(seeds_of([table])[0], 24)), Recording.read(one)) for one in TABLES]
+        assert [TABLES[index] for index, reason in enumerate(answers) if reason is None] == [table]
 
 
 PASS_EACH_EDGE = """\

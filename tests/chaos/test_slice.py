@@ -18,6 +18,7 @@ from tests.chaos import crowd
 from tests.chaos.campaign import Plan, run_campaign
 from tests.chaos.clients import START_SECONDS
 from tests.chaos.crowd import Crowd
+from tests.chaos.processes import TABLES
 from tests.chaos.promises import EXPECTED, broken_promises, read_stored
 from tests.chaos.result import Result, document_of_result
 from tests.chaos.rounds import read_rounds, run_rounds
@@ -42,7 +43,7 @@ def test_clients_do_everything_and_each_answer_or_its_lack_is_judged(
     monkeypatch.setattr(crowd, "PRUNE_PAUSE_SECONDS", 0.5)
     monkeypatch.setattr(crowd, "KEPT_JOBS", 2)
     served = start(ServiceSettings(sqlite_database.url, require_token=True, token_rate=0, address_rate=0))
-    service: Any = SimpleNamespace(url=served.url, api=None, note_answer=lambda api: None)
+    service: Any = SimpleNamespace(url=served.url, tables=TABLES, api=None, note_answer=lambda api: None)
     clients = Crowd(service, sqlite_database, Random(1), num_trials=6, open_jobs=9)
     calls = clients.history.calls
     clients.start()
