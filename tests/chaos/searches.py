@@ -22,7 +22,7 @@ SIZES_AND_SEEDS = dict(
     )
 )
 """By table. A search takes 3 to 14 trials and at most a quarter of a second of processor time. Its last message has the
-figures of its answer, with each of these seeds, as the check of a campaign's end wants it.
+figures of its answer, with each of these seeds and at most 24 trials, as the check of a campaign's end wants it.
 """
 TABLE_OF = {seed: table for table, (_, seeds) in SIZES_AND_SEEDS.items() for seed in seeds}
 

@@ -22,12 +22,13 @@ from tests.chaos.processes import TABLES
 from tests.chaos.promises import EXPECTED, broken_promises, read_stored
 from tests.chaos.result import Result, document_of_result
 from tests.chaos.rounds import read_rounds, run_rounds
+from tests.chaos.soak import Sample, growth
 
 pytestmark = pytest.mark.slow
 
 
 def test_a_few_faults_break_no_promise() -> None:
-    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_workers=2, num_trials=6, num_cancels=1))
+    result = run_campaign(Plan(seconds=2.0, seed=1, fault_seconds=0.3, num_workers=2, num_cancels=1))
     assert result.violations == []
     assert result.jobs >= 1
     assert result.faults
@@ -62,6 +63,18 @@ def test_clients_do_everything_and_each_answer_or_its_lack_is_judged(
     assert (calls[-1].status, calls[-1].error) == (None, "ConnectError")
     (told, *_) = broken_promises(clients.history, read_stored(sqlite_database), lambda *_: False)
     assert told.startswith("no answer within")
+
+
+@pytest.mark.parametrize(("bytes_a_minute", "files_a_minute"), [(0, 0), (1000, 0), (0, 2)])
+def test_a_soak_tells_what_a_process_grows_by_in_an_hour_after_its_warm_up(
+    bytes_a_minute: int, files_a_minute: int
+) -> None:
+    samples = [
+        Sample(60.0 * minute, (minute > 15) * 10**8 + minute * bytes_a_minute, 20 + minute * files_a_minute)
+        for minute in range(60)
+    ]
+    grown = growth(samples)
+    assert (grown["bytes_an_hour"], grown["files_an_hour"]) == (60 * bytes_a_minute, 60 * files_a_minute)
 
 
 def test_a_result_names_cancels_that_took_too_long() -> None:
